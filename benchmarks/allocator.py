@@ -1,6 +1,6 @@
 """Peak bytes of a real training step on the CPU, from the events of torch's own allocator.
 
-``torch.profiler`` tells of every block that was taken and given back, and below which operators.
+``torch.profiler`` reports every block that is allocated and freed, with the operators around it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ONEDNN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorPeaks:
-    """Most bytes held in a step: ``tensors`` leaves out what oneDNN takes and gives back in a call."""
+    """Peak bytes in a step; ``tensors`` leaves out what oneDNN allocates and frees within a call."""
 
     tensors: int
     everything: int
@@ -90,7 +90,7 @@ def allocator_peaks(
 
 @contextlib.contextmanager
 def _labelled(place: Place) -> Iterator[None]:
-    """`on`, with an event of the profiler that tells what is made on the host."""
+    """`on`, with a profiler event that marks allocations on the host."""
     with on(place), torch.profiler.record_function(f"on {place.name}"):
         yield
 
@@ -116,7 +116,7 @@ def _collect(event: Any, call: int | None, on_host: bool, events: list[_Event]) 
 
 
 def _changes(events: Sequence[_Event]) -> tuple[list[int], list[int]]:
-    """Changes of the live bytes, without what comes and goes inside a call of oneDNN's, and with it."""
+    """Changes of live bytes: without blocks that a oneDNN call allocates and frees itself, and with them."""
     made_by: dict[int, int] = {}
     inside: set[int] = set()
     counted: list[int] = []

@@ -1,9 +1,9 @@
 """Rival placements: what other tools and people would do with the same model, as node -> device.
 
-Every function takes a program, its costs and a number of devices, and answers a `Placement`: the
-index of a device for every node. `plan_placement` turns one into a plan of placer's, so that all
-rivals and placer are judged by the same prediction and the same ledger. A device may come up twice
-along the chain (accelerate's maps do that); the plan then has more stages than devices.
+Every function takes a program, its costs and a number of devices, and returns a `Placement`: the index of a
+device for every node. `plan_placement` turns one into a plan of placer's, so that all
+rivals and placer are judged by the same prediction and the same ledger. A device may occur twice
+along the chain, as in accelerate's maps; the plan then has more stages than devices.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def plan_placement(
 def layer_chain(program: Program) -> list[list[str]]:
     """The nodes in program order, cut before every call of a torch.nn layer.
 
-    What a parent's forward does between two calls goes with the call before it.
+    Operations of a parent's forward between two calls go with the call before them.
     """
     calls = {node.name for node in program.graph.nodes if node.op == "call_module"}
     chain: list[list[str]] = [[]]
@@ -337,7 +337,7 @@ def _place(chain: Sequence[Sequence[str]], lengths: Iterable[int]) -> Placement:
 
 
 def _parameter_bytes(chain: Sequence[Sequence[str]], costs: CostTable) -> list[int]:
-    """Per group of the chain the bytes of the parameters that it is the first to read."""
+    """For each group of the chain, the bytes of the parameters that it reads first."""
     position = {name: i for i, name in enumerate(costs.names)}
     group_of = {position[name]: i for i, names in enumerate(chain) for name in names}
     found = [0] * len(chain)
@@ -378,7 +378,7 @@ def _follow_modules(program: Program, devices: Mapping[str, Any]) -> Placement:
 
 @contextmanager
 def _accelerate() -> Iterator[None]:
-    """Without its warnings that this machine has no such GPU; modules under two names are its limit."""
+    """Run accelerate without its warnings about missing GPUs. It fails for modules under two names."""
     logger = logging.getLogger("accelerate.utils.modeling")
     level = logger.level
     logger.setLevel(logging.ERROR)

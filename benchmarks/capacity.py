@@ -1,15 +1,15 @@
 """How large a volume trains: the largest cube whose training step fits, by placement and device.
 
 Adam, batch 1, fp32. The referee is the ledger: a dry run of the emitted module on simulated
-devices, whose fullest device must stay within the memory given; nothing is kept back for an
-allocator. The search walks by prediction and lets the ledger decide near the boundary; every edge that
-is reported passed it. Nothing is allocated.
+devices, whose fullest device must stay within the given memory; nothing is kept free for an allocator.
+The search goes by prediction and lets the ledger decide near the limit; every reported edge passed it.
+Nothing is allocated.
 
     python -m benchmarks.capacity [MODEL ...] [--memory GIB] [--ours]
 
-MODEL: U-Net, SegResNet, DynUNet, SwinUNETR, r3d_18. What is not named keeps its figures in
-results/capacity.json. With --ours only placer's rows are searched anew, from the edges in that file
-on; the others do not change with placer.
+MODEL: U-Net, SegResNet, DynUNet, SwinUNETR, r3d_18. Models that are not named keep their figures in
+results/capacity.json. With --ours, only placer's rows are searched anew, from the edges in that file; the
+others do not change with placer.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ GIB = 2**30
 DEVICES = (1, 2, 4, 8)
 MEMORIES = (8, 16, 24)  # GiB per device
 _FIRST = 128  # the edge that is planned first
-_NEAR = 0.05  # the ledger decides where the prediction is as near to the limit
-_NEAR_RETURNING = 0.3  # the same where the chain comes back to a device
+_NEAR = 0.05  # if the prediction is this near to the limit, the ledger decides
+_NEAR_NONCONTIGUOUS = 0.3  # the same for placements with several stages per device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model that takes cubes whose edge is a multiple of ``step``, and what people do with it."""
+    """A model for cubes whose edge is a multiple of ``step``, and how people split and checkpoint it."""
 
     build: Callable[[], nn.Module]
     channels: int
     hand: Mapping[str, int]  # layer -> device, two devices
-    blocks: tuple[str, ...]  # what one would checkpoint
+    blocks: tuple[str, ...]  # the layers that people checkpoint
     step: int = 16
 
 
@@ -134,7 +134,7 @@ SUBJECTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model captured at one edge, with its costs (of which all plans have the same)."""
+    """A model captured for one edge, with its costs, which are the same for all plans."""
 
     program: Program
     costs: CostTable
@@ -210,7 +210,7 @@ def methods(subject: Subject) -> dict[str, Method]:
 
 @dataclass(slots=True)
 class Search:
-    """Peaks of one model by edge, placement and device; every answer is kept."""
+    """Peaks of one model by edge, placement and device; every answer is cached."""
 
     subject: Subject
     cases: dict[int, Case] = field(default_factory=dict)
@@ -260,16 +260,16 @@ class Search:
         return [max(peak - state, 0) + state // devices]
 
     def fits(self, name: str, method: Method, edge: int, devices: int, limit: int) -> bool:
-        """By prediction far from the limit, by the ledger near it."""
+        """Whether it fits: by prediction far from the limit, by the ledger near it."""
         peak = max(self.predicted(name, method, edge, devices))
         plan = self.plan(name, method, edge, devices)
         returns = len(plan.stages) > len(plan.devices)  # predicted by an upper bound only
-        if abs(peak / limit - 1) < (_NEAR_RETURNING if returns else _NEAR):
+        if abs(peak / limit - 1) < (_NEAR_NONCONTIGUOUS if returns else _NEAR):
             peak = max(self.simulated(name, method, edge, devices))
         return peak <= limit
 
     def likely(self, name: str, method: Method, devices: int, memory: int) -> int:
-        """The largest edge by the nearest one that is planned: peaks grow about with the edge's cube."""
+        """The largest edge, estimated from the nearest planned one: peaks grow about with the edge's cube."""
         step, limit = self.subject.step, memory * GIB
         planned = [e for n, e, d in self.plans if (n, d) == (name, devices)] or [_FIRST]
         peaks = {e: max(self.predicted(name, method, e, devices)) for e in planned}
@@ -366,7 +366,7 @@ _NOTE = (
 
 
 def _dates(results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    """When the models were measured, if not all on one day."""
+    """When the models were measured, if not all on the same day."""
     days: dict[str, dict[str, None]] = {}
     for name, rows in results.items():
         ours = {row["date"] for row in rows if row["method"].startswith("placer")}
@@ -384,9 +384,9 @@ def _dates(results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def _compared(results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    """A sentence per row of placer's: where a row above it, on as many devices, fits a larger cube.
+    """A sentence for each of placer's rows: where another row with as many devices fits a larger cube.
 
-    Without recomputation placer is compared with those that do not recompute.
+    Without recomputation, placer is compared with methods that do not recompute.
     """
     found = []
     for label in ("placer, objective memory", "placer, checkpoint auto"):

@@ -1,13 +1,13 @@
-"""How large a volume trains on GPUs of 16 GiB: by what torch's allocator takes of them, as plans judge it.
+"""How large a volume trains on GPUs of 16 GiB, counting the memory that torch's allocator reserves.
 
-As `benchmarks.capacity`, whose edges are by the bytes of tensors alone; here a plan must fit with
-workspaces, what the allocator reserves (with expandable segments), the context, and 2 % kept free. It
-may starve kernels of the memory they want to work in, which makes them slower: the page says where, and
-the largest edge where none starves. Predicted; not measured on a GPU. Nothing is allocated.
+The edges of `benchmarks.capacity` count only the bytes of tensors. Here, a plan must fit with workspaces,
+the bytes that the allocator reserves (with expandable segments), the context, and 2 % kept free. Kernels may
+be starved of the workspace that they ask for, which makes them slower; the page says where, and has the
+largest edge without that. All figures are predicted, not measured on a GPU. Nothing is allocated.
 
     python -m benchmarks.capacity_gpu [MODEL ...] [--devices N ...]
 
-What is not named keeps its figures in results/capacity_gpu.json. An hour and more for all.
+Models that are not named keep their figures in results/capacity_gpu.json. All take more than an hour.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Search:
         return self.plans[key]
 
     def row(self, method: str, devices: int, tensors: int) -> dict[str, Any]:
-        """The largest edge that fits, what starves there, and the largest where nothing does.
+        """The largest edge that fits, the workspaces starved there, and the largest edge without starved
+        ones.
 
         ``tensors`` is the largest edge by the bytes of tensors, where the search begins. It goes up
         while edges fit, else down till one does: larger ones beyond that are not tried.

@@ -1,4 +1,4 @@
-"""Models of as many layers as make a graph of a given number of nodes; build them on ``meta``."""
+"""Models whose number of layers gives a graph of a wanted number of nodes; build them on ``meta``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = 1_000  # a head over all 50,257 would be the largest load of any placem
 
 
 class Block(nn.Module):
-    """A GPT-2 block, written with functions, so that its graph is fine."""
+    """A GPT-2 block written with functions, so that its graph is fine-grained."""
 
     def __init__(self) -> None:
         super().__init__()

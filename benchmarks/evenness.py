@@ -2,9 +2,9 @@
 
 For 2, 3 and 4 devices: the largest peak of any device, by the ledger, over an even share of one
 device's peak. A share of 1.15 is the goal. No placement of whole nodes can be below the largest
-node's own peak (what its stage needs if it holds nothing else); where that alone is more than 1.15
-shares, the goal is out of reach and the page says so. Of more nodes than devices two share one: where
-any two of N + 1 nodes, and nothing else, come to that much on a device, no placement over N devices,
+node's own peak (what its stage needs if it holds nothing else); if that alone is more than 1.15
+shares, the goal is out of reach and the page says so. Of more nodes than devices, two must share
+a device: if any two of N + 1 nodes need that much on a device with nothing else, no placement on N devices,
 contiguous or not, is below it. Adam, batch 1, fp32, no recomputation.
 
     python -m benchmarks.evenness [MODEL ...]
@@ -59,7 +59,7 @@ def largest_node(case: Case) -> tuple[str, float, dict[tuple[int, int], float]]:
 
 
 def two_of(count: int, pairs: dict[tuple[int, int], float]) -> float:
-    """The most bytes that any two of some ``count`` nodes come to at least."""
+    """The largest b such that ``count`` nodes pairwise need at least b bytes."""
     for least in sorted(set(pairs.values()), reverse=True):
         graph = nx.Graph([pair for pair, peak in pairs.items() if peak >= least])
         if max((len(clique) for clique in nx.find_cliques(graph)), default=0) >= count:

@@ -1,8 +1,8 @@
-"""What runs a schedule over processes: torch's pipelining by its public API, or placer's executor.
+"""Compares two executors of a schedule over processes: torch's pipelining (public API) and placer's.
 
-``python -m benchmarks.executors`` tries both on small models that a split model may be like, with one
-process per device over gloo. Each case compares the loss and every gradient with the plain model's; what
-takes longer than a time limit hangs. Run under several releases of torch: each run adds its row.
+``python -m benchmarks.executors`` runs both on small models with features that split models have, with one
+process per device over gloo. Each case compares the loss and every gradient with the plain model's; a case
+that exceeds the time limit counts as hanging. Run under several releases of torch: each run adds its row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def block(width: int = WIDTH) -> nn.Module:
 
 
 class Skip(nn.Module):
-    """Three blocks; what the first makes goes to the last as well."""
+    """Three blocks; the result of the first also goes to the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class First(nn.Module):
 
 
 class Middle(nn.Module):
-    """Passes the skipped value on: stages speak to their neighbours only."""
+    """Passes the skipped value on, because stages communicate only with their neighbours."""
 
     def __init__(self, model: Skip) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def mean_square(output: Tensor, target: Tensor | None = None) -> Tensor:
 
 
 def by_pipelining(case: Case, model: Any) -> Callable[[Tensor], object]:
-    """A step of torch's schedules, as their documentation has it."""
+    """A step with torch's schedules, as in their documentation."""
     rank, parts = dist.get_rank(), case.stages(model)
     own = range(rank, len(parts), case.processes)
     device = torch.device("cpu")

@@ -1,9 +1,9 @@
-"""Is the edge where plans say it is: steps really trained on a GPU held to the memory they are said to need.
+"""Does a model train in the memory that its plan says it needs? Real steps on a GPU with a memory limit.
 
-For every model the smallest budget is looked for under which its plan fits, and the largest under which it
-does not (within 1 %). Then three steps are run under each: the first must train, and the second may not
-train with more than 4 % to spare. So is every mode of torch's allocator; each run has a process of its own,
-whose allocator is held to the budget less the context.
+For every model, the smallest budget under which its plan fits is searched, and the largest one under which it
+does not (within 1 %). Then three steps run under each: under the first they must succeed, and under the
+second they must not succeed with more than 4 % to spare. Every mode of torch's allocator is tested. Each run
+has its own process, whose allocator is limited to the budget minus the context.
 
     python -m benchmarks.fits_gpu [CASE ...]           # a GPU of 80 GB; has been run on none yet
     python -m benchmarks.fits_gpu --recorded FOLDER    # no GPU: the runs of fits_16GiB.json, predicted
@@ -51,7 +51,7 @@ def edge_of(fits: Callable[[int], bool], low: int, high: int) -> tuple[int, int]
 
 
 def case_spec(case: GPUCase, budget: int | None, allocator: str) -> PlacementSpec:
-    """One GPU with so many bytes, of which nothing is kept free."""
+    """One GPU with this many bytes, of which nothing is kept free."""
     device: dict[str, Any] = {"name": DEVICE, "allocator": allocator}
     if budget is not None:
         device["memory"] = budget
@@ -72,7 +72,7 @@ def edge(case: GPUCase, allocator: str) -> tuple[int, int]:
 
 
 def train(case: GPUCase, budget: int, allocator: str) -> dict[str, Any]:
-    """Three steps under ``budget``: did they run, seconds of the last, bytes reserved at most."""
+    """Three steps under ``budget``: whether they ran, seconds of the last, and the most reserved bytes."""
     model, x = case.build()
     if x.is_floating_point():
         x = torch.randn(x.shape)

@@ -36,8 +36,8 @@ _REGIONS = json.loads(Path(__file__).with_name("recorded_regions.json").read_tex
 class GPUCase:
     """A model with its batch; ``family``: models that are kept out of a fit together.
 
-    ``regions`` are what the measured run recomputed and offloaded. "auto" chose them by the times that
-    were estimated on that day, and would choose others today.
+    ``regions`` are what the measured run recomputed and offloaded. "auto" chose them by the estimates of that
+    day, and would choose others today.
     """
 
     family: str
@@ -69,7 +69,7 @@ PROFILED = {
 
 
 def recorded_regions(run: str) -> tuple[Region, ...]:
-    """What the measured ``run`` recomputed and offloaded, where something was."""
+    """The regions that the measured ``run`` recomputed and offloaded, if any."""
     return tuple(
         Region(first=first, last=last, recompute="recompute" in how, offload="offload" in how)
         for first, last, *how in _REGIONS.get(run, ())
@@ -129,7 +129,7 @@ def case_timeline(case: GPUCase) -> Timeline:
 
 
 def capped_usage(row: Mapping[str, Any]) -> Usage:
-    """What the model of torch's allocator says of a row of fits_16GiB.json, in its mode and its cap."""
+    """The usage by the model of torch's allocator for a row of fits_16GiB.json, in its mode and cap."""
     return device_usage(
         case_timeline(capped_case(row)),
         DEVICE,

@@ -1,9 +1,8 @@
-"""Seconds on a GPU: rates fitted to what one H100 took, and what they say of models kept out.
+"""Seconds on a GPU: rates fitted to times on one H100, and their predictions for models kept out of the fit.
 
-The times of the operations of 8 models, and of convolutions by themselves, come from files that are
-no part of this repository (``--data``); the rates that are fitted to them are in `placer.h100`. Every
-model's operations are recorded by `placer.cost` from a dry run, and found again in the measured ones
-by name and shapes.
+The times of the operations of 8 models, and of single convolutions, come from files that are not part of
+this repository (``--data``); the fitted rates are in `placer.h100`. Every model's operations are recorded by
+`placer.cost` in a dry run, and matched with the measured ones by name and shapes.
 
     python -m benchmarks.gpu_times --data FOLDER             # fit, compare, write the page
     python -m benchmarks.gpu_times --data FOLDER --before OLD.json    # … with another estimate beside
@@ -67,7 +66,7 @@ _TRANSPOSED = tuple(f"transposed_{name}" for name in _CONVOLUTIONS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Some calls that ran the same operations: seconds of each, and how many in a step."""
+    """Calls that ran the same operations: seconds per call, and the number of calls in a step."""
 
     family: str
     operations: tuple[Operation, ...]
@@ -139,7 +138,7 @@ def _key(name: str, shapes: Sequence[Sequence[int]]) -> Any:
 
 
 def operation_rows(data: Path) -> tuple[list[Row], dict[str, float]]:
-    """The rows of operations.json that were found again, and per model the share of its time."""
+    """The rows of operations.json that could be matched, and their share of each model's time."""
     measured = json.loads((data / "operations.json").read_text())["models"]
     rows, shares = [], {}
     for model, case in PROFILED.items():
@@ -167,7 +166,7 @@ def operation_rows(data: Path) -> tuple[list[Row], dict[str, float]]:
 
 
 def convolution_rows(data: Path) -> list[Row]:
-    """The rows of convolutions.json that took long enough for their launch not to matter."""
+    """The rows of convolutions.json that take so long that their launch does not matter."""
     rows = []
     for row in json.loads((data / "convolutions.json").read_text())["rows"]:
         dtype = "half" if row["dtype"] == "bfloat16" else "float32"
@@ -193,7 +192,7 @@ def convolution_rows(data: Path) -> list[Row]:
 
 
 def _owner(weight: Sequence[int]) -> str:
-    """The families that have a weight of this shape, for keeping them out."""
+    """The families that have a weight of this shape, to keep them out of a fit."""
     return "/".join(sorted(_FAMILIES_OF.get(tuple(weight), {"none"})))
 
 
@@ -201,7 +200,7 @@ _FAMILIES_OF: dict[tuple[int, ...], set[str]] = {}
 
 
 def note_weights() -> None:
-    """Fill in which families have weights of which shapes."""
+    """Record which families have weights of which shapes."""
     for case in PROFILED.values():
         for parameter in _build(case)[0].parameters():
             _FAMILIES_OF.setdefault(tuple(parameter.shape), set()).add(case.family)
@@ -221,7 +220,7 @@ def _output_shape(row: Mapping[str, Any]) -> list[int]:
 
 
 def fit(rows: Sequence[Row]) -> Rates:
-    """The rates that explain ``rows`` best: least softened squares of log(predicted / measured)."""
+    """The rates that fit ``rows`` best: least softened squares of log(predicted / measured)."""
     table: dict[Key, Rate] = {}
     for dtype in ("float32", "half"):
         for names in (_CONVOLUTIONS, _TRANSPOSED):
@@ -234,9 +233,9 @@ def fit(rows: Sequence[Row]) -> Rates:
 
 
 def _determined(table: Mapping[Key, Rate], rows: Sequence[Row]) -> dict[Key, Rate]:
-    """``table`` without what fewer rows than numbers say, where the other data type has enough.
+    """``table`` without rates fitted to fewer rows than they have parameters, if the other dtype has enough.
 
-    One odd convolution would else stand for all: that of an image, of 3 channels, did in half precision.
+    Otherwise one odd convolution would decide for all, as that of a 3-channel image in half precision did.
     """
     count = Counter((o.name, o.dtype) for row in rows for o in row.operations)
 
@@ -348,7 +347,7 @@ def _costs(case: GPUCase) -> tuple[Program, Sequence[Tensor], CostTable]:
 
 
 def _step(case: GPUCase, rates: Rates) -> float:
-    """Seconds of a step on one device that keeps everything, as a plan has them."""
+    """Seconds of a step on one device that keeps everything, as a plan estimates them."""
     costs = _costs(case)[2]
     kind = replace(CATALOGUE["h100"], rates=rates)
     found = costs.work.seconds(kind)
@@ -358,7 +357,7 @@ def _step(case: GPUCase, rates: Rates) -> float:
 
 
 def predict(case: GPUCase, rates: Rates | None = None) -> float:
-    """Seconds of a step that a plan for one H100 says, with other rates than the catalogue's."""
+    """Seconds of a step that a plan for one H100 estimates, with these rates instead of the catalogue's."""
     program, leaves, costs = _costs(case)
     kind = CATALOGUE["h100"]
     known = kind if rates is None else replace(kind, rates=rates)

@@ -3,7 +3,7 @@
 The first table plans models too large for this machine: nothing is allocated, and prediction and
 simulation are compared device by device. The second (`memory_measured`) runs real steps on the CPU,
 where the peak is read from the allocator's own events (``torch.profiler``), which share no code with
-the ledger; all stages are on the one CPU there, so it has one device.
+the ledger; all stages are on the same CPU, so it has one device.
 With ``--matrix``: prediction against simulation over the equivalence suite (`memory_matrix`);
 ``--simulated`` and ``--measured`` make one of the two tables.
 """

@@ -1,10 +1,9 @@
 """Peak memory on a real GPU: predicted, simulated, and as torch's CUDA allocator counts it.
 
-Every model runs a training step wholly on the GPU; then in two stages, each of which is on the GPU
-once while the other is on the CPU: that is a real placement over two devices, and stage by stage
-what two GPUs would hold. Measured is ``torch.cuda.max_memory_allocated`` over the second step.
-What the process takes besides (context, cached blocks, fragmentation) is listed apart: it is what
-a device's ``reserve`` is for.
+Every model runs a training step entirely on the GPU; then in two stages, each of which is once on the GPU
+while the other is on the CPU. That is a real placement on two devices, and shows stage by stage the memory of
+two GPUs. The measurement is ``torch.cuda.max_memory_allocated`` over the second step. Further memory of the
+process (context, cached blocks, fragmentation) is listed separately: a device's ``reserve`` is for that.
 
     python -m benchmarks.memory_gpu [MODEL ...]       # a GPU of 80 GB; about 5 minutes on 16 cores
     python -m benchmarks.memory_gpu --device cpu      # small models, the CPU allocator's events
@@ -38,7 +37,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model with a batch, and what of a spec is not the default; ``split`` runs its halves too."""
+    """A model with a batch, and the fields of its spec; ``split`` runs its halves too."""
 
     build: Build
     fields: Mapping[str, Any]
@@ -69,7 +68,7 @@ class _GPT2(nn.Module):
 
 
 def cube(name: str, edge: int) -> Build:
-    """A model of the capacity benchmark with one cube of so many voxels along each edge."""
+    """A model of the capacity benchmark, with one cube of this many voxels along each edge."""
     subject = SUBJECTS[name]
     return lambda: (subject.build(), torch.empty(1, subject.channels, edge, edge, edge))
 
@@ -147,7 +146,7 @@ def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dic
 
 
 def _cuda_peak(model: nn.Module, plan: placer.Plan, x: Tensor) -> dict[str, int]:
-    """What the CUDA allocator held at most in the second step, and what the process took of the GPU."""
+    """Peak bytes of the CUDA allocator in the second step, and the memory of the process on the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -163,7 +162,7 @@ def _cuda_peak(model: nn.Module, plan: placer.Plan, x: Tensor) -> dict[str, int]
 
 
 def trained_steps(model: nn.Module, plan: placer.Plan, x: Tensor, count: int) -> Iterator[float]:
-    """Train so many steps of the plan on this machine's GPU; the seconds of each, when it has ended.
+    """Train this many steps of the plan on this machine's GPU; yields the seconds of each as it ends.
 
     Peaks are counted anew in every step.
     """

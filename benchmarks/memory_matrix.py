@@ -3,12 +3,12 @@
 A cell is a model at 1-4 stages and 1-4 micro-batches, fp32 or bf16 autocast, training or inference;
 training in fp32 also with every top-level layer recomputed, with its saved activations offloaded,
 and both. The optimizer goes round sgd, sgd_momentum and adam from cell to cell, the schedule round
-GPipe and 1F1B, so that over four cells each meets each. The suite's smallest models hold a few
-kilobytes, where the scalars of a step are percents; they are given larger inputs here.
+GPipe and 1F1B, so that over four cells each meets each. The suite's smallest models take a few
+kilobytes, of which the scalars of a step are some percent; they get larger inputs here.
 
     python -m benchmarks.memory --matrix [MODEL ...]
 
-measures the models that are named, or all, and keeps the rows of the others.
+measures the named models, or all, and keeps the rows of the others.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def differences(
 
 
 def rows(names: Collection[str]) -> Iterator[list[object]]:
-    """Rows of the table: measured anew for ``names``, for the others as they were."""
+    """Rows of the table: measured anew for ``names``, unchanged for the others."""
     known = json.loads(_ROWS.read_text()) if _ROWS.exists() else {}
     for name, build in MODELS.items():
         torch.manual_seed(0)

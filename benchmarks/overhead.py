@@ -1,6 +1,6 @@
-"""What placing costs in time: one stage, one replica, against the plain model; a training step.
+"""The time overhead of placing: a training step of one stage and one replica, against the plain model.
 
-Steps of both alternate in random order, so that whatever else the machine does hits both alike.
+Steps of both alternate in random order, so that other load on the machine affects both alike.
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --device cuda     # larger models, on a GPU; has been run on none yet
@@ -60,7 +60,7 @@ def compare(
 
 
 def _finish(device: str) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -76,7 +76,7 @@ def _small() -> dict[str, Case]:
 
 
 def _large() -> dict[str, Case]:
-    """Two steps that a GPU limits, and one that launching kernels does."""
+    """Two steps limited by the GPU, and one limited by launching kernels."""
     return {
         "ResNet50, 64 x 3 x 224 x 224": _images(torchvision.models.resnet50, 64, 224),
         "3D U-Net (width 32, depth 4), 1 x 1 x 96 x 96 x 96": _volume(32, 96),

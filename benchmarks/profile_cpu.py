@@ -1,9 +1,9 @@
 """Seconds on a CPU: predicted with `placer profile` and measured, in turns, for 12 models.
 
-A round measures steps of the plain model (which make the profile) and steps of the placed one (which
-are compared with the plan that reads it), one after the other, so that a machine that slows down
-slows both. Seconds are of processor time in one thread: what a machine that is shared with others
-gives to the process. Catalogue and calibrated kinds are beside it.
+A round measures steps of the plain model (for the profile) and steps of the placed one (which are
+compared with the plan made from it), one after the other, so that a machine that slows down slows both.
+Seconds are processor seconds of one thread, because others share the machine. The table also has
+estimates by the catalogue and by calibration.
 
     python -m benchmarks.profile_cpu [MODEL ...]
 """
@@ -83,7 +83,7 @@ def _save(kind: DeviceKind, path: Path) -> str:
 
 
 def compare(build: Build, calibrated: str, folder: Path) -> dict[str, float]:
-    """Seconds of a step: measured, and as plans say by catalogue, calibration and profile."""
+    """Seconds of a step: measured, and estimated by catalogue, calibration and profile."""
     torch.manual_seed(0)
     model, x = build()
     program = capture_model(model, (x,))

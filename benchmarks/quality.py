@@ -13,8 +13,8 @@ prediction of each stage's peak. Captures and costs are shared; nothing is alloc
 
     python -m benchmarks.quality [MODEL ...] [--objective OBJECTIVE] [--again]
 
-Answers are written to results/quality.json as they come, and those that are there are not computed
-again; ``--again`` asks placer anew and keeps the rivals' figures. results/quality.md is the table.
+Answers are written to results/quality.json as they come, and existing ones are not computed again;
+``--again`` repeats placer's answers and keeps the rivals' figures. results/quality.md is the table.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Judge:
         return min(found)
 
     def peak(self, k: int, placement: Placement) -> int:
-        """The largest of any device, by the ledger."""
+        """The largest peak of any device, by the ledger."""
         key = (k, tuple(placement[node] for node in self.program.order))
         if key not in self._peaks:
             spec = self.spec(k, "memory")

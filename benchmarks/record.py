@@ -30,7 +30,7 @@ def write_result(
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a Markdown table, and an empty one after it."""
+    """The lines of a Markdown table, followed by an empty line."""
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
 

@@ -1,9 +1,9 @@
-"""What torch's allocator reserves of a GPU: predicted by dry runs, against what an H100 measured.
+"""Bytes that torch's allocator reserves on a GPU: predicted by dry runs, and measured on an H100.
 
 The measurements are files that are not part of this repository (`allocator_events.json.gz`,
-`fits_16GiB.json`, `convolutions.json`; what they hold is said on the page). No GPU is needed.
+`fits_16GiB.json`, `convolutions.json`; the page describes them). No GPU is needed.
 
-    python -m benchmarks.reserved FOLDER      # where those files lie; needs MONAI; about 3 minutes
+    python -m benchmarks.reserved FOLDER      # the folder of those files; needs MONAI; about 3 minutes
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _model(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def compare_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Per recorded run the predicted and the measured bytes, allocated and reserved."""
+    """Predicted and measured bytes, allocated and reserved, of every recorded run."""
     for row in rows:
         name = row["model"]
         precision = row["fields"].get("precision", "fp32")
@@ -89,7 +89,7 @@ def compare_runs(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def compare_fits(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Per run under a cap of 16 GiB whether it trains by the model of the allocator, and whether it did."""
+    """For every run under a cap of 16 GiB: whether it trains by the allocator's model, and whether it did."""
     for row in rows:
         fields = [k for k in ("checkpoint", "offload", "precision") if k in row]
         usage = capped_usage(row)
@@ -104,7 +104,7 @@ def compare_fits(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def compare_convolutions(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, int, int]]:
-    """Per direction: predicted over measured bytes of all, how many rows are near, how many there are."""
+    """For each direction: predicted over measured bytes in total, how many rows are near, and of how many."""
     pairs: dict[str, list[tuple[int, int]]] = {}
     with FakeTensorMode():
         for row in rows:
@@ -155,7 +155,7 @@ def _run_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def fit_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The table of runs under a cap, and how many verdicts are right."""
+    """The table of runs under a cap, and how many verdicts are correct."""
     lines = []
     for row in rows:
         cells = [

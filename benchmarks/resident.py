@@ -1,6 +1,6 @@
 """Resident memory of this process, in bytes (Linux).
 
-``resource.getrusage`` would not do: its peak includes that of the process that started this one.
+``resource.getrusage`` does not work: its peak includes that of the process that started this one.
 """
 
 from __future__ import annotations

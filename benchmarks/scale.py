@@ -3,8 +3,8 @@
 Layered random DAGs: layers of 1 to 8 units, each unit reads one to three of the last three layers;
 work and bytes are log-normal. Captured graphs: a GPT, a ResNet and a U-Net of as many layers as make
 the number of nodes, captured and costed on ``meta`` (`benchmarks.deep`). Each case runs in a forked
-process of its own, so that its peak memory is its own; what the process held before is taken off.
-What was measured is kept in ``results/scale.json`` and not measured again without ``--again``.
+process of its own, so that its peak memory is its own; the memory of the process before it is subtracted.
+Measurements are kept in ``results/scale.json`` and not repeated without ``--again``.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def write_page(known: dict[str, dict[str, float]]) -> None:
-    """The table of all cases, how they grow, and the plot."""
+    """Write the table of all cases, the growth rates, and the plot."""
     rows, grown = [], []
     measured = [case for case in CASES if " ".join(map(str, case)) in known]
     for graph, n, k in measured:

@@ -1,9 +1,9 @@
-"""A chosen part of the test suite on every release that pyproject.toml allows: `make versions`.
+"""Runs a selected part of the test suite on every release that pyproject.toml allows: `make versions`.
 
     python -m benchmarks.versions --uv .venv/bin/uv [--row NAME …] [--keep FOLDER]
 
-Each row gets an environment of its own, of which uv makes hard links to one cache, and the results of
-rows that were not run this time stay as they are. Rows are torch's releases at both ends and each minor
+Each row gets its own environment, which uv hard-links from one cache. Results of rows that are not run this
+time stay as they are. Rows are torch's releases at both ends and each minor
 release between, the lowest release of everything, and the committed lock on every Python.
 """
 
@@ -66,7 +66,7 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """An environment: a Python, what uv is asked to install, and how it resolves ranges."""
+    """An environment: a Python, the packages that uv installs, and how it resolves version ranges."""
 
     name: str
     python: str
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a row; ``problem`` says why it could not be had, "" when it could."""
+    """The result of a row; ``problem`` says why there is none, "" if there is one."""
 
     name: str
     python: str

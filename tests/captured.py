@@ -1,4 +1,4 @@
-"""One capture of a model, and its costs, for everything that a test does with it."""
+"""Shares one capture of a model, and its costs, among everything that a test does with it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Call = tuple[Program, list[Tensor]]
 
 @contextmanager
 def captured_once() -> Iterator[None]:
-    """A model that comes again with the same inputs is captured for the first call only.
+    """A model that is used again with the same inputs is captured only once.
 
-    So are the costs of its nodes for a micro-batch of one size. Both are most of what ``make_plan``,
-    ``compile``, ``auto_spec`` and ``simulate`` take for the small models of tests. The test does not
-    change the model in between, but for its mode and what it trains.
+    So are the costs of its nodes for each size of micro-batch. For the small models of tests, both take
+    most of the time of ``make_plan``, ``compile``, ``auto_spec`` and ``simulate``. In between, the test
+    must not change the model, except for its mode and its trained weights.
     """
     capture, estimate_costs = api._capture, estimate.estimate_costs
     captures = dict[Any, tuple[Any, Call]]()

@@ -1,4 +1,4 @@
-"""What the processes of a job do in the tests of checkpoints; here so that they can import it."""
+"""What the processes of a job run in tests of checkpoints; in a module so that they can import it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_placed(layout: Layout, *, seed: int) -> placer.PlacedModule:
 
 
 def make_optimizer(module: nn.Module) -> Optimizer:
-    """Two groups with options of their own; a rank may have no parameter of the first."""
+    """Two groups with different options; a rank may have no parameter of the first group."""
     norms = [p for n, p in module.named_parameters() if "norm" in n]
     others = [p for n, p in module.named_parameters() if "norm" not in n]
     return AdamW([{"params": norms, "weight_decay": 0.0, "lr": 3e-3}, {"params": others}], lr=1e-2)
@@ -60,7 +60,7 @@ def train(module: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
 
 
 def clip_apart(layout: Layout, folder: Path) -> tuple[list[str], list[str]]:
-    """What is warned of at a save after the gradients were clipped together, and each rank's alone."""
+    """The warnings of a save after clipping gradients together, and after each rank clipped its own."""
     placed = make_placed(layout, seed=0)
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
     found = []
@@ -92,7 +92,7 @@ def save_and_go_on(layout: Layout, path: Path, *, dropout: bool) -> dict[str, An
 
 
 def load_and_go_on(layout: Layout, path: Path, *, dropout: bool) -> dict[str, Any]:
-    """The same from the checkpoint on, from a module that was trained otherwise before."""
+    """The same, starting from the checkpoint with a module that was trained differently before."""
     placed = make_placed(layout, seed=1)
     placed.train(dropout)
     optimizer = make_optimizer(placed)
@@ -102,7 +102,7 @@ def load_and_go_on(layout: Layout, path: Path, *, dropout: bool) -> dict[str, An
 
 
 def errors(layout: Layout, path: Path) -> list[str]:
-    """The messages of what cannot be loaded or saved: the same on all ranks, none waits."""
+    """The error messages for state that cannot be loaded or saved: equal on all ranks, and no rank hangs."""
     placed = make_placed(layout, seed=0)
     optimizer = make_optimizer(placed)
     found = []
@@ -161,7 +161,7 @@ def load_damaged(layout: Layout, path: Path) -> tuple[list[str], bool]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Bit for bit, in tensors and in what holds them."""
+    """Whether both are equal bit for bit, in tensors and in containers."""
     if isinstance(one, Tensor):
         alike = isinstance(other, Tensor) and one.dtype == other.dtype
         return alike and torch.equal(one.view(-1), other.view(-1)) and one.shape == other.shape

@@ -1,4 +1,4 @@
-"""What all tests share: one thread per process, and no test that fails because it was slow."""
+"""Settings of all tests: one thread per process, and no failures because a test is slow."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the processes of a test job run; here so that they can import it by name."""
+"""What the processes of a test job run; in a module so that they can import it by name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CASES: dict[str, Callable[[int], Case]] = {
 
 @cache
 def make_case(name: str, rows: int) -> Case:
-    """The same model for all who do not change it."""
+    """The same model for all callers that do not change it."""
     torch.manual_seed(0)
     model, args, kwargs = CASES[name](rows)
     return model.double(), args, kwargs
@@ -140,7 +140,7 @@ def check_equality(
 def _compile_all(
     model: nn.Module, plans: list[placer.Plan], program: Program
 ) -> list[DistributedModule]:
-    """``placer.compile`` for plans that differ in their schedule; what they share is done once."""
+    """``placer.compile`` for plans that differ only in their schedule; shared work is done once."""
     job = find_job()
     assert job is not None
     with failure_told(job) as failures:
@@ -165,7 +165,7 @@ def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
 def fail_in_a_step(
     spec: placer.PlacementSpec, fault: str, rank: int, *, catch: bool = True
 ) -> tuple[str, ...]:
-    """The error that this rank ends a step with, when ``fault`` happens on ``rank`` in the second."""
+    """The error of this rank's step when ``fault`` happens on ``rank`` in the second step."""
     torch.manual_seed(0)
     model = _no_dropout(models.TiedTransformer()).double()
     ids = torch.randint(0, 17, (8, 6))
@@ -196,7 +196,7 @@ def fail_in_a_step(
 
 
 def _require_end(placed: placer.PlacedModule) -> None:
-    """A program that goes on after an error is told, and waits for nobody."""
+    """A program that continues after an error gets an error again, without waiting for others."""
     try:
         placed.clip_grad_norm_(1.0)
     except placer.PeerError as error:
@@ -214,12 +214,12 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def token_losses(output: Tensor, target: Tensor) -> Tensor:
-    """No loss: there are two."""
+    """Not a loss, because it has two elements."""
     return token_loss(output, target).expand(2, 1)
 
 
 def compile_unlike_the_others(what: str) -> str:
-    """The message with which compile fails when rank 1 has another model or plan."""
+    """The message of compile's error when rank 1 has another model or plan."""
     odd = dist.get_rank() == 1
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6 if odd and what == "model" else 5), nn.ReLU())
@@ -232,7 +232,7 @@ def compile_unlike_the_others(what: str) -> str:
 
 
 class SkippingChain(nn.Sequential):
-    """Four blocks; what the first returns goes to the last as well, past two stages."""
+    """Four blocks; the first one's result also goes to the last block, past two stages."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
@@ -244,7 +244,7 @@ class SkippingChain(nn.Sequential):
 
 
 def train_interleaved(schedule: str) -> tuple[int, ...]:
-    """Four stages on two devices, against the plain model; returns this rank's stages."""
+    """Compare four stages on two devices with the plain model; returns this rank's stages."""
     torch.manual_seed(0)
     model = SkippingChain().double()
     plain = copy.deepcopy(model)
@@ -264,7 +264,7 @@ def train_interleaved(schedule: str) -> tuple[int, ...]:
 
 
 def accumulate_and_clip(spec: placer.PlacementSpec) -> None:
-    """The program forgot to seed its model: all ranks start from rank 0's weights."""
+    """If the program does not seed its model, all ranks start from rank 0's weights."""
     torch.manual_seed(0)
     model, (ids,), _ = CASES["tied transformer"](8)
     model = model.double()
@@ -284,7 +284,7 @@ def accumulate_and_clip(spec: placer.PlacementSpec) -> None:
 
 
 def step_on_own_rows(spec: placer.PlacementSpec) -> None:
-    """Five rows to replica 0, three to replica 1, then all and none: the mean is that over eight."""
+    """Replicas get 5 and 3 rows, then 8 and 0: the loss is the mean over all eight."""
     torch.manual_seed(0)
     model, (x,), _ = CASES["convnet"](8)
     model = model.double()
@@ -306,7 +306,7 @@ def step_on_own_rows(spec: placer.PlacementSpec) -> None:
 def _float_convnet(
     spec: placer.PlacementSpec,
 ) -> tuple[placer.PlacedModule, nn.Module, Tensor]:
-    """Placed and plain, with the same weights, and inputs."""
+    """A placed and a plain model with the same weights, and inputs."""
     torch.manual_seed(0)
     model, (x,), _ = CASES["convnet"](8)
     plain, x = copy.deepcopy(model), x.float()
@@ -334,7 +334,7 @@ def train_bf16(spec: placer.PlacementSpec) -> None:
 
 
 def step_in_and_out_of_autocast(spec: placer.PlacementSpec) -> None:
-    """Of the program's own, for inputs of one shape: what crosses is of other data types."""
+    """The program's own autocast, for inputs of one shape: values that cross stages change their dtype."""
     placed, plain, x = _float_convnet(spec)
 
     def loss_of(y: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ def step_in_and_out_of_autocast(spec: placer.PlacementSpec) -> None:
 
 
 def train_with_a_scaler(spec: placer.PlacementSpec) -> tuple[float, ...]:
-    """The scale before and after a good step, and after one that overflows on the last rank."""
+    """The scale before a good step, after it, and after a step that overflows on the last rank."""
     torch.manual_seed(0)
     model, (x,), _ = CASES["convnet"](8)
     x = x.float()
@@ -390,7 +390,7 @@ def train_with_a_scaler(spec: placer.PlacementSpec) -> tuple[float, ...]:
 
 
 def materialise_from_meta(spec: placer.PlacementSpec) -> None:
-    """A part of a meta model has the weights that one process gives the whole of it."""
+    """A part of a meta model gets the weights that one process gives the whole model."""
     with torch.device("meta"):
         model = models.ConvNet()
     placed = placer.compile(model, spec, torch.randn(4, 1, 8, 8))
@@ -410,7 +410,7 @@ def read_from_file(spec: placer.PlacementSpec, path: str) -> dict[str, float]:
 
 
 def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
-    """Inputs of another size, in training and evaluation, and hooks on the whole module: as eager."""
+    """Equal to eager for inputs of another size, in train and eval mode, with hooks on the whole module."""
     torch.manual_seed(0)
     model = unet3d(width=2, depth=2, norm="batch").double()
     plain = copy.deepcopy(model)
@@ -448,7 +448,7 @@ def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
 
 
 class ManyCalls(nn.Module):
-    """Optional inputs, a number, flags, another result without gradients; ``extra`` is used with ``wide``."""
+    """Optional inputs, a number, flags, another result without gradients; ``extra`` is used if ``wide``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,7 +490,7 @@ def _many_calls(spec: placer.PlacementSpec) -> tuple[placer.PlacedModule, nn.Mod
 
 
 def make_other_calls(spec: placer.PlacementSpec) -> None:
-    """Calls with arguments that ``compile`` was not given, in turns with the one that it was."""
+    """Calls with arguments that ``compile`` did not get, alternating with the call that it got."""
     placed, plain, x = _many_calls(spec)
     mask, more = torch.rand(8, 6, dtype=D), torch.randn(8, 6, dtype=D)
     for number, kwargs in enumerate(
@@ -520,7 +520,7 @@ def make_other_calls(spec: placer.PlacementSpec) -> None:
 
 
 def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
-    """The errors of calls that ranks make differently, or that need a layer that no rank has there."""
+    """The errors of calls that differ between ranks, or that need a layer that no rank has for them."""
     placed, _, x = _many_calls(spec)
     rank = dist.get_rank()
     mask = torch.rand(8, 6, dtype=D)
@@ -541,7 +541,7 @@ def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
 
 
 def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
-    """The errors of what does not work with one process per device; after each, a step still does."""
+    """The errors of features that do not work with one process per device; a step works after each."""
     torch.manual_seed(0)
     model, (x,), _ = CASES["convnet"](8)
     placed = placer.compile(model.double(), spec, x)
@@ -586,7 +586,7 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
 
 
 def drop_twice(spec: placer.PlacementSpec) -> list[float]:
-    """This replica's mean output of two steps, then again after seeding again; the same rows for all."""
+    """This replica's mean output in two steps, and again after reseeding; all replicas get the same rows."""
     torch.manual_seed(0)
     rows = torch.randn(2, 1, 8, 8)
     x = rows.repeat(4, 1, 1, 1)
@@ -615,7 +615,7 @@ def list_part(spec: placer.PlacementSpec) -> dict[str, list[str]]:
 
 
 class Versioned(nn.Linear):
-    """A layer with state that is no tensor."""
+    """A layer with state that is not a tensor."""
 
     version = 1
 
@@ -627,7 +627,7 @@ class Versioned(nn.Linear):
 
 
 def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
-    """Load the whole model's state into a part; what is said of layers and keys that are not here."""
+    """Load the whole model's state into a part; the messages about layers and keys that are not here."""
     torch.manual_seed(dist.get_rank())
     plain, x = models.ConvNet(), torch.randn(4, 1, 8, 8)
     state = plain.state_dict()
@@ -661,7 +661,7 @@ def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
 
 
 class RenamingModel(models.ConvNet):
-    """Saves itself under other names, with an entry and a state of its own."""
+    """Overrides ``state_dict``: other names, an additional entry, and extra state."""
 
     steps = 0
 
@@ -687,7 +687,7 @@ class RenamingModel(models.ConvNet):
 
 
 def use_a_state_dict_of_the_models_own(spec: placer.PlacementSpec, folder: str) -> list[str]:
-    """Its names, after it was loaded from the whole model's and through a checkpoint."""
+    """The names of its state, loaded from the whole model's ``state_dict`` and through a checkpoint."""
     torch.manual_seed(0)
     plain, other, x = RenamingModel(), RenamingModel(), torch.randn(4, 1, 8, 8)
     other.steps = 3
@@ -718,7 +718,7 @@ def use_a_state_dict_of_the_models_own(spec: placer.PlacementSpec, folder: str) 
 
 
 def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:
-    """Equal to the plain model on the uncut batch, uneven rows too."""
+    """Equal to the plain model on the whole batch, even with uneven rows."""
     torch.manual_seed(0)
     model = unet3d(width=2, depth=2, norm="batch").double()
     x = torch.randn(7, 1, 4, 4, 4, dtype=D)
@@ -748,7 +748,7 @@ def memory_case() -> tuple[nn.Module, Tensor]:
 
 
 def count_bytes(plan: placer.Plan) -> int:
-    """The most that this rank holds in a step of training, or a forward, on real tensors."""
+    """This rank's peak bytes of real tensors in a training step or a forward."""
     model, x = memory_case()
     placed = placer.compile(model, plan, x)
     if not plan.training:
@@ -779,7 +779,7 @@ def _count_forward(placed: nn.Module, x: Tensor) -> int:
 
 
 def compile_within(wanted: Any) -> str | list[int]:
-    """What `memory_case` is refused with under ``wanted``, a spec or a plan; else the peaks of its plan."""
+    """The error of `memory_case` under ``wanted`` (a spec or a plan), otherwise the peaks of its plan."""
     model, x = memory_case()
     try:
         placed = placer.compile(model, wanted, x)

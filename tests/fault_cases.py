@@ -1,4 +1,4 @@
-"""What the processes of a job do in the tests of faults."""
+"""What the processes of a job run in tests of faults."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _end_here(folder: Path, signal_number: int) -> None:
 
 
 def lose_a_rank(folder: Path, rank: int, signal_number: int) -> dict[str, Any]:
-    """The error that this rank ends with when ``rank`` gets a signal in a step, and when it ends."""
+    """This rank's error, and when it comes, if ``rank`` gets a signal in a step."""
     start = time.monotonic()
     replicas = dist.get_world_size() // 2
     try:
@@ -91,7 +91,7 @@ def lose_a_rank(folder: Path, rank: int, signal_number: int) -> dict[str, Any]:
 
 
 def die_in_save(folder: Path) -> tuple[str, float]:
-    """Rank 1 is killed while it writes a second checkpoint: the others' error, and when it comes."""
+    """The others' error, and when it comes, if rank 1 is killed while it writes a second checkpoint."""
     torch.manual_seed(0)
     placed = placer.compile(models.ConvNet().double(), make_spec(2, 1, 2), (X,))
     optimizer = torch.optim.Adam(placed.parameters(), lr=0.01)
@@ -116,7 +116,7 @@ def die_in_save(folder: Path) -> tuple[str, float]:
 
 
 def start_late(seconds: float) -> bool:
-    """Rank 1 comes to ``compile``, and to the first step, after the others have."""
+    """Rank 1 reaches ``compile``, and the first step, later than the others."""
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -169,7 +169,7 @@ def nan_in_one_stage() -> dict[str, Any]:
 
 
 def call_unlike_the_others(spec: placer.PlacementSpec, folder: Path) -> dict[str, str]:
-    """What is said, in a fresh job, when rank 1 is called in another way; a good step comes after each."""
+    """The messages, in a fresh job, if rank 1 is called differently; a good step follows each."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 4)
     placed = placer.compile(model, spec, x)
@@ -215,7 +215,7 @@ def call_unlike_the_others(spec: placer.PlacementSpec, folder: Path) -> dict[str
 
 
 class ReadsMaskTwice(nn.Module):
-    """A mask that all stages read, and rows that the first one reads."""
+    """All stages read a mask; only the first one reads the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class ReadsMaskTwice(nn.Module):
 
 
 def give_other_values(spec: placer.PlacementSpec) -> dict[str, str]:
-    """What is said when the last rank is given other values of the inputs and the target."""
+    """The messages if the last rank gets other values of the inputs and the target."""
     torch.manual_seed(0)
     x, mask, y = torch.randn(6, 4), torch.rand(6, 1), torch.randint(3, (6,))
     other_y = (y + 1) % 3
@@ -264,7 +264,7 @@ def give_other_values(spec: placer.PlacementSpec) -> dict[str, str]:
 
 
 def miss_weights_on_one_rank(folder: Path) -> tuple[str, str]:
-    """The error of a compile for which rank 1 alone has no file; the next one works."""
+    """The error of compile if only rank 1 lacks the file; the next compile works."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     x, spec = torch.randn(8, 4), make_spec(2, 1, 1)
     path = folder / f"weights_{dist.get_rank()}.pt"
@@ -313,7 +313,7 @@ def _divide(*_: Any) -> None:
 
 
 def raise_oddly(what: str, folder: Path) -> tuple[str, str]:
-    """The error of this rank when one of two does ``what``; a message of the program's own goes on."""
+    """This rank's error if one of two ranks does ``what``; the program's own communication continues."""
     x = torch.randn(8, 4, dtype=D)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     placed = placer.compile(
@@ -415,7 +415,7 @@ class Block(nn.Module):
 def fail_in_backward(
     schedule: str, fault: str, rank: int, checkpoint: tuple[str, ...] = ()
 ) -> list[str]:
-    """The layer and the place that this rank says when ``fault`` happens in a backward of ``rank``."""
+    """The layer and the place in this rank's error if ``fault`` happens in a backward of ``rank``."""
     torch.manual_seed(0)
     x = torch.randn(4, 4, dtype=D)
     layers = {str(i): f"cpu:{i // 2}" for i in range(4)}
@@ -460,7 +460,7 @@ def _overwrite(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
 
 
 def leave_the_job(folder: Path) -> list[str]:
-    """What is said of each use after the program destroyed the process group, or made another."""
+    """The message of each use after the program destroyed the process group, or made another one."""
     x = torch.randn(4, 3)
     placed = placer.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), make_spec(2, 1, 1), x)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -488,7 +488,7 @@ def leave_the_job(folder: Path) -> list[str]:
 
 
 def wait_too_long(rank: int, seconds: float) -> tuple[str, str]:
-    """The error of a step in which ``rank`` takes longer than the groups wait."""
+    """The error of a step in which ``rank`` takes longer than the timeout of the groups."""
     x = torch.randn(4, 3)
     placed = placer.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), make_spec(1, 3, 1), x)
 
@@ -506,7 +506,7 @@ def wait_too_long(rank: int, seconds: float) -> tuple[str, str]:
 
 
 def hang(where: str, rank: int) -> tuple[str, str]:
-    """The error of the other ranks when ``rank`` sleeps for ever."""
+    """The error of the other ranks if ``rank`` sleeps forever."""
     here = dist.get_rank() == rank
     x = torch.randn(4, 3)
     with torch.device("meta"):
@@ -532,7 +532,7 @@ def hang(where: str, rank: int) -> tuple[str, str]:
 
 
 def fail_by_hand(where: str, rank: int) -> None:
-    """``rank`` fails in ``compile``, or in its second micro-batch; the others look later for the reason."""
+    """``rank`` fails in ``compile`` or in its second micro-batch; the others look up the reason later."""
     here = int(os.environ["RANK"]) == rank
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
@@ -554,7 +554,7 @@ def fail_by_hand(where: str, rank: int) -> None:
 
 
 class _Killed(nn.Linear):
-    """Kills a rank in its forward, as the system does when there is no memory."""
+    """Kills a rank in its forward, as the kernel does when memory runs out."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(4, 4)
@@ -578,7 +578,7 @@ def kill_while_planning(rank: int) -> None:
 
 
 def fail_to_compile_and_go_on(folder: Path) -> None:
-    """A program for ``torchrun``: rank 1 has another spec, and does not end when it is refused."""
+    """A program for ``torchrun``: rank 1 has another spec, and keeps running after the error."""
     rank = int(os.environ["RANK"])
     memory = {"memory": 64} if rank == 1 else {}
     spec = {"devices": [{"name": name, **memory} for name in ("cpu:0", "cpu:1")]}
@@ -594,7 +594,7 @@ def fail_to_compile_and_go_on(folder: Path) -> None:
 
 
 def refuse_own_rows() -> tuple[str, str]:
-    """The error of every rank when the rows that replica 1 was given are refused by it alone."""
+    """The error of every rank if only replica 1 refuses the rows that it was given."""
     x = torch.randn(4, 5 if dist.get_rank() // 2 else 3)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     placed = placer.compile(model, make_spec(2, 2, 1), torch.randn(4, 3))
@@ -606,7 +606,7 @@ def refuse_own_rows() -> tuple[str, str]:
 
 
 def lose_a_rank_in_a_layer(rank: int) -> tuple[str, str]:
-    """The error of the others when ``rank`` is killed, of which the layers' own messages tell first."""
+    """The error of the others if ``rank`` is killed and the layers' own messages notice it first."""
     layers = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)
     x, spec = torch.randn(6, 3), make_spec(1, 3, 1, batch_norm="sync")
     placed = placer.compile(nn.Sequential(*layers), spec, x)
@@ -620,7 +620,7 @@ def lose_a_rank_in_a_layer(rank: int) -> tuple[str, str]:
 
 
 def end_of_another_spec(what: str) -> tuple[str, str]:
-    """The error of rank 0 when rank 1 ends without a word, or for a spec that fails there."""
+    """The error of rank 0 if rank 1 ends silently, or because of a spec that fails there."""
     x = torch.randn(4, 4)
     spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"]}
     if dist.get_rank() == 1 and what == "no word":

@@ -1,4 +1,4 @@
-"""Jobs of several real processes for tests: started once per world size, given many things to do."""
+"""Jobs of several real processes for tests: started once per world size, and reused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Job:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What ``function(*args, **kwargs)`` returns on each rank; raises if any rank does."""
+        """The result of ``function(*args, **kwargs)`` on each rank; raises if any rank does."""
         for end in self._ends:
             end.send((function, args, kwargs))
         results, problems = [], []
@@ -62,7 +62,7 @@ class Job:
     def ask(
         self, function: Callable[..., Any], *args: Any, wait_for: Sequence[int] | None = None
     ) -> dict[int, tuple[bool, Any] | None]:
-        """Per rank what ``run`` would look at; None for a rank that ended or does not answer."""
+        """The answer of each rank to ``run``; None for a rank that ended or does not answer."""
         for end in self._ends:
             end.send((function, args, {}))
         answers: dict[int, tuple[bool, Any] | None] = {}

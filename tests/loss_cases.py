@@ -1,4 +1,4 @@
-"""What the processes of a test job run to try losses; here so that they can import it by name."""
+"""What the processes of a test job run in tests of losses; in a module so that they can import it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.1], dtype=D)
 
 
 class Net(nn.Sequential):
-    """Classes of positions, with no statistics over rows."""
+    """Classifies positions, without statistics over rows."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class Net(nn.Sequential):
 
 
 def labels(rows: int, ignored: int = -100) -> Tensor:
-    """The first row keeps all labels, the next one less and so on; the last has none."""
+    """The first row keeps all labels, each further row one label less; the last row has none."""
     found = torch.randint(0, CLASSES, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
     for row in range(rows):
         found[row, LENGTH - row :] = ignored
@@ -63,7 +63,7 @@ def _pair(spec: placer.PlacementSpec, rows: int = 8) -> tuple[Any, nn.Module, Te
 
 
 def step_with_losses(spec: placer.PlacementSpec, rows: int) -> None:
-    """All the losses on the whole batch and on rows of each replica's own, against the plain model."""
+    """Compare all losses with the plain model, on the whole batch and on own rows of each replica."""
     placed, plain, x = _pair(spec)
     x = x[:rows]
     shares = [rows] if spec.replicas == 1 else [rows, rows - 2, 0]
@@ -90,7 +90,7 @@ def step_with_losses(spec: placer.PlacementSpec, rows: int) -> None:
 
 
 def try_targets(spec: placer.PlacementSpec) -> dict[str, str]:
-    """What is said of targets and normalizers; a good step comes after each."""
+    """The messages about targets and normalizers; a good step follows each."""
     placed, plain, x = _pair(spec)
     good, last = labels(8, 0), dist.get_rank() == dist.get_world_size() - 1
     summed = functools.partial(flat, reduction="sum")
@@ -124,7 +124,7 @@ def try_targets(spec: placer.PlacementSpec) -> dict[str, str]:
 
 
 def step_once(spec: placer.PlacementSpec, kind: str) -> str:
-    """The error of a step whose loss cannot be right on one rank alone."""
+    """The error of a step whose loss is wrong on only one rank."""
     placed, _, x = _pair(spec)
     own = nn.Linear(LENGTH, 1).double()
     teacher = nn.Linear(LENGTH, LENGTH).double()
@@ -161,7 +161,7 @@ def step_once(spec: placer.PlacementSpec, kind: str) -> str:
 
 
 def add_a_penalty(spec: placer.PlacementSpec) -> None:
-    """As the error says: after the step, on every rank. Where a rank has the model, in the loss, too."""
+    """Add a penalty as the error says: after the step on every rank, or in the loss of a whole model."""
     placed, plain, x = _pair(spec)
 
     def penalty(module: nn.Module) -> Tensor:
@@ -178,7 +178,7 @@ def add_a_penalty(spec: placer.PlacementSpec) -> None:
 
 
 def wrap() -> list[str]:
-    """What torch's own wrappers say of a part."""
+    """The errors of torch's own wrappers for a part of a model."""
     placed, _, _ = _pair(make_spec(2, 1, 2))
     nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # of others it is none of our business
     return [
@@ -188,7 +188,7 @@ def wrap() -> list[str]:
 
 
 def shard() -> list[str]:
-    """What FSDP2 says of a part, and a step of a part whose layers it has sharded."""
+    """FSDP2's error for a part of a model, and a step of a part whose layers it has sharded."""
     from torch.distributed.fsdp import fully_shard
 
     whole, _, _ = _pair(make_spec(2, 1, 2))
@@ -202,7 +202,7 @@ def shard() -> list[str]:
 
 
 def clip_a_part(spec: placer.PlacementSpec) -> dict[str, str]:
-    """What torch's clipping says of this rank's parameters, given in the ways of training loops."""
+    """The errors of torch's clipping for this rank's parameters, as training loops call it."""
     placed, plain, x = _pair(spec)
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
     placed.step(x, target=labels(8, 0), loss_fn=flat)
@@ -239,7 +239,7 @@ def _message(call: Callable[[], object]) -> str:
 
 
 def clip_a_whole_model() -> None:
-    """One device per replica: torch's clipping sees all of the model."""
+    """With one device per replica, torch's clipping sees the whole model."""
     placed, plain, x = _pair(make_spec(1, 2, 2))
     placed.step(x, target=labels(8, 0), loss_fn=flat)
     flat(plain(x), labels(8, 0)).backward()

@@ -1,4 +1,4 @@
-"""Small models, each with one thing that splitting a model gets wrong easily."""
+"""Small models, each with one feature that is easy to get wrong when a model is split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with norms that keep running statistics, and what these should be, reckoned by hand."""
+"""Models with norms that keep running statistics, and the statistics computed by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ D = torch.float64
 
 
 class Acting(nn.BatchNorm2d):
-    """A norm with a forward of its own, as timm's: it is looked into, and its parts may be apart."""
+    """A norm with its own forward, like timm's: it is recorded inside, and its parts may be on two stages."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and self.track_running_stats:
@@ -49,7 +49,7 @@ class Operators(nn.BatchNorm2d):
 
 
 class Whole(nn.Module):
-    """It looks at what it computes, so it stays whole, the norm in it too."""
+    """Its forward reads values, so it stays whole, including its norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def make_net(name: str) -> nn.Module:
 def step_by_hand(
     plain: nn.Module, x: Tensor, replicas: int, microbatches: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of the cuts one after the other, and buffers from what every norm was given by all of them."""
+    """The loss of the slices one after the other, and buffers from every norm's inputs in all of them."""
     received: dict[str, list[list[Tensor]]] = defaultdict(list)  # norm -> per cut, its inputs
     norms = {
         name: module
@@ -149,7 +149,7 @@ def _learn(buffers: dict[str, Tensor], name: str, norm: Any, x: Tensor) -> None:
 
 
 def train_with_deferred_statistics(name: str, stages: int, replicas: int, **fields: Any) -> None:
-    """Steps on this rank's part beside the plain model: also with fewer rows than cuts, and own rows."""
+    """Steps of this rank's part beside the plain model, also with fewer rows than slices and own rows."""
     torch.manual_seed(0)
     x = torch.randn(9, 3, 4, 4, dtype=D)
     plain = make_net(name)
@@ -168,7 +168,7 @@ def train_with_deferred_statistics(name: str, stages: int, replicas: int, **fiel
 
 
 def compile_synchronised() -> str:
-    """The message with which a model is refused that has a `SyncBatchNorm`."""
+    """The error message for a model that has a `SyncBatchNorm`."""
     model = nn.Sequential(nn.SyncBatchNorm(3).eval())
     try:
         placer.compile(model, make_spec(1, 2, 1, batch_norm="deferred"), torch.randn(4, 3))

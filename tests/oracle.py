@@ -69,7 +69,7 @@ def _mean_noise(buffers: Mapping[str, Tensor], name: str) -> float:
 
 
 def mean_square(output: Any) -> Tensor:
-    """A loss that is a mean over rows and depends on every floating-point result differently."""
+    """A loss that is a mean over rows and weights every floating-point result differently."""
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
     return torch.stack(
         [(t.square().mean() + t.mean()) * (i + 1) for i, t in enumerate(leaves)]
@@ -106,7 +106,7 @@ def each_cut(
 
 
 def run_cuts(model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int) -> Any:
-    """The plain model on the batch cut as placer says it cuts, results joined along dim 0."""
+    """The plain model on the slices that placer makes of the batch, results joined along dim 0."""
     if replicas * microbatches == 1:
         return model(*args, **kwargs)
     cuts = each_cut(model, args, kwargs, replicas, microbatches)
@@ -199,7 +199,7 @@ def _step_both(
     args: Any,
     kwargs: Any,
 ) -> None:
-    """`PlacedModule.step` against forward and backward of the same placed module."""
+    """Compare `PlacedModule.step` with forward and backward of the same placed module."""
     torch.manual_seed(0)
     loss = mean_square(placed(*args, **kwargs))
     loss.backward()
@@ -222,7 +222,7 @@ def _step_both(
 def reference_step(
     model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatches: int
 ) -> Tensor:
-    """The plain model on the same cuts, one after the other; gradients accumulate."""
+    """The plain model on the same slices, one after the other; gradients accumulate."""
     total = torch.zeros((), dtype=torch.float64)
     for some_args, some_kwargs, share in each_cut(model, args, kwargs, replicas, microbatches):
         loss = mean_square(model(*some_args, **some_kwargs)) * share

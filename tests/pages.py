@@ -95,20 +95,20 @@ def first_missing(shown: list[str], output: str) -> str | None:
 
 
 def links(page: Path) -> list[str]:
-    """The targets of the links and pictures of ``page``, outside of its blocks of code."""
+    """The targets of the links and images of ``page``, outside of its code blocks."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     return _LINK.findall(re.sub(r"`[^`\n]*`", "`code`", text))
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings of ``page``, to be linked to."""
+    """The anchors that GitHub makes of the headings of ``page``."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.+)$", text, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def first_column(page: Path, heading: str) -> list[str]:
-    """What stands in backquotes in the first column of the first table below ``heading``."""
+    """The words in backquotes in the first column of the first table below ``heading``."""
     text = page.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2]
     rows = re.search(r"^\|.*\n\|[ \-|:]+\n((?:\|.*\n)+)", text, flags=re.M)
     assert rows is not None, f"{page.name} has no table below {heading!r}"
@@ -117,6 +117,6 @@ def first_column(page: Path, heading: str) -> list[str]:
 
 
 def named_paths(page: Path) -> list[str]:
-    """Files and folders that a page names in its text, between backquotes."""
+    """Files and folders that the text of a page names in backquotes."""
     found: list[str] = _PATH.findall(page.read_text(encoding="utf-8"))
     return found

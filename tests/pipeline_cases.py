@@ -1,4 +1,4 @@
-"""What the processes of a job do in the tests that compare with stages written by hand."""
+"""What the processes of a job run in tests that compare with stages written by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 32
 
 
 class WorkCounter(TorchDispatchMode):
-    """Counts operators, what they send, and the bytes of new memory that they return."""
+    """Counts operators, messages, and the bytes of new memory that operators return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class WorkCounter(TorchDispatchMode):
 
 
 def count_work(schedule: str, microbatches: int) -> dict[str, Counter[str]]:
-    """What a step of this rank does by placer and on ``torch.distributed.pipelining`` by hand."""
+    """Count the work of this rank's step, by placer and written on ``torch.distributed.pipelining``."""
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(4))
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, 5))
@@ -90,7 +90,7 @@ class WritesInputs(nn.Module):
 
 
 def step_with_written_inputs() -> bool:
-    """A step equals the plain model's, and the caller's tensors are as they were."""
+    """A step equals the plain model's, and the caller's tensors are unchanged."""
     torch.manual_seed(0)
     model = WritesInputs().double()
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
@@ -105,7 +105,7 @@ def step_with_written_inputs() -> bool:
 
 
 class LooksAtValues(nn.Module):
-    """Two branches by a value, and a table that has an entry for one answer only."""
+    """A value decides between two branches; a table has an entry for only one of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 2 if x.sum().item() > 0 else x * 3
@@ -113,7 +113,7 @@ class LooksAtValues(nn.Module):
 
 
 class Adjustable(nn.Module):
-    """What it computes depends on plain attributes, a tensor that is no buffer among them."""
+    """Its result depends on plain attributes, one of which is a tensor but not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Adjustable(nn.Module):
 
 
 def step_after_attributes_were_set() -> None:
-    """Each step, and an evaluation, goes by what the attributes are then."""
+    """Each step, and an evaluation, uses the attributes' current values."""
     torch.manual_seed(0)
     plain = Adjustable().double()
     x = torch.randn(6, 4, dtype=torch.float64)
@@ -170,7 +170,7 @@ def step_by_values() -> None:
 
 
 def step_with_shapes_of_the_data() -> str:
-    """The error of a stage that hands on as many rows as the data has positive numbers."""
+    """The error of a stage whose result has as many rows as the data has positive numbers."""
     model = nn.Sequential(nn.Linear(4, 4), Selects(), nn.Linear(1, 2))
     layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}
     placed = placer.compile(model, make_spec(2, 1, 1, layers=layers), torch.randn(6, 4))
@@ -182,7 +182,7 @@ def step_with_shapes_of_the_data() -> str:
 
 
 class SideBranch(nn.Module):
-    """The second stage makes a value from the model's input alone, with a layer it uses again."""
+    """The second stage computes a value from the model's input alone, with a layer that it uses again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class SideBranch(nn.Module):
 
 
 class UsesOwnInputTwice(nn.Module):
-    """Every stage makes values of the model's own input and uses each at two places."""
+    """Every stage computes values from the model's input and uses each in two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class UsesOwnInputTwice(nn.Module):
 
 
 def step_where_own_inputs_are_used_twice(schedule: str) -> None:
-    """Weights that meet what the stage received at several nodes, others at some of these."""
+    """Weights join the path of received values at several nodes; other weights at some of these."""
     torch.manual_seed(0)
     model = UsesOwnInputTwice().double()
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -231,7 +231,7 @@ def step_where_own_inputs_are_used_twice(schedule: str) -> None:
 
 
 def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
-    """Weights whose way to the outputs does not meet what the stage received."""
+    """Weights whose path to the outputs does not join that of received values."""
     torch.manual_seed(0)
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
     chain[0].requires_grad_(False)
@@ -250,7 +250,7 @@ def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
 
 
 class Doubled(nn.Module):
-    """A layer whose result has a hook that doubles its gradient, as gradient reversal is done."""
+    """The hook on a layer's result doubles its gradient, in the way that gradient reversal is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Doubled(nn.Module):
 
 
 def step_with_hooks_on_results(schedule: str) -> None:
-    """A hook's factor is in each gradient once, however the backward is cut."""
+    """A hook's factor is in each gradient exactly once, however the backward is split."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Doubled() for _ in range(4))).double()
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -277,7 +277,7 @@ def step_with_hooks_on_results(schedule: str) -> None:
 
 
 class TwoResults(nn.Module):
-    """The second result is made of a value that skips a stage, by a layer of its own."""
+    """The second result is computed by its own layer from a value that skips a stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class TwoResults(nn.Module):
 
 
 def step_with_a_loss_of_one_result(schedule: str) -> None:
-    """What only the other result depends on gets no gradient, on any rank: None, not zeros."""
+    """Parameters that only the other result depends on have the gradient None, not zeros, on every rank."""
     torch.manual_seed(0)
     model = TwoResults().double()
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -317,7 +317,7 @@ def step_with_a_loss_of_one_result(schedule: str) -> None:
 
 
 def count_messages_of_a_skip() -> tuple[int, int]:
-    """Messages that this rank sends and receives in a step of a value that skips two stages."""
+    """Count this rank's messages in a step with a value that skips two stages."""
     torch.manual_seed(0)
     model = SkippingChain().double()
     x = torch.randn(4, 6, dtype=torch.float64)
@@ -332,7 +332,7 @@ def count_messages_of_a_skip() -> tuple[int, int]:
 
 
 class ReadsInputsAgain(nn.Module):
-    """The first and the third stage read the batch, the second a vector that goes to all rows."""
+    """The first and the third stage read the batch; the second reads a vector shared by all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class ReadsInputsAgain(nn.Module):
 
 
 def take_gradients_of_inputs(spec: placer.PlacementSpec) -> None:
-    """Inputs get the plain model's gradients on every rank, twice accumulated; other rows, own rows."""
+    """Inputs get the plain model's gradients on every rank, also accumulated, with other and own rows."""
     torch.manual_seed(0)
     model = ReadsInputsAgain().double()
     whole = [torch.randn(6, 4), torch.randn(3, 4)[0], torch.randn(6, 1)]
@@ -469,7 +469,7 @@ class WritesState(nn.Module):
 
 
 def share_what_forward_writes(spec: placer.PlacementSpec, captured_in_training: bool) -> None:
-    """After a step, and after inference, all ranks have what the first replica wrote."""
+    """After a step and after inference, all ranks have the values that the first replica wrote."""
     torch.manual_seed(0)
     model = WritesState().double().train(captured_in_training)
     x = torch.randn(8, 4, dtype=torch.float64)
@@ -492,7 +492,7 @@ def share_what_forward_writes(spec: placer.PlacementSpec, captured_in_training: 
 
 
 class KeepsFeatures(nn.Module):
-    """A hook keeps the result of a layer in a dict, from which forward reads it."""
+    """A hook stores the result of a layer in a dict, and forward reads it from there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -546,7 +546,7 @@ def infer_where_stages_pass_parameters(spec: placer.PlacementSpec) -> None:
 
 
 class Conjugates(nn.Module):
-    """Passes on tensors that are conjugated or negated by a flag; so are some gradients."""
+    """Passes on tensors with the conjugate or negative bit set; some gradients have it too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -581,7 +581,7 @@ class Named:
 
 
 class ReturnsObject(nn.Module):
-    """Its result is an object that pytree does not look into."""
+    """Its result is an object that pytree does not flatten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -593,7 +593,7 @@ class ReturnsObject(nn.Module):
 
 
 def step_with_an_object_as_result() -> None:
-    """A loss of the object's tensors; some slices have nothing that the normalizer counts."""
+    """A loss of the object's tensors; in some slices the normalizer counts nothing."""
     torch.manual_seed(0)
     model, x = ReturnsObject().double(), torch.randn(8, 4, dtype=torch.float64)
     target = torch.tensor([0, 1, 2, -100, -100, -100, 0, 1])
@@ -614,7 +614,7 @@ def step_with_an_object_as_result() -> None:
 
 
 class Patches(nn.Module):
-    """Sizes of the input, and one that is computed of them, are read on the next device."""
+    """Sizes of the input, and one computed from them, are read on the next device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -645,7 +645,7 @@ def steps_with_sizes(spec: placer.PlacementSpec) -> None:
 
 
 class HoldsFunctions(nn.Module):
-    """Has a method and a partial function in attributes, and leaves an operation out for one row."""
+    """Has a method and a partial function in attributes, and skips an operation for a single row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -665,7 +665,7 @@ class HoldsFunctions(nn.Module):
 
 
 def steps_with_functions_in_attributes() -> None:
-    """Micro-batches of two rows and of one; then other functions."""
+    """Micro-batches of two rows and of one row; then with other functions."""
     torch.manual_seed(0)
     model, x = HoldsFunctions().double(), torch.randn(4, 3, 4, dtype=torch.float64)
     plain = copy.deepcopy(model)
@@ -695,7 +695,7 @@ class Counts(nn.Module):
 
 
 def a_number_of_the_data() -> None:
-    """Both replicas have it as in one process: that of the first slice."""
+    """Both replicas return the number of the first slice, as one process does."""
     torch.manual_seed(0)
     model, x = Counts().double(), torch.randn(6, 4, dtype=torch.float64)
     placed = placer.compile(model, make_spec(1, 2, 1), x)
@@ -706,7 +706,7 @@ def a_number_of_the_data() -> None:
 
 
 class Reads(nn.Module):
-    """It stays whole, and its recurrent layer has its weights in a list besides."""
+    """It stays whole, and its recurrent layer also has its weights in a list."""
 
     def __init__(self) -> None:
         super().__init__()

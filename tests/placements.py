@@ -1,4 +1,4 @@
-"""`assert_valid_plan`: what holds for every plan, however it was found."""
+"""`assert_valid_plan`: the properties of every plan, however it was found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from placer.spec import PlacementSpec, resolve_layers
 def pinned_plan(
     model: nn.Module, x: Tensor, devices: Sequence[str], device_of: Callable[[int, str], str]
 ) -> placer.Plan:
-    """The plan whose nodes are where ``device_of`` says by position and name; least memory is asked for."""
+    """The plan, for least memory, with nodes pinned by ``device_of(position, name)``."""
     spec = PlacementSpec.model_validate({"devices": devices, "objective": "memory"})
     program = capture_model(model, (x,))
     pins = {node: device_of(i, node) for i, node in enumerate(program.order)}
@@ -27,7 +27,7 @@ def pinned_plan(
 
 
 def estimated_plan(model: nn.Module, spec: Any, args: Any = (), kwargs: Any = None) -> placer.Plan:
-    """The plan whose peaks are estimates, as no dry run has corrected them."""
+    """A plan with estimated peaks, which no dry run has corrected."""
     program, leaves = api._capture(model, args, kwargs, ignore_device_moves=False)
     return build_plan(program, api.as_spec(spec), leaves)
 

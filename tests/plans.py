@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def stage_memory(**known: int) -> StageMemory:
-    """The bytes of a stage, 0 of what is not ``known``."""
+    """The bytes of a stage; 0 for everything that is not ``known``."""
     kinds = dict.fromkeys((field.name for field in dataclasses.fields(StageMemory)), 0)
     return StageMemory(**{**kinds, **known})
 

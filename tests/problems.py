@@ -8,7 +8,7 @@ from placer.partition import PartitionProblem, SharedValue, StageSlot
 
 
 def tight_problem(budget: float = 4.0) -> PartitionProblem:
-    """Time alone wants unit 2 beside its reader 3; a budget of 4 leaves room only before it."""
+    """Unit 2 is fastest on the stage of its reader 3; with a budget of 4 it fits only on an earlier stage."""
     slot = StageSlot(
         device="d",
         seconds=np.array([0.0, 5.0, 0.0, 5.0, 1.0]),

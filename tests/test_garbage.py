@@ -1,4 +1,4 @@
-"""`placer.garbage.only_new_garbage`: what exists already is not looked at while placer plans."""
+"""`placer.garbage.only_new_garbage`: existing objects are not scanned while placer plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's public names: the same for type checkers as for whoever imports them."""
+"""The package's public names are the same for type checkers as at run time."""
 
 from __future__ import annotations
 

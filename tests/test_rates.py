@@ -1,4 +1,4 @@
-"""Seconds of operations: the formula, what stands in for what was not measured, and the catalogue."""
+"""Seconds of operations: the formula, defaults for rates that were not measured, and the catalogue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_class_has_a_rate_where_few_were_measured() -> None:
 
 
 def test_what_was_not_measured_in_half_precision_has_the_kernels_that_run_there() -> None:
-    """A batch norm in bfloat16 is torch's own; a block reads as many elements a second, half the bytes."""
+    """A bfloat16 batch norm runs torch's kernel; a block reads as many elements a second, half the bytes."""
     peaks = Peaks(fp32=1e12, tensor=4e12, half=8e12, fp64=5e11, bandwidth=1e12)
     measured = {
         ("batch_norm", "float32"): Rate(bandwidth=9e11, row_bandwidth=16e9),

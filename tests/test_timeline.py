@@ -28,7 +28,7 @@ def block(nbytes: int, device: str = "cuda:0", node: str = "") -> Block:
 
 
 def record(*sizes: int) -> Timeline:
-    """Positive: a block of so many bytes comes; negative: the last one of that size goes."""
+    """n > 0 allocates n bytes; n < 0 frees the last block of that size."""
     recorder, live = Recorder(), {}
     for size in sizes:
         if size > 0:

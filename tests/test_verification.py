@@ -1,4 +1,4 @@
-"""What ``placer.verify`` compares, and what it says where the plain model itself cannot be run."""
+"""What ``placer.verify`` compares, and its errors if the plain model itself cannot run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tensors_of_an_object_are_outputs(spec: dict[str, object]) -> None:
 
 
 class DropsLayers(nn.Module):
-    """Stochastic depth by Python's and numpy's random numbers."""
+    """Stochastic depth with random numbers from Python and numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_the_callers_random_numbers_are_left_as_they_were() -> None:
 
 
 class Pairs(nn.Module):
-    """Rows that read each other: there is no slice of the batch that it can run on."""
+    """Its rows read each other, so it cannot run on a slice of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_both_run_under_the_same_autocast(spec: dict[str, object]) -> None:
 
 
 class Transforms(nn.Module):
-    """There is no Fourier transform in bf16."""
+    """It has a Fourier transform, which torch does not have in bf16."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
 """One process per device against one process, DDP, averaging by hand, and pipelining by hand.
 
 ``python -m benchmarks.distributed`` starts ``torchrun`` with two processes of one thread each. All
-contestants of a comparison are in the same job and take turns, in random order, so that whatever
-else the machine does hits them alike; a ratio is the median over all rounds of the ratio in a round.
-Beside it stands the ratio of the fastest steps, which others on the machine disturbed least (as the
-documentation of ``timeit`` has it: what is slower than the least is not the program's doing). Where
-tensors lie in memory makes 5 % for the same kernels, and stays for the life of a process: so there are
-several jobs, each of which builds the contestants in another order.
+contestants of a comparison are in the same job and take turns, in random order, so that other
+load on the machine affects them alike; a ratio is the median over all rounds of the ratio in a round.
+Beside it is the ratio of the fastest steps, which other load disturbed least (as the documentation of
+``timeit`` says, slower runs are usually due to other processes). The addresses of tensors make a difference
+of 5 % for the same kernels and stay fixed for the life of a process, so there are several jobs, each of which
+builds the contestants in another order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def compare(kind: str, rounds: int, seed: int) -> dict[str, Seconds]:
 
 
 def work(what: str, path: Path, rounds: int, seed: int) -> None:
-    """What each process of a job does; rank 0 writes what was found."""
+    """The work of each process of a job; rank 0 writes the findings."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found: dict[str, Any]
@@ -72,7 +72,7 @@ def work(what: str, path: Path, rounds: int, seed: int) -> None:
 
 
 def run_job(what: str, processes: int, rounds: int = 1, seed: int = 0) -> dict[str, Any]:
-    """What a job of this size finds, in processes of one thread each."""
+    """The findings of a job of this size, in processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -62,7 +62,7 @@ def replica_contestants(
 ) -> dict[str, Callable[[], Step]]:
     """Two replicas, a batch of the same size in all: one process, placer, DDP, averaging by hand.
 
-    "no communication" are two processes that train on half of the batch each, by themselves: what
+    "no communication" are two processes that train separately on half of the batch each: what
     the machine can do (two cores share clock, cache and memory; the optimizer's part is not halved).
     """
     rank = dist.get_rank()
@@ -129,7 +129,7 @@ def stage_spec(schedule: str, microbatches: int) -> dict[str, Any]:
 
 
 def by_hand(model: nn.Sequential, x: Tensor, target: Tensor, schedule: str, count: int) -> Step:
-    """The same two stages as someone writes them on ``torch.distributed.pipelining``."""
+    """The same two stages, written by hand on ``torch.distributed.pipelining``."""
     rank = dist.get_rank()
     part = model[:4] if rank == 0 else model[4:]
     stage = pipelining.PipelineStage(copy.deepcopy(part), rank, 2, torch.device("cpu"))
@@ -172,7 +172,7 @@ def stage_contestants(
 
 
 def overhead_cases() -> dict[str, dict[str, Callable[[], Step]]]:
-    """Steps of a few kB, in which next to nothing is computed, under the names "placer" and "by hand"."""
+    """Steps of a few kB, with almost no computation, under the names "placer" and "by hand"."""
     tiny = stage_model(rows=16, channels=4, edge=4)
     replicas = replica_contestants(*tiny)
     cases = {"2 replicas": {"placer": replicas["placer"], "by hand": replicas["DDP"]}}

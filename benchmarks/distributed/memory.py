@@ -1,4 +1,4 @@
-"""Memory of a rank: what its plan says, what is simulated, what is counted in real processes."""
+"""Memory of a rank: predicted by its plan, simulated, and counted in real processes."""
 
 from __future__ import annotations
 

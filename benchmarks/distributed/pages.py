@@ -82,7 +82,7 @@ def replica_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
 
 
 def schedule_efficiency(microbatches: int) -> float:
-    """The share of their time that two devices compute under GPipe and under 1F1B (arXiv:1811.06965)."""
+    """The share of time in which two devices compute, under GPipe and under 1F1B (arXiv:1811.06965)."""
     return microbatches / (microbatches + 1)
 
 
@@ -163,7 +163,7 @@ def write_memory(memory: list[dict[str, Any]]) -> None:
 
 
 def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
-    """Measured efficiency beside the schedule's own, over the number of micro-batches."""
+    """Plot the measured efficiency and that of the schedule over the number of micro-batches."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -185,5 +185,5 @@ def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
 
 
 def by_case(jobs: Sequence[Mapping[str, Seconds]]) -> dict[str, list[Seconds]]:
-    """Per case what each job found."""
+    """Case -> what each job found."""
     return {name: [job[name] for job in jobs] for name in jobs[0]}

@@ -1,4 +1,4 @@
-"""Times several ways to train in turns, and compares them by the ratios of their seconds."""
+"""Times several ways to train, in turns, and compares them by the ratios of their seconds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fastest(jobs: Sequence[Seconds], over: str, under: str) -> float:
 
 
 def difference(jobs: Sequence[Seconds], name: str, less: str) -> float:
-    """Seconds that the first takes more than the second: the median over all rounds."""
+    """The additional seconds of the first over the second: the median over all rounds."""
     return statistics.median(
         a - b for seconds in jobs for a, b in zip(seconds[name], seconds[less], strict=True)
     )

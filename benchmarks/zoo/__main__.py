@@ -75,7 +75,7 @@ def _todo(options: Any, subjects: dict[str, Subject], verdicts: dict[str, Any]) 
 def _judge_all(
     subjects: list[Subject], jobs: int, seconds: float, gib: float
 ) -> Iterator[dict[str, Any]]:
-    """Verdicts as they come, ``jobs`` processes at a time."""
+    """Verdicts in the order in which they finish, from ``jobs`` processes at a time."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(subjects), []
     while waiting or running:

@@ -15,7 +15,7 @@ from benchmarks.zoo.subject import Call
 
 
 class Failed(Exception):
-    """The model does not pass; the text is the phase and the reason."""
+    """The model does not pass; the message has the phase and the reason."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -24,7 +24,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def seeded(function: Callable[[], Any]) -> Any:
-    """The result of ``function`` with every generator of random numbers at its start."""
+    """The result of ``function`` with all random number generators in their initial states."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -57,12 +57,12 @@ def train(module: nn.Module, call: Call) -> dict[str, Tensor | None]:
 
 
 def _fresh_containers(call: Call) -> Call:
-    """The same tensors in lists of their own: some models write into the list that they are given."""
+    """The same tensors in new lists, because some models write to the list that they get."""
     return tree_map(lambda leaf: leaf, call)
 
 
 def _loss(output: Any) -> Tensor:
-    """Depends on every floating-point result, on each differently."""
+    """A loss that weights every floating-point result differently."""
     leaves = [t for t in tree_leaves(output) if is_tensor(t) and t.is_floating_point()]
     parts = [(t.square().mean() + t.mean()) * (i + 1) for i, t in enumerate(leaves) if t.numel()]
     return torch.stack(parts).sum() if parts else torch.zeros(())
@@ -77,7 +77,7 @@ def infer(module: nn.Module, call: Call) -> dict[str, Tensor | None]:
 
 
 def jitter(module: nn.Module) -> nn.Module:
-    """``module`` with every weight a rounding error away from what it was."""
+    """``module`` with every weight changed by a rounding error."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in module.parameters():
@@ -95,10 +95,10 @@ def compare(
 ) -> None:
     """Raise ``Failed`` for the first tensor that is off by more than ``tolerance`` of its largest value.
 
-    A gradient whose true value is zero (a bias before a norm) is noise. So ``tolerance`` times a
-    millionth of the largest gradient is allowed in all; and a gradient that is as small as the
-    rounding error of the largest may be off by ten times what eager itself is off by when the weights
-    are off by theirs (``jittered``).
+    A gradient whose true value is zero (a bias before a norm) is noise. So every gradient may also be off by
+    ``tolerance`` times a millionth of the largest gradient. A gradient as small as the rounding error of the
+    largest one may be off by ten times the change that rounding errors in the weights cause in eager mode
+    (``jittered``).
     """
     if list(found) != list(expected):
         names = sorted(set(found) ^ set(expected))[:3]

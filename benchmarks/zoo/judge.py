@@ -48,7 +48,7 @@ _KIND = "cpu"
 
 
 def judge(subject: Subject) -> Verdict:
-    """The verdict on ``subject``; never raises for what the model or placer does wrong."""
+    """The verdict on ``subject``; errors of the model or of placer are part of it, not raised."""
     started = time.process_time()
     found, problem = _attempt(subject, _HUGE)
     if "differs from eager" in problem and found["dtype"] == "float32":
@@ -64,7 +64,7 @@ def judge(subject: Subject) -> Verdict:
 
 
 def _attempt(subject: Subject, most_float64: int | None) -> tuple[dict[str, Any], str]:
-    """What was found, and the problem or ``""``; models up to ``most_float64`` parameters in float64."""
+    """The findings, and the problem or ``""``; models up to ``most_float64`` parameters run in float64."""
     found: dict[str, Any] = {}
     try:
         with _shared_passes():
@@ -174,7 +174,7 @@ def _phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def _shared_passes() -> Iterator[None]:
-    """Capture each model once per mode, and cost each program once: pure functions, so only faster."""
+    """Capture each model once per mode, and estimate each program once; results stay the same."""
     captures: dict[Any, tuple[nn.Module, Any, Program]] = {}
     costs: dict[int, tuple[Program, CostEstimates]] = {}
 
@@ -213,7 +213,7 @@ def _on_meta(subject: Subject) -> nn.Module:
 
 
 def _fresh(subject: Subject, dtype: torch.dtype) -> nn.Module:
-    """An instance of its own: what a forward leaves behind in a model may change the next one."""
+    """A new instance, because what a forward leaves in a model may change the next one."""
     return _as(seeded(subject.build), dtype)
 
 
@@ -222,7 +222,7 @@ def _as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _widest(subject: Subject, call: Call) -> torch.dtype:
-    """float64 when the model runs in it: some write float32 into their code."""
+    """float64 if the model runs in it; some have float32 in their code."""
     args, kwargs = convert(call, torch.float64)
     with _phase("build"):
         model = _fresh(subject, torch.float64).eval()
@@ -255,7 +255,7 @@ def _best_share(program: Program, args: Any, kwargs: Any) -> float:
 
 
 def _other_batch(model: nn.Module, placed: nn.Module, call: Call, tolerance: float) -> str:
-    """Three rows instead of the two that were captured: equal to eager, or refused in words."""
+    """With three rows instead of the captured two, it equals eager or raises an error that says why not."""
     call = with_rows(call, 3)
     try:
         expected = infer(model, call)

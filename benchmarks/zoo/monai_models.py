@@ -1,6 +1,6 @@
-"""MONAI: every network of ``monai.networks.nets`` that runs from random input, in small.
+"""MONAI: every network of ``monai.networks.nets`` that runs on random input, in a small size.
 
-Left out are the parts that are no networks by themselves (``BertAttention``, ``Pooler``, …,
+Left out are parts that are not networks by themselves (``BertAttention``, ``Pooler``, …,
 ``TopologyConstruction``), ``Transchex``, which downloads a configuration, and ``HyenaNDUNETR``, which
 needs another package.
 """
@@ -34,14 +34,14 @@ _IMAGE = (2, 1, 64, 64)
 
 
 def subjects() -> Iterator[Subject]:
-    """The networks in the order of the table below, those that take long to judge last."""
+    """The networks in the order of the table below; those that take long to judge come last."""
     for name, (build, shape, *more) in sorted(_NETS.items(), key=lambda item: item[0] in _SLOW):
         call = shape if callable(shape) else positional(shape)
         yield Subject(name=name, build=build, call=call, may_be_whole=bool(more))
 
 
 def _net(cls: Any, *args: Any, **options: Any) -> Callable[[], nn.Module]:
-    """Builds ``cls`` from arguments of its own each time: some networks write to their lists."""
+    """Builds ``cls`` from new arguments each time, because some networks write to their lists."""
     return lambda: cls(*copy.deepcopy(args), **copy.deepcopy(options))
 
 

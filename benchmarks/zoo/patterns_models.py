@@ -1,6 +1,6 @@
-"""Small models that are written the way research code is, one per thing that a library's models seldom do.
+"""Small models in the style of research code, one for each feature that models of libraries rarely have.
 
-They came from trying placer on what its suite does not have. Each computes in milliseconds.
+They come from trying placer on models that its test suite did not have. Each computes in milliseconds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _head() -> nn.Module:
 
 
 class VariationalAutoencoder(nn.Module):
-    """Draws in the middle, and returns a dict."""
+    """Draws random numbers in the middle, and returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class VariationalAutoencoder(nn.Module):
 
 
 class VectorQuantizer(nn.Module):
-    """A code book in a buffer that forward moves."""
+    """A code book in a buffer that forward updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class VectorQuantizer(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """Rows go where a gate sends them: shapes depend on values."""
+    """A gate assigns rows to experts, so shapes depend on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class WeightedExperts(RoutedExperts):
 
 
 class TeacherForced(nn.Module):
-    """A loop over positions with a cell and attention, as translation was done."""
+    """A loop over positions with a cell and attention, as in early translation models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class TeacherForced(nn.Module):
 
 
 class ConvolutionalLSTM(nn.Module):
-    """A state that is made of the input's size."""
+    """A state whose shape comes from the input's size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class FourierMixer(nn.Module):
 
 
 class NeuralODE(nn.Module):
-    """The same layers four times a step (Runge and Kutta's rule)."""
+    """The same layers four times per step (the Runge-Kutta method)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class NeuralODE(nn.Module):
 
 
 class FixedPoint(nn.Module):
-    """Iterates without gradients until little changes, and once more with them."""
+    """Iterates without gradients until little changes, then once more with gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class StochasticDepth(nn.Module):
 
 
 class SlopePenalty(nn.Module):
-    """Differentiates itself in forward."""
+    """Differentiates a part of itself in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class SpatialTransformer(nn.Module):
 
 
 class Folded(nn.Module):
-    """Patches out and back, by sizes of the input."""
+    """Unfolds patches and folds them back, by sizes of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class Folded(nn.Module):
 
 
 class Pooled3D(nn.Module):
-    """Indices of a pooling go to the layer that undoes it."""
+    """The indices of a pooling go to the layer that unpools."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class RunningMean(nn.Module):
 
 
 class KeepsLast(nn.Module):
-    """Leaves activations and a count on itself."""
+    """Stores activations and a count on itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class KeepsLast(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Weights that are computed of others."""
+    """Weights that are computed from other weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class Normalised(nn.Module):
 
 
 class MaskedMean(nn.Module):
-    """Padding is told by values, and left out of a mean."""
+    """Padding is recognized by its values, and left out of a mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ class Both(NamedTuple):
 
 
 class ReturnsDataclass(nn.Module):
-    """A result that pytree does not look into."""
+    """A result that pytree does not flatten."""
 
     output: Callable[..., Any] = Output
 
@@ -405,7 +405,7 @@ class ReturnsDataclass(nn.Module):
 
 
 class ReturnsTuple(ReturnsDataclass):
-    """A result with names."""
+    """A named tuple as the result."""
 
     output = Both
 

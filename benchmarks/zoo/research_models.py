@@ -1,8 +1,8 @@
-"""Models that research is done with, from the packages of their authors or of those who rebuilt them.
+"""Research models, from the packages of their authors or of people who reimplemented them.
 
 ``pip install denoising-diffusion-pytorch vit-pytorch x-transformers neuraloperator pytorchvideo``
-gets all of them. A package that is missing makes its models fail by name, and no others.
-Nearly all reshape with einops, which keeps what it has seen in caches of the whole process.
+installs all of them. If a package is missing, only its models fail, by name. Nearly all models reshape with
+einops, which has caches for the whole process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def subjects() -> Iterator[Subject]:
 
 
 def _make(path: str, **options: Any) -> nn.Module:
-    """What ``path`` ("package.module:name") makes of ``options``."""
+    """The result of calling ``path`` ("package.module:name") with ``options``."""
     module, _, name = path.partition(":")
     model: nn.Module = getattr(importlib.import_module(module), name)(**options)
     return model
@@ -261,7 +261,7 @@ def _vision_transformers() -> Iterator[Subject]:
 
 
 def _masked(path: str) -> nn.Module:
-    """Pretraining that masks patches: which ones is drawn in ``forward``."""
+    """Pretraining that masks patches, drawn in ``forward``."""
     sized = {"image_size": 32, "patch_size": 8, "num_classes": 5, **_VIT}
     # Not vit_pytorch.ViT: in 1.26.11 these two expect its position embedding to be of rank three.
     encoder = _make("vit_pytorch.deepvit:DeepViT", depth=3, **sized)

@@ -155,7 +155,7 @@ def _create(name: str, side: int | None) -> nn.Module:
 
 @functools.cache
 def _fitting(name: str) -> tuple[int, bool]:
-    """The smallest side of an image that the model runs on, and whether it is built for that side."""
+    """The smallest image side that the model runs on, and whether the model must be built for it."""
     fixed = bool(timm.get_pretrained_cfg(name, allow_unregistered=True).fixed_input_size)
     for resized in (True, False) if fixed else (False, True):
         for side in _SIDES:

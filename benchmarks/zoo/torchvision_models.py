@@ -17,7 +17,7 @@ _FRAMES = {"s3d": (16, 224), "mvit_v1_b": (16, 224), "mvit_v2_s": (16, 224)}
 
 
 def subjects() -> Iterator[Subject]:
-    """All of ``list_models()`` but the quantized ones, classifiers last and the smallest first."""
+    """All of ``list_models()`` except quantized models; classifiers last, smallest first."""
     yield from _dense_models()
     for name in sorted(models.list_models(module=models), key=_parameters):
         yield Subject(name=name, build=_classifier(name), call=_images(name))

@@ -64,7 +64,7 @@ def not_python(error: SyntaxError, target: str) -> ModelError:
     return ModelError(
         f"{error.filename}:{error.lineno}",
         f"is not Python: {error.msg}",
-        f"mend that line ({target})",
+        f"fix that line ({target})",
     )
 
 

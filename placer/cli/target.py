@@ -102,7 +102,7 @@ def _remedy(error: BaseException) -> str:
     if missing:
         package = missing.partition(".")[0]
         return f"install {package!r} for {sys.executable}, or fix the import"
-    return "your own code raises this: fix it there"
+    return "the exception is from your own code: fix it there"
 
 
 def user_location(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
-from placer.program.reachable import ReachableState, Slot
+from placer.program.reachable import ReachableState, Reference
 from placer.program.sizes import SizeFloat, SizeInt, plain
 
 
@@ -30,29 +30,29 @@ def isolated_caches(reachable: ReachableState) -> Iterator[None]:
     got it is cleared.
     """
     wrappers: dict[int, Any] = {}  # id of a cached function -> its wrapper in this block
-    replaced: list[tuple[Slot, Any]] = []
+    replaced: list[tuple[Reference, Any]] = []
     containers: list[tuple[Any, Any]] = []  # (container, shallow copy)
-    variables: list[tuple[Slot, Any]] = []  # (slot, value)
+    variables: list[tuple[Reference, Any]] = []  # (reference, value)
     try:
-        for slot in reachable.cached:
-            if slot.read() is slot.value:
-                if id(slot.value) not in wrappers:
-                    wrappers[id(slot.value)] = _wrapper(slot.value)
-                wrapper = wrappers[id(slot.value)]
-                slot.write(wrapper)
-                replaced.append((slot, wrapper))
+        for reference in reachable.cached:
+            if reference.read() is reference.value:
+                if id(reference.value) not in wrappers:
+                    wrappers[id(reference.value)] = _wrapper(reference.value)
+                wrapper = wrappers[id(reference.value)]
+                reference.write(wrapper)
+                replaced.append((reference, wrapper))
         # Most containers are empty hook tables of modules, which need no copy.
         containers += [(found, found.copy() if found else ()) for found in reachable.containers]
-        variables += [(slot, slot.read()) for slot in reachable.variables]
+        variables += [(reference, reference.read()) for reference in reachable.variables]
         yield
     finally:
-        for slot, before in reversed(variables):
-            _restore_variable(slot, before)
+        for reference, before in reversed(variables):
+            _restore_variable(reference, before)
         for container, copy in reversed(containers):
             _restore(container, copy)
-        for slot, wrapper in reversed(replaced):
-            if slot.read() is wrapper:  # otherwise the model's code has replaced it
-                slot.write(slot.value)
+        for reference, wrapper in reversed(replaced):
+            if reference.read() is wrapper:  # otherwise the model's code has replaced it
+                reference.write(reference.value)
 
 
 def _restore(container: Any, before: Any) -> None:
@@ -73,10 +73,10 @@ def _items(container: Any) -> list[Any]:
     return [id(value) for value in values]
 
 
-def _restore_variable(slot: Slot, before: Any) -> None:
-    now = slot.read()
+def _restore_variable(reference: Reference, before: Any) -> None:
+    now = reference.read()
     if now is not before and _is_of_a_run(now):
-        slot.write(before)
+        reference.write(before)
 
 
 def _is_of_a_run(value: Any) -> bool:

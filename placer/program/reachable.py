@@ -43,7 +43,7 @@ def _itself(function: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Reference:
     """Where a value is stored: a key of a dict or list, a cell of a closure, or an attribute of a class."""
 
     holder: Any
@@ -82,8 +82,8 @@ class ReachableState:
     code of functions.
     """
 
-    cached: list[Slot] = field(default_factory=list)
-    variables: list[Slot] = field(default_factory=list)
+    cached: list[Reference] = field(default_factory=list)
+    variables: list[Reference] = field(default_factory=list)
     containers: list[Any] = field(default_factory=list)
     codes: list[CodeType] = field(default_factory=list)
 
@@ -154,7 +154,7 @@ class _Search:
             if hasattr(wrapped, "__code__") and _is_foreign(wrapped):
                 return
             if holder is not None:
-                self.found.cached.append(Slot(holder, key, value, wrap))
+                self.found.cached.append(Reference(holder, key, value, wrap))
             self.add(wrapped)
         elif (
             isinstance(value, (FunctionType, MethodType, type, functools.partial, tuple))
@@ -227,7 +227,7 @@ class _Search:
     def _variable(self, holder: Any, key: Any, value: Any) -> None:
         self.look(holder, key, value)
         if value is None or isinstance(value, Tensor):
-            self.found.variables.append(Slot(holder, key, value))
+            self.found.variables.append(Reference(holder, key, value))
 
     def _module(self, module: ModuleType, names: set[str]) -> None:
         if _is_foreign(module):

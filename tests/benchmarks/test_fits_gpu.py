@@ -1,4 +1,4 @@
-"""The edge of plans is found without a GPU; training there needs one."""
+"""The largest size that plans allow is found without a GPU; only training needs one."""
 
 from __future__ import annotations
 

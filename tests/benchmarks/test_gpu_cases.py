@@ -1,4 +1,4 @@
-"""The measured steps are planned with what they recomputed and offloaded when they were measured."""
+"""The measured steps are planned with the regions that they had when they were measured."""
 
 from __future__ import annotations
 

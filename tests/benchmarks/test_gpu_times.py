@@ -1,4 +1,4 @@
-"""The fit of rates finds rates that made the times, on rows written by hand: no GPU, no recorded data."""
+"""The fit recovers the rates that hand-written rows were made with; needs no GPU and no recorded data."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rates_are_found_again() -> None:
 
 
 def test_one_odd_row_does_not_stand_for_a_class() -> None:
-    """An image's convolution in half precision, of 3 channels, said that all are ten times slower."""
+    """A half-precision convolution of a 3-channel image made all convolutions seem ten times slower."""
     rows = []
     for size in (1, 10, 100):
         operation = Operation("convolution", "float32", size * 10**10, size * 10**7, 64)

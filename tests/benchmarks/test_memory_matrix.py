@@ -1,4 +1,4 @@
-"""What the planner estimates is held to the timeline: a part of the matrix that the benchmark has whole."""
+"""The planner's estimates equal peaks of the timeline, on a part of the benchmark's memory matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.memory_matrix import MODELS, MODES, cells_of, differences
 
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=list(MODELS))
 def test_estimated_peaks_are_those_of_the_timeline(number: int) -> None:
-    """Two of the ways to run each model, a cell of each: over all models each way comes up."""
+    """Checks two modes per model, one cell each; across models all modes occur."""
     torch.manual_seed(0)
     case = list(MODELS.values())[number]()
     for turn in (0, 1):

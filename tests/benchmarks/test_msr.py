@@ -1,4 +1,4 @@
-"""The published workloads: rules kept, optima reached and proven; the checker catches what it must."""
+"""The published workloads: answers obey the rules, optima are reached and proven, and errors are detected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _node(number: int, **fields: object) -> dict[str, object]:
 
 
 def _workload() -> Workload:
-    """a -> b -> c forward, and the backward of a; moving an output takes 1."""
+    """Forward a -> b -> c, and the backward of a; transferring an output takes 1."""
     nodes = [
         {"id": i, "fpgaLatency": t, "size": 1, "isBackwardNode": i == 4, "colorClass": c}
         for i, t, c in ((1, 3, 7), (2, 2, None), (3, 4, None), (4, 1, 7))

@@ -1,4 +1,4 @@
-"""Isolated units by branch and bound against all placements of small problems."""
+"""Branch and bound for isolated units, compared with all placements of small problems."""
 
 from __future__ import annotations
 

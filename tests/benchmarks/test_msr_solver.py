@@ -1,4 +1,4 @@
-"""The solver for units without edges against integer programming, and against placer's own."""
+"""The solver for units without edges, compared with integer programming and with placer's solver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge of the model zoo: it passes what is right, and sees what is wrong."""
+"""The judge of the model zoo: it passes correct models and reports wrong ones."""
 
 from __future__ import annotations
 

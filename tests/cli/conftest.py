@@ -1,4 +1,4 @@
-"""A small model in a file, specs beside it, and a runner of commands."""
+"""A small model in a file, specs beside it, and a fixture that runs commands."""
 
 from __future__ import annotations
 

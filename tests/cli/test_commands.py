@@ -1,4 +1,4 @@
-"""Every command does its work: text for people, JSON for machines, and the exit code."""
+"""Every command works: its text for people, its JSON for machines, and its exit code."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_profile(placer: Run) -> None:
 
 
 def test_what_profile_measures_is_what_plan_reads(placer: Run, tmp_path: Path) -> None:
-    """… for the devices of the type that it was measured on."""
+    """The profile applies to devices of the type that it was measured on."""
     file, on_cpu = tmp_path / "net-profile.json", tmp_path / "cpu.json"
     on_cpu.write_text('{"devices": ["cpu"], "optimizer": "sgd"}')
     result = placer("profile", "net.py:Net", *X, "--rounds", "2", "-o", str(file), "--json")
@@ -304,7 +304,7 @@ def test_what_profile_measures_is_what_plan_reads(placer: Run, tmp_path: Path) -
 
 @pytest.fixture
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrate with operations that take no time, and say nothing about the machine."""
+    """Calibrate with tiny operations, whose results say nothing about the machine."""
     monkeypatch.setattr("placer.profiling.calibration._CPU_SCALE", 1 / 64)
 
 

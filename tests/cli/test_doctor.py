@@ -1,4 +1,4 @@
-"""``placer doctor`` and ``--version``: what is here, and what is missing for what."""
+"""``placer doctor`` and ``--version``: what is installed, and what is missing for which feature."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_doctor_says_what_is_missing_for_which_feature(
 def test_doctor_works_without_torch(
     placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch that is not there, or whose libraries cannot be loaded."""
+    """If torch is not installed, or its libraries cannot be loaded."""
     monkeypatch.setattr(doctor, "_import_torch", lambda: "OSError: libcudart.so.13: not found")
     result = placer("doctor")
     assert result.exit_code == 2

@@ -28,7 +28,7 @@ CASES = [
     (("plan", "broken.py:f", "fits.json", *X), "broken.py:2"),
     (("plan", "broken.py:f", "fits.json", *X), "your own code: fix it there (broken.py:f)"),
     (("plan", "typo.py:f", "fits.json", *X), "typo.py:1: is not Python"),
-    (("plan", "typo.py:f", "fits.json", *X), "mend that line (typo.py:f)"),
+    (("plan", "typo.py:f", "fits.json", *X), "fix that line (typo.py:f)"),
     (("plan", "lacks.py:f", "fits.json", *X), "install 'nosuchpackage' for "),
     (("plan", "leaves.py:f", "fits.json", *X), "importing leaves.py called sys.exit(3)"),
     (("plan", "leaves.py:f", "fits.json", *X), "leaves.py:2"),
@@ -111,7 +111,7 @@ def test_bad_usage(placer: Run, arguments: tuple[str, ...], message: str) -> Non
 
 
 def test_a_model_of_torchs_layers_has_no_line_of_its_own(placer: Run) -> None:
-    """Not that of what has called placer, either."""
+    """The error does not name a line of placer's caller either."""
     result = placer("plan", "net.py:layers", "fits.json", "--input", "8x63")
     assert "\nerror: 0: forward fails on these inputs (8x63): " in "\n" + result.stderr
     assert ".py:" not in result.stderr
@@ -133,7 +133,7 @@ def test_all_problems_of_auto_at_once(placer: Run) -> None:
 
 
 def _error(result: Any) -> dict[str, Any]:
-    """The one JSON object on stdout; the text is on stderr as ever."""
+    """The only JSON object on stdout; the text is on stderr as usual."""
     assert "error: " in result.stderr
     found = json.loads(result.stdout)
     assert found["exit_code"] == result.exit_code

@@ -1,4 +1,4 @@
-"""The command as a process: quick to start, and entered in two ways."""
+"""The command as a process: it starts quickly, and can be started in two ways."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_shell_completes_commands_and_options() -> None:
 def test_a_module_in_the_working_folder_is_the_one_that_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Python would import it; a folder of the name of an installed package is not it."""
+    """As Python would import it; a folder with the name of an installed package does not count."""
     from placer.cli.locate import check_target, find_source
     from placer.errors import PlacerError
 
@@ -139,7 +139,7 @@ def test_a_module_in_the_working_folder_is_the_one_that_is_meant(
 
 
 def test_ctrl_c_ends_the_command_with_one_line(folder: Path) -> None:
-    """While torch is imported, which takes a while and is no code of placer's."""
+    """Ctrl-C while torch is imported, which takes a while and is not placer's code."""
     command = [sys.executable, "-m", "placer", "plan", "net.py:Net", "fits.json", "--input", "8x64"]
     started = subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""What kernels take of a CUDA device: the rules give what one H100 measured (torch 2.11, cuDNN 9.19)."""
+"""Workspaces of CUDA kernels: the rules give the bytes measured on an H100 (torch 2.11, cuDNN 9.19)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_sums_along_rows_take_none() -> None:
 def test_the_backward_of_efficient_attention_takes_what_an_h100_was_seen_to_give_it(
     shape: tuple[int, ...], measured: int
 ) -> None:
-    """The sums over rows were 196,608 and 302,592 bytes, twice, beside a product; then with the tiles."""
+    """The sums over rows took 196,608 and 302,592 bytes, twice, beside a product; then with the tiles."""
     backward = aten._scaled_dot_product_efficient_attention_backward.default
     query = torch.empty(shape, device="meta")
     rows = 4 * shape[0] * shape[1] * shape[2]

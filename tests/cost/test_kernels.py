@@ -1,4 +1,4 @@
-"""What CUDA would keep, asked on fake CPU tensors, is what fake CUDA tensors keep in a forward.
+"""The tensors that CUDA would save, found on fake CPU tensors, are those that fake CUDA tensors save.
 
 Fake CUDA tensors need no GPU for a forward. They never choose a fused attention there (they cannot
 ask which GPU it is) and cannot run cuDNN's RNNs: those two are compared with the operators
@@ -28,7 +28,7 @@ IN_FP16 = ("batch norm", "softmax", "log softmax", "convnet", "transformer")
 
 @contextmanager
 def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """As ``torch.autocast``, which refuses CUDA on a machine without it."""
+    """Like ``torch.autocast``, which refuses CUDA on a machine without it."""
     torch.set_autocast_dtype(device, dtype or torch.bfloat16)
     torch.set_autocast_enabled(device, dtype is not None)
     torch.autocast_increment_nesting()
@@ -41,7 +41,7 @@ def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def saved(device: str, run: Callable[[], Any], dtype: torch.dtype | None = None) -> Counter[int]:
-    """Bytes of the storages that autograd keeps of a forward, each once."""
+    """Bytes of the storages that autograd saves in a forward, each counted once."""
     storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def test_the_same_tensors_as_on_a_fake_gpu(name: str, dtype: torch.dtype | None)
 
 
 def test_a_gru_cell_keeps_a_workspace_of_five_units_per_row() -> None:
-    """Said here too, because older releases of torch have no fake GPU to compare with."""
+    """Checked against a constant, because older releases of torch have no fake CUDA kernel for it."""
     kept = saved_as_cuda(CASES["gru cell"])
     rows, inputs, units = 4, 8, 16
     assert kept == Counter(
@@ -158,7 +158,7 @@ def test_a_gru_cell_keeps_a_workspace_of_five_units_per_row() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_cpu_stage_keeps_what_it_kept() -> None:
-    """Also while another stage of the same run is on a GPU."""
+    """Even while another stage of the same run is on a GPU."""
     for run in CASES.values():
         with device_kernels(lambda: "cpu", half=True):
             again = saved("cpu", run, torch.bfloat16)
@@ -202,7 +202,7 @@ def test_cudnn_keeps_the_gates_of_all_steps(kind: Callable[..., nn.Module], kept
 
 
 class Mixed(nn.Module):
-    """Dropout, attention, recurrence and batch norm; what follows differs by device."""
+    """Dropout, attention, recurrence and batch norm, whose operators differ by device."""
 
     def __init__(self) -> None:
         super().__init__()

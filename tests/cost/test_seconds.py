@@ -1,4 +1,4 @@
-"""Which class every operation is of, and the seconds of nodes and stages that follow."""
+"""The class of every operation, and the resulting seconds of nodes and stages."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_fewer_rows_take_less_time() -> None:
 
 
 def test_a_stage_of_a_process_takes_the_longer_of_device_and_host() -> None:
-    """What the solver adds up per node is never more; without a process of its own it is as much."""
+    """The solver's sum over nodes is never more; without its own process it is equal."""
     costs = _costs(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), _x(32, 64))
     n = len(costs.names)
     tables = build_tables(costs, range(n), range(n + 1))

@@ -1,4 +1,4 @@
-"""What CPU kernels take inside a call is what the allocator's events say, operator by operator."""
+"""Workspaces of CPU kernels equal those in the allocator's events, operator by operator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Calls(TorchDispatchMode):
 
 
 def allocated(run: Callable[[], Any]) -> dict[str, tuple[int, int]]:
-    """Operator -> bytes beyond arguments and results inside its call: by formula, by events."""
+    """Operator -> bytes inside its call beyond arguments and results, by formula and by events."""
     calls = Calls()
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile, calls:
         run()

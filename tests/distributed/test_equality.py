@@ -33,7 +33,7 @@ def check(
     batches: tuple[int, ...] = (8, 5, 3),
     **fields: object,
 ) -> None:
-    """Batches of 8, 5 and 3: the second divides into nothing, the third leaves micro-batches empty."""
+    """Batches of 8, 5 and 3 rows: 5 does not divide evenly, and 3 leaves micro-batches empty."""
     stages, replicas = shape
     model, args, kwargs = cases.make_case(name, batches[0])
     spec = cases.make_spec(stages, replicas, microbatches).model_copy(update=fields)
@@ -73,7 +73,7 @@ def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: st
 def test_a_device_may_have_any_stages(
     job_of: Callable[[int], Job], layers: dict[str, str], stages: list[tuple[int, ...]] | None
 ) -> None:
-    """Stages that are not dealt out in turn, under every schedule; the skips stay on their device."""
+    """Stages on devices in any order, under every schedule; skips within a device stay there."""
     model, args, kwargs = cases.make_case("3D U-Net", 8)
     spec = cases.make_spec(2, 1, 4, layers=layers)
     plan = placer.make_plan(model, spec, args, kwargs, processes=True)
@@ -95,14 +95,14 @@ def test_buffers_of_all_kinds_are_shared(job_of: Callable[[int], Job]) -> None:
 
 
 def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:
-    """What is made of the model's input alone meets nothing that the stage received."""
+    """Values computed only from the model's input do not join the path of received values."""
     job_of(4).run(pipeline_cases.step_where_outputs_depend_on_nothing_received, SPLIT)
 
 
-def test_split_backwards_of_what_own_inputs_are_used_for_twice(
+def test_split_backward_with_a_weight_joined_twice(
     job_of: Callable[[int], Job],
 ) -> None:
-    """Weights that meet what the stage received at two nodes."""
+    """A weight joins the path of received values at two nodes."""
     job_of(4).run(pipeline_cases.step_where_own_inputs_are_used_twice, SPLIT)
 
 
@@ -119,7 +119,7 @@ def test_what_the_loss_leaves_out_has_no_gradient(
 
 
 def test_a_value_that_skips_stages_travels_once(job_of: Callable[[int], Job]) -> None:
-    """Of two micro-batches, each way: 0 to 1 and 2, 1 to 2, 2 to 3; rank 1 passes nothing on."""
+    """For two micro-batches, both ways: 0 to 1 and 2, 1 to 2, 2 to 3; rank 1 relays nothing."""
     sent = job_of(4).run(pipeline_cases.count_messages_of_a_skip)
     assert sent == [(4, 4), (4, 4), (6, 6), (2, 2)]
 

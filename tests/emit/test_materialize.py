@@ -150,7 +150,7 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 class KeepsItsResult(nn.Linear):
-    """What many models with deep supervision or attention maps do."""
+    """Stores its result on itself, as many models with deep supervision or attention maps do."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = [super().forward(x)]

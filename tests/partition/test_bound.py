@@ -1,4 +1,4 @@
-"""No placement is below the bound on peaks: random graphs, random placements, folded ones too."""
+"""No placement is below the bound on peaks, for random graphs and placements (also noncontiguous)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _one_capture() -> Iterator[None]:
 
 
 class Drawn(nn.Module):
-    """Operations on values of one shape, as ``steps`` draws them: what each does, what it reads."""
+    """Operations on values of one shape; ``steps`` says what each does and what it reads."""
 
     def __init__(self, steps: list[tuple[str, int, int]], *, tied: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def cases(draw: Any) -> tuple[nn.Module, dict[str, Any], list[int]]:
 
 
 def _bound(program: Program, spec: PlacementSpec, x: Tensor) -> float:
-    """What the planner takes for the bound where no layer is pinned, before it is cut to its answer."""
+    """The planner's bound if no layer is pinned, before it is capped at the answer."""
     found = []
 
     def watched(*args: Any) -> float:
@@ -117,7 +117,7 @@ def _bound(program: Program, spec: PlacementSpec, x: Tensor) -> float:
 @settings(max_examples=10, derandomize=True)
 @given(cases())
 def test_no_placement_is_below_the_bound(case: tuple[nn.Module, dict[str, Any], list[int]]) -> None:
-    """Nodes anywhere: devices come again, in any order; what the bound says is below all peaks."""
+    """With nodes anywhere and devices repeated in any order, the bound is below all peaks."""
     model, spec_data, homes = case
     spec, x = PlacementSpec(**spec_data), torch.randn(6, _WIDTH)
     program = capture_model(model, (x,))
@@ -132,7 +132,7 @@ def test_no_placement_is_below_the_bound(case: tuple[nn.Module, dict[str, Any], 
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_the_bound_is_near_where_few_operations_are_large(count: int) -> None:
-    """A U-Net's top level: over eight devices one convolution, over two its whole last stretch."""
+    """The top level of a U-Net: one convolution for eight devices, its whole last part for two."""
     with torch.device("meta"):
         model, x = unet3d(width=8, depth=3), torch.empty(1, 1, 32, 32, 32)
     spec = {"devices": [f"cpu:{i}" for i in range(count)], "objective": "memory"}

@@ -1,4 +1,4 @@
-"""The search for a policy of a stage: a partial policy is dropped if another one is as good."""
+"""The search for a stage's policy: a partial policy is dropped if another one is at least as good."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_partial_policy_is_kept_if_no_other_is_as_good(
 def test_what_waits_on_the_host_is_one_of_the_sums(
     partials: list[PartialPolicy], host_budget: int
 ) -> None:
-    """In steps of a share of the budget: nothing is dropped for what takes a step more."""
+    """Rounded up to levels: a policy is not dropped for one on a higher level."""
     limits = StageLimits(
         static=0.0, budget=12, in_flight=2, all_gradients=False, host_budget=host_budget
     )
@@ -71,7 +71,7 @@ def test_what_waits_on_the_host_is_one_of_the_sums(
 
 
 def test_the_least_peak_of_a_stage_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often its limit is corrected, and whatever limit it is in_flight to."""
+    """However often its limit is corrected, and whatever the limit is."""
     searched: list[tuple[PolicySearch, object]] = []
     search = PolicySearch.search
 

@@ -130,7 +130,7 @@ def test_a_device_without_a_budget_takes_what_the_others_cannot() -> None:
 
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
 def test_under_1f1b_earlier_stages_hold_less_per_micro_batch(objective: str) -> None:
-    """Stage q of 4 holds 4 - q micro-batches: where memory is scarce its share shrinks."""
+    """Stage q of 4 has 4 - q micro-batches in flight, so if memory is scarce it gets a smaller share."""
     x = torch.randn(256, 64)
     spec: dict[str, Any] = {"microbatches": 8, "schedule": "1F1B", "optimizer": "sgd"}
     least = assert_valid_plan(
@@ -146,7 +146,7 @@ def test_under_1f1b_earlier_stages_hold_less_per_micro_batch(objective: str) -> 
 
 
 class LongSkip(nn.Module):
-    """Equal blocks in a row, and a wide value that goes from before the first to behind the last."""
+    """Equal blocks in a row, and a wide value that skips all of them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class LongSkip(nn.Module):
 
 @pytest.mark.parametrize(("objective", "width"), [("throughput", 1024), ("memory", 256)])
 def test_a_value_that_skips_a_stage_costs_it_nothing(objective: str, width: int) -> None:
-    """In one process it is copied to its reader, and with a process per device sent there."""
+    """In one process it is copied to its reader; with a process per device it is sent there."""
     model, x = LongSkip(width), torch.randn(4096, 64)
     layers = {"first": "cuda:0", "last": "cuda:2"}
     spec = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "layers": layers, "objective": objective}
@@ -182,7 +182,7 @@ def test_pins_in_turn_make_a_device_hold_two_stages() -> None:
 
 
 class Nothing(nn.Module):
-    """A parameter that nobody reads, and its input as the result."""
+    """It has an unread parameter, and returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ print(plan_text(placer.make_plan(unet3d(width=4, depth=3), spec | {"microbatches
 
 
 def test_the_hash_seed_does_not_change_a_plan() -> None:
-    """That of this process against another; its own is drawn when it starts, unless it is given."""
+    """Compares this process with one with another seed; Python draws it at the start if none is given."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Treatments of a stage against all there are: bound <= optimum <= answer."""
+"""Compares with all policies of a stage: bound <= optimum <= answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHOICES = (
 
 
 def _costs(draw: random.Random, count: int) -> CostTable:
-    """A chain of nodes, whose results some later ones read and save as well."""
+    """A chain of nodes; some later nodes also read and save their results."""
     values = []
     for node in range(-1, count):
         readers = {node + 1, *(i for i in range(node + 2, count) if draw.random() < 0.15)}
@@ -103,7 +103,7 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_within_the_host_s_memory_the_best_of_all_is_found_as_a_rule() -> None:
-    """Where memory of the host is short, some blocks are recomputed in place of being offloaded."""
+    """If host memory is short, some blocks are recomputed instead of offloaded."""
     tried = best_found = 0
     for seed in range(60):
         draw = random.Random(seed)

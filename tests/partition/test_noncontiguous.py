@@ -1,4 +1,4 @@
-"""Devices that come again along the chain: found where they lower the largest peak, as simulated."""
+"""Placements with several stages per device: found if they lower the largest peak, as simulated."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_said_of_its_boundaries_is_so() -> None:
 
 
 def test_devices_come_again_at_cuts_that_a_placement_was_not_rated_with() -> None:
-    """A placement found near thinned cuts has tables of its own cuts alone."""
+    """A placement found near thinned cuts has tables for its own cuts only."""
     with torch.device("meta"):
         model, x = _unet(), torch.empty(1, 1, 32, 32, 32)
     program = capture_model(model, (x,))
@@ -132,7 +132,7 @@ def test_pins_stay_and_a_folded_plan_computes_what_the_model_does() -> None:
 
 
 def test_nested_intervals_against_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three devices on the U-Net's own tables, every second cut: no nesting is better."""
+    """Three devices, tables of a U-Net, every second cut: no nested placement is better."""
     with torch.device("meta"):
         model, x = _unet(), torch.empty(1, 1, 16, 16, 16)
     seen: list[SharedPeaks] = []
@@ -160,7 +160,7 @@ def test_nested_intervals_against_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Branches(nn.Module):
-    """Values that are read late and saved by none, or by nodes that can be on another device."""
+    """Values that are read late, and saved by no node or by nodes that may be on another device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_what_later_stages_on_other_devices_read_is_counted(nbytes: int) -> None
 
 
 class Halves(nn.Module):
-    """Halves of the input, and of what the first layer makes of it, that are read late."""
+    """Halves of the input, and of the first layer's result, that are read late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_views_of_what_a_stage_received_hold_it_whole(views: tuple[str, ...]) ->
 
 
 class Half(nn.Module):
-    """Half of the input, which an early layer and a late one read."""
+    """An early and a late layer read half of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Half(nn.Module):
 
 
 def test_a_view_of_what_an_earlier_stage_received_is_the_whole_of_it() -> None:
-    """The late layer reads it and saves it, and so the other half is there in its backward, too."""
+    """The late layer reads and saves it, so the other half is alive in its backward too."""
     model, x = Half().double(), torch.randn(512, 64, dtype=torch.float64)
     between = ("first", "sum_1")
     plan = pinned_plan(model, x, DEVICES[:2], lambda _, node: DEVICES[node not in between])
@@ -244,7 +244,7 @@ def test_a_view_of_what_an_earlier_stage_received_is_the_whole_of_it() -> None:
 
 
 class Inception(nn.Module):
-    """Blocks of four branches that read one value and are put together again."""
+    """Blocks of four branches that read one value and are concatenated."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Inception(nn.Module):
 
 
 def test_every_part_of_a_concatenations_gradient_waits() -> None:
-    """Also those that other stages of the device itself, or those between, will take."""
+    """Even the parts for other stages of the same device, or for the stages in between."""
     with torch.device("meta"):
         model, x = Inception(2), torch.empty(4, 8, 16, 16)
     runs = {"cpu:1": [*range(15), 19, 20, 21], "cpu:2": [15, 16, 17, 18, 29]}
@@ -283,7 +283,7 @@ def test_every_part_of_a_concatenations_gradient_waits() -> None:
 
 
 def test_a_stage_runs_its_branches_in_program_order() -> None:
-    """Its peak was recorded so: which reader of a value comes first decides what waits."""
+    """Its peak was recorded in that order; a value's first reader decides which gradients are pending."""
     with torch.device("meta"):
         model, x = Inception(4), torch.empty(4, 8, 16, 16)
     place = {node: i for i, node in enumerate(capture_model(model, (x,)).order)}
@@ -296,7 +296,7 @@ def test_a_stage_runs_its_branches_in_program_order() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_moves_that_a_bound_rules_out_would_not_have_been_made(seed: int) -> None:
-    """With a bound that says nothing every move is looked at: the answer is the same, later."""
+    """With a trivial bound, every move is evaluated: the answer is the same but takes longer."""
     draw = np.random.default_rng(seed)
     weight = draw.integers(1, 50, size=12)
     cuts = list(range(13))

@@ -1,4 +1,4 @@
-"""Copies that a stage receives, and gradients that come back, are predicted as they are."""
+"""Copies that a stage receives, and gradients that are sent back, are predicted exactly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SCALARS = 64  # bytes: numbers that autograd makes on the way
 
 
 def assert_predicted(model: nn.Module, device_of: dict[str, int]) -> None:
-    """With its nodes on these devices, every device peaks at what the plan says."""
+    """With its nodes on these devices, every device has the peak that the plan predicts."""
     x = torch.randn(512, 64, dtype=torch.float64)
     devices = [f"cpu:{i}" for i in range(1 + max(device_of.values()))]
     plan = pinned_plan(model.double(), x, devices, lambda _, node: devices[device_of[node]])
@@ -23,7 +23,7 @@ def assert_predicted(model: nn.Module, device_of: dict[str, int]) -> None:
 
 
 class Returned(nn.Module):
-    """What a layer makes is returned twice and read once more."""
+    """A layer's result is returned twice and read once more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Returned(nn.Module):
 
 
 def test_gradients_of_two_stages_come_home_beside_each_other() -> None:
-    """Those of the loss are a sum already when that of the other reader comes."""
+    """The gradients of the loss are already summed when the gradient of the other reader arrives."""
     assert_predicted(Returned(), {"first": 0, "tanh": 1, "head": 1, "sin": 2})
 
 
 class Lent(nn.Module):
-    """A view of the input is multiplied with what is made of the input."""
+    """A view of the input is multiplied by a value computed from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_a_copy_stays_while_a_later_stage_has_yet_to_read_a_view_of_it() -> None
 
 
 class Joined(nn.Module):
-    """Half of a value, which is returned as well, joined with another half."""
+    """Half of a value, which is also returned, is concatenated with another half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +72,6 @@ class Joined(nn.Module):
 
 
 def test_a_stage_cannot_drop_what_it_never_received() -> None:
-    """It has a view of the value from the stage that made the view, and not the value."""
+    """It has a view of the value, from the stage that made the view, but not the value itself."""
     joined = {"mul": 2, "getitem_1": 2, "mul_1": 2, "cat": 2}
     assert_predicted(Joined(), {"add": 0, "getitem": 1, **joined, "sin": 3, "head": 3})

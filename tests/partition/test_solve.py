@@ -1,4 +1,4 @@
-"""`solve` against all placements of small problems, and its promises on larger ones."""
+"""Compares `solve` with all placements of small problems, and checks its guarantees on larger ones."""
 
 from __future__ import annotations
 

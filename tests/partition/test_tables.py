@@ -1,4 +1,4 @@
-"""The tables of a stage's bytes: against their definitions, cell by cell."""
+"""Compares the tables of bytes with their definitions, cell by cell."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ rectangles = st.tuples(
 
 @given(st.lists(rectangles, max_size=8), st.sets(st.integers(1, WIDTH - 1)))
 def test_sums_of_rectangles(given_: list[tuple[int, int, int, int, int]], inner: set[int]) -> None:
-    """Only starts that are cuts have rows; a column per position, or per end of a stage."""
+    """There is a row for each cut where a stage may start, and a column per position or per end."""
     found = Rectangles()
     for first, last, column, until, value in given_:
         found.add(first, last, column, value, until=until)

@@ -1,4 +1,4 @@
-"""How often the model is run without data for an answer: each run is a second of a large model."""
+"""How often the model runs on fake tensors for one answer; each run takes a second for a large model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: what is predicted for known models, and what cannot be planned."""
+"""Plans: predictions for known models, and errors for models that cannot be planned."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_planning_allocates_no_tensor_of_the_model() -> None:
 
 
 def test_micro_batches_that_the_model_cannot_run_on() -> None:
-    """BatchNorm wants more than one value per channel."""
+    """BatchNorm in training needs more than one value per channel."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4, 4)
     spec = {"devices": ["cpu:0"], "microbatches": 4}
     with pytest.raises(CaptureError, match="1: does not run on a micro-batch of 1x4: ValueError"):
@@ -88,7 +88,7 @@ def test_a_device_may_hold_two_stages_that_are_not_neighbours() -> None:
 
 
 class Routed(nn.Module):
-    """Rows go to the expert that they choose, so that shapes depend on values: it stays whole."""
+    """Rows go to the expert that they choose, so shapes depend on values and the module stays whole."""
 
     def __init__(self) -> None:
         super().__init__()

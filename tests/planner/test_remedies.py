@@ -1,4 +1,4 @@
-"""A budget that nothing meets: what is missing, what needs it, what was tried."""
+"""A budget that no plan meets: the error says what is missing, what needs it, and what was tried."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_each_remedy_does_what_it_says() -> None:
 
 @pytest.mark.parametrize("offload", [[], "auto"])
 def test_more_host_memory_is_a_remedy(offload: Any) -> None:
-    """With the amount that is named, the spec fits."""
+    """With the amount that the remedy names, the spec fits."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
     model, x = nn.Sequential(*layers), torch.randn(512, 16)
     plain = placer.make_plan(model, {"devices": ["cpu:0"], "optimizer": "sgd"}, x)

@@ -1,4 +1,4 @@
-"""What forwards do that a recording must notice: each computes the same when it is placed."""
+"""Unusual things in forward that a recording must handle: each model computes the same when placed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_equal_when_placed(middle: Callable[[Net, Tensor], Tensor]) -> None:
 
 
 class KeepsFeatures(nn.Module):
-    """A hook keeps a layer's result for forward; ``hold`` makes the hook, which holds what it writes to."""
+    """A hook stores a layer's result for forward; ``hold`` makes the hook, which refers to its target."""
 
     def __init__(self, hold: Callable[[KeepsFeatures], Callable[..., None]]) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_one_tensor_stands_for_itself() -> None:
 
 
 class RowByRow(nn.Module):
-    """Detectors do this: each row is resized to its own anchors, of which tensors in a list are kept."""
+    """Like a detector: each row is resized to its own anchors, whose tensors are kept in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def test_a_model_that_goes_row_by_row_is_not_cut_and_says_why() -> None:
 
 
 class UntilDone(nn.Module):
-    """As many steps as the values need: guessed ones never end the first loop, or begin the second."""
+    """As many steps as the values need: guesses never end the first loop, or never enter the second."""
 
     def __init__(self, least: float) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def test_a_loop_until_a_value_is_reached_ends_in_a_capture(least: float) -> None
 
 
 class Endless(UntilDone):
-    """Neither guess ends it."""
+    """A loop that ends with neither guess of a value."""
 
     def forward(self, x: Tensor) -> Tensor:
         while x.max() > x.min() or not x.max() > x.min():
@@ -305,7 +305,7 @@ def test_a_loop_that_no_guess_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 class ReadsEveryRow(nn.Module):
-    """It reads a value for every row, as a detector does for every box; 1 is not one of the values."""
+    """It reads a value of every row, as a detector does for every box; no value is 1."""
 
     def __init__(self) -> None:
         super().__init__()

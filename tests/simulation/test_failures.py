@@ -1,4 +1,4 @@
-"""Models or losses that fail in a dry run: one ``CaptureError``, and no exception of torch."""
+"""Models and losses that fail in a dry run raise one ``CaptureError``, not an exception of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import placer
 
 
 class Overwrites(nn.Module):
-    """It overwrites what the backward of ``sigmoid`` needs."""
+    """It overwrites the tensor that the backward of ``sigmoid`` needs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An emitted module holds no byte longer than one that is written by hand for the same devices."""
+"""An emitted module keeps no tensor longer than a module written by hand for the same devices."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ Peaks = dict[str, int]
 
 
 def _peaks(model: nn.Module, layers: dict[str, str], x: Tensor, run: Callable[[], object]) -> Peaks:
-    """Bytes per device while ``run`` runs; what is not of a layer on the second is on the first."""
+    """Peak bytes per device while ``run`` runs; tensors outside layers of the second count for the first."""
     second = [layer for layer, device in layers.items() if device == "cpu:1"]
     ledger = Ledger()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -116,7 +116,7 @@ def _loss(output: Tensor) -> Tensor:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_no_byte_more_than_by_hand(name: str, microbatches: int) -> None:
-    """With micro-batches a loop over chunks: all forwards, then all backwards, as GPipe does."""
+    """With micro-batches, by hand is a loop over chunks: all forwards, then all backwards, as in GPipe."""
     build, split, layers, shape = CASES[name]
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)

@@ -1,4 +1,4 @@
-"""What offloaded activations take of the host's memory: counted, rounded as torch does, and limited."""
+"""Host memory of offloaded activations: counted, rounded like torch's pinned memory, and limited."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def network() -> tuple[nn.Module, Tensor]:
 
 
 def spec(kind: str, **fields: Any) -> dict[str, Any]:
-    """Two devices, two micro-batches; the first stage has both of them in flight, the second one."""
+    """Two devices, two micro-batches: two are in flight at the first stage, one at the second."""
     given = {"microbatches": 2, "schedule": "1F1B", "offload": ["*"], **fields}
     return {"devices": [f"{kind}:0", f"{kind}:1"], **given}
 
@@ -99,7 +99,7 @@ def test_without_offloading_nothing_is_said_of_the_host() -> None:
 
 @cache
 def unet(rows: int, size: int) -> tuple[nn.Module, Tensor]:
-    """The device has the host's memory for links: to offload takes less time than to recompute."""
+    """The link to the host is as fast as memory, so offloading takes less time than recomputing."""
     torch.manual_seed(0)
     return unet3d(width=4, depth=2).double(), torch.randn(rows, 1, *[size] * 3, dtype=torch.float64)
 
@@ -108,7 +108,7 @@ BOTH = {"checkpoint": "auto", "offload": "auto", "optimizer": "sgd", "reserve": 
 
 
 def within(model: nn.Module, x: Tensor, share: float, *, stages: int, **fields: Any) -> Any:
-    """The spec with so much of the memory that ``model`` needs when all is kept."""
+    """The spec with this share of the memory that ``model`` needs if all activations are kept."""
     names = [f"cpu:{i}" for i in range(stages)]
     fields = {**BOTH, **fields}
     plain = {**fields, "checkpoint": [], "offload": [], "objective": "memory", "host_memory": None}
@@ -127,7 +127,7 @@ def within(model: nn.Module, x: Tensor, share: float, *, stages: int, **fields: 
     ],
 )
 def test_what_is_offloaded_fits_the_host_too(stages: int, fields: dict[str, Any]) -> None:
-    """And computes what the model computes. What has no room there is recomputed."""
+    """It also computes what the model computes. Activations without room on the host are recomputed."""
     model, x = unet(4, 16)
     free = within(model, x, 0.6, stages=stages, **fields)
     unlimited = placer.make_plan(model, free, x)
@@ -157,7 +157,7 @@ def test_without_budgets_of_devices_the_host_s_holds() -> None:
 
 
 def test_ranks_share_the_host() -> None:
-    """Replicas in one process run one after the other, those in processes of their own all at once."""
+    """Replicas in one process run one after the other; those in their own processes run concurrently."""
     model, x = unet(4, 16)
     spec = within(model, x, 0.4, stages=1)
     spec = {**spec, "replicas": 2}

@@ -1,4 +1,4 @@
-"""Whether a plan fits is what a dry run says, where an estimate is near a budget."""
+"""A dry run decides whether a plan fits if the estimate is near a budget."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def spec_of(nbytes: int, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def peak() -> int:
-    """The largest peak of the best plan over two devices, which estimates have right."""
+    """The largest peak of the best plan for two devices, for which estimates are exact."""
     return max(d.peak for d in placer.make_plan(chain(), spec_of(2**30), (X,)).devices)
 
 
 def mislead(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """Estimates of plans become wrong by ``factor``."""
+    """Multiply the estimates of plans by ``factor``."""
 
     def build(*args: Any, **kwargs: Any) -> placer.Plan:
         plan = build_plan(*args, **kwargs)
@@ -141,7 +141,7 @@ def test_far_from_the_budgets_no_dry_run_is_made(
     ],
 )
 def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device: str) -> None:
-    """Linear layers hold more state than activations: the optimizer's moment is a peak, too."""
+    """Linear layers have more state than activations, so the optimizer's step is a peak too."""
     x = torch.empty(4, 8, 16, 16, device="meta")
     with torch.device("meta"):
         wide = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16), nn.BatchNorm2d(8))
@@ -184,7 +184,7 @@ def test_steps_of_a_rank_made_of_one_are_those_that_are_run(
 
 
 def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:
-    """By what the allocator of the fuller rank takes at least; tensors alone would fit."""
+    """The allocator of the fuller rank reserves too much; its tensors alone would fit."""
     program = capture_model(chain(), (X,))
     job = Job(rank=1, world_size=2, local_rank=1)
 
@@ -223,7 +223,7 @@ def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
 
 
 def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) -> None:
-    """Of every replica, too: its devices are those of the first in their place."""
+    """Also for every replica, whose devices correspond to those of the first one."""
     program = capture_model(chain(), (X,))
     spec = placer.load_spec(spec_of(int(1.2 * peak), replicas=2))
     plain = build_plan(program, spec, [X])
@@ -248,7 +248,7 @@ def test_the_optimality_of_a_corrected_plan_is_that_of_whole_budgets(peak: int) 
 
 
 class Sequence(nn.Module):
-    """Three LSTM layers, one operation, hold most of the bytes: more devices hardly help."""
+    """Three LSTM layers, which are one operation, have most of the bytes, so more devices hardly help."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Sequence(nn.Module):
 
 
 def test_what_is_planned_again_may_use_other_devices() -> None:
-    """Of four, the first plan leaves some out that the next one uses."""
+    """The first plan leaves out some of the four devices that the next plan uses."""
     model, x = Sequence(), torch.randn(16, 64, 64)
 
     def plan(count: int, memory: int | str) -> placer.Plan:

@@ -1,6 +1,6 @@
-"""Simulated peaks of a step on the CPU against those of a real one, by the allocator's own events.
+"""Compares simulated peaks of a step on the CPU with a real step, by the allocator's own events.
 
-`python -m benchmarks.memory --measured` has more models; here is what the ledger missed once.
+`python -m benchmarks.memory --measured` has more models; these cases were wrong in the ledger once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(model: nn.Module, x: Tensor, **fields: Any) -> placer.Plan:
 
 @pytest.mark.parametrize("policy", [{}, {"checkpoint": ["*"]}])
 def test_batch_norm_makes_its_gradient_twice_in_its_backward(policy: dict[str, Any]) -> None:
-    """A ReLU after it hides that: what its backward lets go is as large."""
+    """A ReLU after it would hide that, because its backward frees as much."""
     block = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.BatchNorm3d(8))
     model, x = nn.Sequential(block, nn.Conv3d(8, 1, 1)), torch.randn(1, 1, 24, 24, 24)
     plan = check(model, x, **policy)
@@ -43,7 +43,7 @@ def test_a_group_norm_in_half_gives_gradients_in_half() -> None:
 
 
 def test_an_lstm_keeps_a_workspace_for_backward() -> None:
-    """40 times what goes in and comes out, which all else is made of."""
+    """The LSTM's workspace is 40 times the input; everything else is proportional to input and output."""
     check(models.Recurrent(), torch.randn(240, 40, 3))
 
 

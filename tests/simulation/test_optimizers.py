@@ -1,4 +1,4 @@
-"""What the optimizer holds while it updates: all square roots of a GPU, or one parameter's."""
+"""Temporary memory of the optimizer's step: square roots of all parameters on a GPU, else of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import placer
 
 
 class Wide(nn.Sequential):
-    """Weights without activations to speak of, so that the step of the optimizer is the peak."""
+    """Large weights and few activations, so that the optimizer's step is the peak."""
 
     def __init__(self, *, bias: bool) -> None:
         super().__init__(*(nn.Linear(256, 256, bias=bias) for _ in range(6)))
@@ -36,7 +36,7 @@ def test_the_step_of_adam_is_predicted(devices: list[str], bias: bool) -> None:
 
 
 def test_gpus_update_all_parameters_at_once() -> None:
-    """Parameters, gradients and two states, and on CUDA one copy more; else three of one layer."""
+    """Parameters, gradients and two states; on CUDA also a copy of all, otherwise three of one layer."""
     model = Wide(bias=False)
     nbytes = sum(p.nbytes for p in model.parameters())
     ((_, gpu),), ((_, cpu),) = peaks(["cuda:0"], model), peaks(["cpu:0"], model)

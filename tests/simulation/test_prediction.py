@@ -1,4 +1,4 @@
-"""Cells in which the prediction was wrong once; `python -m benchmarks.memory --matrix` has them all."""
+"""Cells that were once predicted wrong; `python -m benchmarks.memory --matrix` has all cells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(model: nn.Module, args: Any, kwargs: Any = None, **fields: Any) -> Non
 
 
 def test_the_gradient_of_a_shared_weight_comes_home_before_the_first_stage_runs_back() -> None:
-    """And a stage that receives a third of a projection keeps a third of it."""
+    """Also, a stage that receives a third of a projection keeps only that third."""
     model = models.TiedTransformer(width=64, length=32, vocabulary=100)
     ids = torch.randint(0, 100, (16, 32))
     check(model, (ids,), stages=3, schedule="1F1B", optimizer="sgd_momentum")
@@ -41,7 +41,7 @@ def test_the_gradient_of_a_shared_weight_comes_home_before_the_first_stage_runs_
 
 
 def test_a_skip_whose_first_readers_stage_is_not_its_last() -> None:
-    """The pooling keeps a cast of its own: the copy that it was made from goes at once."""
+    """The pooling keeps its own cast, so the copy that it was made from is freed at once."""
     model = unet3d(width=8, depth=4)
     check(model, (torch.randn(4, 1, 32, 32, 32),), stages=4, precision="bf16", optimizer="adam")
 
@@ -57,7 +57,7 @@ def test_inference_has_no_loss_and_keeps_the_results_of_earlier_micro_batches() 
 
 
 def test_a_batch_that_does_not_divide_evenly_has_a_smaller_last_micro_batch() -> None:
-    """4 rows in 3 are 2 + 2; 16 in 3 are 6 + 6 + 4, of which autocast's copies of weights are no part."""
+    """4 rows in 3 give 2 + 2, 16 rows give 6 + 6 + 4; autocast's weight copies do not shrink with rows."""
     unet = unet3d(width=8, depth=2)
     check(unet, (torch.randn(4, 1, 16, 16, 16),), stages=2, microbatches=3)
     model = models.TiedTransformer(width=64, length=32, vocabulary=100)
@@ -67,13 +67,13 @@ def test_a_batch_that_does_not_divide_evenly_has_a_smaller_last_micro_batch() ->
 
 
 def test_inference_casts_weights_as_the_stage_does() -> None:
-    """A cast that autocast caches requires grad, and torch then multiplies by another kernel."""
+    """A cast that autocast caches requires grad, and torch then uses another matrix product kernel."""
     model, x = models.Recurrent().eval(), torch.randn(120, 40, 3)
     check(model, (x,), stages=3, precision="bf16", training=False)
 
 
 class OwnConv(nn.Conv2d):
-    """Captured as a call with its weight, which is a node of its own."""
+    """Captured as a function call with its weight, which is a separate node."""
 
 
 class Fork(nn.Module):
@@ -96,14 +96,14 @@ def test_gradients_are_added_up_after_the_received_copy_is_let_go() -> None:
 
 
 def test_the_scalars_of_a_step_are_counted() -> None:
-    """Seen where a stage holds a few hundred bytes: the losses, and nothing for what is received."""
+    """Visible in a stage of a few hundred bytes: losses count; received values need no extra bytes."""
     model, x = models.InPlace(), torch.randn(8, 2, 64, 64)
     for microbatches, schedule in ((3, "1F1B"), (4, "GPipe")):
         check(model, (x,), stages=4, microbatches=microbatches, schedule=schedule)
 
 
 def test_a_stage_gets_its_own_copy_of_a_gradient_that_another_one_hands_to_two() -> None:
-    """A cut between a branch and the addition: one gradient goes to both, each on its own way."""
+    """With a cut between a branch and the addition, one gradient goes to both, each by its own path."""
     model = torchvision.models.VisionTransformer(
         image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=256
     )
@@ -118,7 +118,7 @@ def test_a_stage_gets_its_own_copy_of_a_gradient_that_another_one_hands_to_two()
 
 
 def test_what_waits_on_the_host_is_on_the_device_only_while_it_is_read() -> None:
-    """Parts of a projection come one by one; a pooling's input goes before gradients add up."""
+    """Parts of a projection are fetched one by one; a pooling's input is freed before gradients are added."""
     check(unet3d(width=8, depth=3), (torch.randn(4, 1, 32, 32, 32),), stages=1, offload=["*"])
     model = models.TiedTransformer(width=64, length=32, vocabulary=100)
     ids = torch.randint(0, 100, (16, 32))
@@ -128,7 +128,7 @@ def test_what_waits_on_the_host_is_on_the_device_only_while_it_is_read() -> None
 
 
 def test_a_stage_runs_its_nodes_in_the_order_that_its_peak_is_of() -> None:
-    """What nobody reads is best computed first: the concatenation then comes when it is gone."""
+    """An unread value is computed first, so that it is freed before the concatenation."""
     steps = (
         *(Step("drop", 21, 21, 0), Step("activate", 28, 15, 12), Step("concatenate", 26, 18, 21)),
         *(Step("multiply", 15, 0, 0), Step("add_", 0, 0, 0), Step("drop", 0, 0, 0)),
@@ -145,7 +145,7 @@ def test_a_stage_runs_its_nodes_in_the_order_that_its_peak_is_of() -> None:
 
 
 def test_a_region_that_the_boundary_of_a_stage_cuts() -> None:
-    """Its backward begins with nodes that save nothing; of a projection a stage receives parts."""
+    """Its backward begins with nodes that save nothing; a stage receives only parts of a projection."""
     model = models.TiedTransformer(width=32, length=16, vocabulary=20)
     ids = torch.randint(0, 20, (16, 16))
     check(model, (ids,), stages=4, checkpoint=["*"])
@@ -153,7 +153,7 @@ def test_a_region_that_the_boundary_of_a_stage_cuts() -> None:
 
 
 def test_the_forwards_after_a_backward_are_those_of_the_schedule() -> None:
-    """Under GPipe none; under 1F1B it may be the smaller last micro-batch alone."""
+    """There are none under GPipe; under 1F1B, it may be only the smaller last micro-batch."""
     unet, x = unet3d(width=8, depth=3, norm="instance"), torch.randn(4, 1, 16, 16, 16)
     both = {"checkpoint": ["*"], "offload": ["*"]}
     check(unet, (x,), stages=4, microbatches=2, optimizer="sgd_momentum", **both)
@@ -169,14 +169,14 @@ def test_a_recurrent_kernel_reads_all_that_it_saved() -> None:
 def test_what_a_region_reads_is_let_go_before_gradients_of_its_readers_add_up(
     conv: type[nn.Conv2d],
 ) -> None:
-    """Where its first node that saves something is one of them; it came from the stage before."""
+    """If the region's first saver is one of these readers, and the value came from the previous stage."""
     layers = {"stem": "cuda:0", "long": "cuda:1", "short": "cuda:1"}
     images = torch.randn(4, 3, 32, 32)
     check(Fork(conv), (images,), stages=2, layers=layers, checkpoint=["*"])
 
 
 def test_a_gradient_stays_until_the_last_stage_has_taken_it() -> None:
-    """Of a sum, whose second branch is on an earlier stage: it would have run back before the first."""
+    """The gradient of a sum whose second branch is on an earlier stage than its first one."""
     nets = pytest.importorskip("monai.networks.nets")
     options = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
     with torch.device("meta"):
@@ -186,7 +186,7 @@ def test_a_gradient_stays_until_the_last_stage_has_taken_it() -> None:
 
 
 class ReadThrice(nn.Module):
-    """What an activation keeps for itself is read by three stages."""
+    """Three stages read a value that its own activation saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,13 +200,13 @@ class ReadThrice(nn.Module):
 
 @pytest.mark.parametrize("first", ["cuda:0", "cuda:1"])
 def test_gradients_that_come_from_several_stages_are_added_up_in_one_tensor(first: str) -> None:
-    """Besides that of the stage's own readers, which autograd holds until then."""
+    """In addition to the gradient of the stage's own readers, which autograd keeps until then."""
     layers = {"stem": "cuda:0", "first": first, "second": "cuda:1", "third": "cuda:2"}
     check(ReadThrice(), (torch.randn(4, 3, 512, 512),), stages=3, layers=layers)
 
 
 def test_a_stage_that_starts_after_the_other_readers_adds_up_nothing() -> None:
-    """Of a block's two paths the one that is recorded last, and has one operation, comes first here."""
+    """Of a block's two paths, the one recorded last, which has one operation, comes first in this order."""
     model = torchvision.models.video.mc3_18(num_classes=4)
     fields = {"microbatches": 2, "optimizer": "sgd_momentum", "offload": ["*"]}
     check(model, (torch.randn(4, 3, 8, 32, 32),), stages=4, **fields)

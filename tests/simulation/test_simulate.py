@@ -1,4 +1,4 @@
-"""Predicted against simulated, simulated against what torch's own tracker and allocator say."""
+"""Compares predicted with simulated peaks, and simulated peaks with torch's own tracker and allocator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _one_capture() -> Iterator[None]:
 
 
 def _resnet(*blocks: int) -> Case:
-    """A residual network of torchvision's; ResNet-18 has two blocks in each of its four layers."""
+    """A torchvision ResNet; ResNet-18 has two blocks in each of its four layers."""
     model = torchvision.models.ResNet(BasicBlock, list(blocks), num_classes=5)
     return model, (torch.randn(ROWS, 3, 64, 64),)
 
@@ -123,7 +123,7 @@ def test_a_real_step_holds_what_the_simulation_says() -> None:
 
 
 def _measured_peak(placed: nn.Module, x: torch.Tensor, target: torch.Tensor) -> int:
-    """Most bytes that the allocator held in the second step, on top of weights and state."""
+    """Peak bytes of the allocator in the second step, beyond weights and optimizer state."""
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1, momentum=0.9, foreach=False)
 
     def step() -> None:
@@ -145,7 +145,7 @@ def _measured_peak(placed: nn.Module, x: torch.Tensor, target: torch.Tensor) -> 
 
 
 def test_inputs_that_require_gradients_get_them_where_the_caller_has_them() -> None:
-    """Each micro-batch's is a part of the whole gradient, of which autograd makes the rest."""
+    """The gradient of each micro-batch's slice is a part of the whole; autograd fills in the rest."""
     model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 6))
     x = torch.randn(64, 6, requires_grad=True)
     spec = {"devices": ["cuda:0", "cuda:1"], "layers": {"0": "cuda:0", "2": "cuda:1"}}

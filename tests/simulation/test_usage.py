@@ -1,4 +1,4 @@
-"""What a device needs for a timeline: the allocator's model under the device's budget."""
+"""The memory that a device needs for a timeline, by the model of the allocator under its budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def block(nbytes: int, kind: str = "forward", *, elastic: bool = False) -> Block
 
 
 def run(*, workspace: int = 200 * MIB, elastic: bool = True) -> DeviceTimeline:
-    """Three steps: 100 MiB that stay, and 60 MiB with a workspace beside them, one after the other."""
+    """Three steps: 100 MiB that stay allocated, and one after the other 60 MiB with a workspace."""
     recorder = Recorder()
     recorder.allocate(block(100 * MIB, "parameter"))
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_a_plan_says_what_its_process_takes_of_a_gpu() -> None:
 
 
 def test_a_plan_near_the_edge_prefers_to_leave_kernels_their_workspaces() -> None:
-    """It would fit without recomputing, with workspaces that find no room."""
+    """It would fit without recomputing, but without room for workspaces."""
     (found,) = _plan("16GiB").devices
     tight = f"{(found.needed - 20 * MIB) // MIB}MiB"
     starved = _plan(tight, reserve=0)

@@ -39,7 +39,7 @@ Columns = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Region:
     """A region, given by positions of nodes. For each start, ``first_saver`` has the first saver after it."""
 
     key: RegionKey
@@ -106,25 +106,25 @@ class RegionLiveness:
         for node, key in enumerate(costs.keys):
             keys[int(place[node])] = key
         saving = {int(place[i]) for i in costs.saving}
-        self._runs: list[_Run] = []
-        self._run_of = np.full(width, -1)
+        self._regions: list[_Region] = []
+        self._region_of = np.full(width, -1)
         for position, key in enumerate(keys):
             if key is None:
                 continue
             if position and keys[position - 1] == key:
-                self._run_of[position] = len(self._runs) - 1
+                self._region_of[position] = len(self._regions) - 1
                 continue
             last = position
             while last + 1 < width and keys[last + 1] == key:
                 last += 1
-            self._run_of[position] = len(self._runs)
-            self._runs.append(self._run(key, position, last, saving))
+            self._region_of[position] = len(self._regions)
+            self._regions.append(self._region(key, position, last, saving))
 
-    def _run(self, key: RegionKey, first: int, last: int, saving: set[int]) -> _Run:
+    def _region(self, key: RegionKey, first: int, last: int, saving: set[int]) -> _Region:
         savers = np.asarray([p for p in range(first, last + 1) if p in saving], dtype=np.int64)
         index = np.searchsorted(savers, np.maximum(self._starts, first))
         found = np.append(savers, self._width)[index]
-        return _Run(
+        return _Region(
             key=key, first=first, last=last, savers=tuple(savers.tolist()), first_saver=found
         )
 
@@ -134,13 +134,13 @@ class RegionLiveness:
         place, starts = self._place, self._starts
         users = sorted({int(place[i]) for i in (*value.users, *value.savers)})
         savers = sorted({int(place[i]) for i in value.savers})
-        needed = {int(self._run_of[p]) for p in users} - {-1}
+        needed = {int(self._region_of[p]) for p in users} - {-1}
         if not needed:
             return False
         nbytes = np.full(len(starts), float(value.nbytes))
         for row, of_parts in self._parts.get(index, ()):
             nbytes[row] = of_parts
-        outside = [s for s in savers if self._run_of[s] < 0]
+        outside = [s for s in savers if self._region_of[s] < 0]
         always = np.full(len(starts), self._width)
         for s in reversed(outside):
             always[starts <= s] = s
@@ -156,7 +156,7 @@ class RegionLiveness:
             last_use=users[-1] + 1,
         )
         for number in sorted(needed):
-            if self._runs[number].key.recompute:
+            if self._regions[number].key.recompute:
                 self._recompute(live, number)
             else:
                 self._offload(live, number)
@@ -166,31 +166,31 @@ class RegionLiveness:
 
     def _recompute(self, live: _LiveValue, number: int) -> None:
         """Record when the value is alive for the recomputed region with this number."""
-        run, starts, none = self._runs[number], self._starts, self._width
-        inside = [p for p in live.users if self._run_of[p] == number]
-        saving = [s for s in live.savers if self._run_of[s] == number]
-        enters = (live.producer < np.maximum(starts, run.first)) & (starts <= inside[-1])
-        since = np.where(enters, run.first_saver, none)
-        if run.key.offload:
-            live.passing.append(("fetched", since, max(run.savers, default=-1) + 1))
+        region, starts, none = self._regions[number], self._starts, self._width
+        inside = [p for p in live.users if self._region_of[p] == number]
+        saving = [s for s in live.savers if self._region_of[s] == number]
+        enters = (live.producer < np.maximum(starts, region.first)) & (starts <= inside[-1])
+        since = np.where(enters, region.first_saver, none)
+        if region.key.offload:
+            live.passing.append(("fetched", since, max(region.savers, default=-1) + 1))
         else:
             live.always = np.minimum(live.always, since)
-            live.stays |= live.producer < run.first
-        if live.producer < run.first:
-            live.last_use = max(live.last_use, run.last + 1)
+            live.stays |= live.producer < region.first
+        if live.producer < region.first:
+            live.last_use = max(live.last_use, region.last + 1)
         elif saving or inside[-1] > live.producer:
             made = ~enters & (starts <= live.producer)
             if saving:
                 since = np.where(made, saving[0], none)
-                live.passing.append(("inside", since, run.savers[-1] + 1))
-            until = run.last + 1 if saving else inside[-1] + 1
+                live.passing.append(("inside", since, region.savers[-1] + 1))
+            until = region.last + 1 if saving else inside[-1] + 1
             begin = np.where(made, live.producer + 1, none)
             _fill(self._again, begin, np.full(len(starts), until), live.nbytes)
 
     def _offload(self, live: _LiveValue, number: int) -> None:
         """Record when the value is on the device for the offloaded region with this number."""
         starts, none = self._starts, self._width
-        saving = [s for s in live.savers if self._run_of[s] == number]
+        saving = [s for s in live.savers if self._region_of[s] == number]
         if len(live.savers) > 1:  # each part is fetched separately
             for s in [s for s in saving if s in live.parts]:
                 since = np.where(starts <= s, s, none)
@@ -238,10 +238,10 @@ class RegionLiveness:
     def overcounts(self) -> Iterator[IntervalCorrection]:
         """Corrections of overcounts in the table ``backward``, for stages that end inside a region."""
         passing = self._passing()
-        for run in self._runs:
-            if not run.key.recompute:
+        for region in self._regions:
+            if not region.key.recompute:
                 continue
-            for saver, following in self._split_gaps(run.savers):
+            for saver, following in self._split_gaps(region.savers):
                 amounts = passing[:, saver + 1]
                 yield from self._overcount(saver, following, amounts)
         for savers, since, until, nbytes in self._offloaded:
@@ -283,17 +283,17 @@ class RegionLiveness:
         base = backward + there + self._private + incoming
         again = self._sum(self._again)
         ends_early = self._stops_before_it_runs()
-        for run in self._runs:
-            if not run.key.recompute or not run.savers:
+        for region in self._regions:
+            if not region.key.recompute or not region.savers:
                 continue
-            columns = np.arange(run.first, run.last + 1)
+            columns = np.arange(region.first, region.last + 1)
             inside = columns[None, :] >= self._starts[:, None]
             alone = again[:, columns]
             whole = np.where(inside, alone + forward_transient[columns], -np.inf)
             most = np.maximum.accumulate(whole, axis=1)
             before = np.concatenate([np.full((len(most), 1), -np.inf), most[:, :-1]], axis=1)
-            for p in run.savers:
-                i = p - run.first
+            for p in region.savers:
+                i = p - region.first
                 peak = np.maximum(before[:, i], alone[:, i]) if p in ends_early else most[:, i]
                 found[:, p] = np.where(inside[:, i], base[:, p] + peak, 0.0)
         return found
@@ -318,7 +318,7 @@ class RegionLiveness:
         (own,) = savers
         _fill(steps, since, np.minimum(until, own), nbytes)
         _fill(steps, np.maximum(since, own + 1), until, nbytes)
-        if name != "inside" and self._run_of[own] >= 0:
+        if name != "inside" and self._region_of[own] >= 0:
             rows = (since <= own) & (own < until)
             self._private[rows, own] += nbytes[rows]
 

@@ -1,4 +1,4 @@
-"""Plain attributes set, and modules put in, after a model was placed: the next call goes by them."""
+"""Guards: attributes set and modules replaced after placing take effect in the next call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Whole(Block):
-    """It looks at what it computes, so it stays whole."""
+    """Its forward reads values, so it stays whole."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -205,8 +205,8 @@ def test_a_pickled_module_keeps_what_was_set() -> None:
     _same(loaded, model, x)
 
 
-class HeldTensors(nn.Module):
-    """Its forward uses tensors that are no buffers: under two names, in a list, in an object."""
+class TensorsInAttributes(nn.Module):
+    """Its forward uses tensors that are not buffers: under two names, in a list, in an object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class HeldTensors(nn.Module):
 
 
 _NEW = torch.arange(1.0, 7.0, dtype=D)
-_HELD: dict[str, Callable[[Any], None]] = {
+_CHANGES_OF_TENSORS: dict[str, Callable[[Any], None]] = {
     "the one name": lambda model: setattr(model, "name", _NEW),
     "the other name": lambda model: setattr(model, "other_name", _NEW),
     "both names": lambda model: (_set("name", _NEW)(model), _set("other_name", _NEW)(model))[0],
@@ -246,24 +246,24 @@ _HELD: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("change", _HELD)
-def test_changes_of_tensors_that_are_no_buffers(change: str) -> None:
+@pytest.mark.parametrize("change", _CHANGES_OF_TENSORS)
+def test_changes_of_tensors_that_are_not_buffers(change: str) -> None:
     torch.manual_seed(0)
-    model = HeldTensors().double()
+    model = TensorsInAttributes().double()
     x = torch.randn(4, 6, dtype=D)
     layers = {"first_layer": "cpu:0", "last_layer": "cpu:1"}
     placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "layers": layers}, x)
     plain = copy.deepcopy(model)
     _same(placed, plain, x)
-    _HELD[change](placed)
-    _HELD[change](plain)
+    _CHANGES_OF_TENSORS[change](placed)
+    _CHANGES_OF_TENSORS[change](plain)
     _same(placed, plain, x)
-    _same(placer.compile(model, placed.plan, x), model, x)  # the caller's is as it was
+    _same(placer.compile(model, placed.plan, x), model, x)  # the caller's model is unchanged
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one each time that a placed model's program is looked for again."""
+    """Grows by one each time a placed model's program is looked up again."""
     found: list[int] = []
     find = programs.find_difference
 
@@ -322,7 +322,7 @@ def test_plain_attributes_are_read_through_and_methods_are_not() -> None:
 
 
 class Counting(nn.Module):
-    """Its third call is another program, by a number that the calls before have changed."""
+    """Its third call runs another program, because earlier calls changed a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class Counting(nn.Module):
 
 
 def test_a_number_that_forward_changes_is_told_of_where_plans_are_read() -> None:
-    """A graph cannot express it; `placer check` and the plan say what is left out."""
+    """A graph cannot express the change; `placer check` and the plan say what is left out."""
     model = nn.Sequential(Counting(), Counting())
     plan = placer.make_plan(model, {"devices": ["cpu:0", "cpu:1"]}, torch.randn(2, 4))
     said = (

@@ -1,4 +1,4 @@
-"""Gradients of skip connections wait where they were made, and come when their value's turn comes."""
+"""Pending gradients of skip connections stay where they were made until their value's backward runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO = {"devices": ["cpu:0", "cpu:1"]}
 
 
 class Skip(nn.Module):
-    """Three readers of ``first``'s result, on three stages; one of them as a part of a cat."""
+    """Three stages read the result of ``first``; one of them as a part of a concatenation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,52 +95,52 @@ def test_calling_the_module_holds_what_step_holds() -> None:
     assert called["cpu:1"] == pytest.approx(stepped["cpu:1"], rel=0.01)
 
 
-def test_a_part_of_a_larger_gradient_waits_alone() -> None:
+def test_a_part_of_a_larger_gradient_is_pending_by_itself() -> None:
     here, there = (Place(name, torch.device("cpu")) for name in ("cpu:0", "cpu:1"))
     value = torch.zeros(4, 2)
-    waiting = PendingGradients(here, value)
+    pending = PendingGradients(here, value)
     whole = torch.arange(16.0).reshape(4, 4)
     ones = torch.ones(4, 2)
     ledger = Ledger()
     ledger.add(whole, there)
     ledger.add(ones, here)
     with ledger, torch.no_grad():
-        waiting.hold(there, whole[:, 2:])
+        pending.hold(there, whole[:, 2:])
         expected = whole[:, 2:].clone() + 1
         del whole
         live = live_bytes(ledger)
-        found = waiting.add_to(ones)
+        found = pending.add_to(ones)
     assert live["cpu:1"] == 2 * 4 * 2 * 4  # the part, and ``expected``; not the whole
     assert found is not None and torch.equal(found, expected)
-    assert not waiting
+    assert not pending
 
 
-def test_all_that_waits_is_added_up_in_one_tensor() -> None:
-    """Autograd holds the gradient that was at home; what comes second comes piece by piece."""
+def test_pending_gradients_are_summed_in_one_tensor() -> None:
+    """Autograd keeps the gradient of the home device; the second one arrives in pieces."""
     home, *readers = (Place(f"cpu:{i}", torch.device("cpu")) for i in range(3))
     own, *others = (torch.randn(2**20 + 3, dtype=torch.float64) for _ in range(3))
     expected = own + sum(others)
-    waiting = PendingGradients(home, own)
+    pending = PendingGradients(home, own)
     ledger = Ledger()
     ledger.add(own, home)
     for place, gradient in zip(readers, others, strict=True):
         ledger.add(gradient, place)
-        waiting.hold(place, gradient)
+        pending.hold(place, gradient)
     with ledger, torch.no_grad():
-        found = waiting.add_to(own)
+        found = pending.add_to(own)
     assert found is not None and torch.allclose(found, expected, rtol=1e-15)
     assert 2 * own.nbytes < ledger.timeline().peaks()["cpu:0"].nbytes < 2.2 * own.nbytes
 
 
-def test_what_waits_at_home_itself_is_not_written_to() -> None:
-    """Others may read it: the sum is a tensor of its own, and the next is added to that."""
+def test_pending_gradients_on_the_home_device_are_not_overwritten() -> None:
+    """Others may read it, so the sum is a new tensor, and the next gradient is added to that."""
     home = Place("cpu:0", torch.device("cpu"))
     own, *others = (torch.full((4, 3), float(i)) for i in range(3))
-    waiting = PendingGradients(home, own)
+    pending = PendingGradients(home, own)
     for gradient in others:
-        waiting.hold(home, gradient)
+        pending.hold(home, gradient)
     with torch.no_grad():
-        found = waiting.add_to(own)
+        found = pending.add_to(own)
     assert found is not None and (found == 3).all()
     assert [float(x[0, 0]) for x in (own, *others)] == [0, 1, 2]
 
