@@ -13,7 +13,7 @@ from torch import nn
 
 from placer.emit import StagedModel
 from placer.executor.caller_graph import CallerGraph, shared_graph
-from placer.executor.execute import PlacedMicrobatch, run_schedule
+from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
 from placer.executor.hooks import (
     compile_error,
     refuse_backward_hooks,
@@ -234,7 +234,7 @@ class PlacedModule(nn.Module):
                 self._runs(programs, self._scatter(programs.call, leaves))
             ):
                 for run in runs:
-                    result = run.replica.forward(run.trees, run.leaves)
+                    result = run_forward(run)
                     results.append(transfer(result, run.replica.output_place, home))
                 if index == 0:
                     self._write_back(runs)

@@ -112,7 +112,12 @@ class Programs:
     @property
     def guards(self) -> list[AttributeGuard]:
         """The plain attributes that any of these programs reads."""
-        return [setting for known in self._known.values() for one in known for setting in one[0]]
+        return [
+            guard
+            for programs in self._known.values()
+            for program in programs
+            for guard in program.guards
+        ]
 
     def find(self, inputs: Sequence[Tensor]) -> StagedModel:
         """The stages for one micro-batch of inputs. Raises ``CaptureError`` if capture fails."""
