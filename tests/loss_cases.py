@@ -129,14 +129,17 @@ def step_once(spec: placer.PlacementSpec, kind: str) -> str:
     own = nn.Linear(LENGTH, 1).double()
     teacher = nn.Linear(LENGTH, LENGTH).double()
     wanted = teacher(torch.ones(LENGTH, dtype=D)) if kind == "a tensor with a graph" else None
+    target = teacher(torch.ones(len(x), 1, LENGTH, dtype=D)) if kind == "a target" else None
     kept_by_hook: list[Tensor] = []
     if kind == "activations of a hook":
         for module in placed.modules():
             if isinstance(module, nn.Conv1d):
                 module.register_forward_hook(lambda *given: kept_by_hook.append(given[-1]))
 
-    def loss_fn(output: Tensor) -> Tensor:
+    def loss_fn(output: Tensor, target: Tensor | None = None) -> Tensor:
         loss = output.square().mean()
+        if target is not None:
+            return (output - target).square().mean()
         if kind == "penalty":
             return loss + 0.1 * sum(p.square().sum() for p in placed.parameters())
         if kind == "a module":
@@ -154,10 +157,25 @@ def step_once(spec: placer.PlacementSpec, kind: str) -> str:
         raise AssertionError(kind)
 
     try:
-        placed.step(x, loss_fn=loss_fn, reduction="auto" if kind == "no mean" else "mean")
+        reduction = "auto" if kind == "no mean" else "mean"
+        placed.step(x, target=target, loss_fn=loss_fn, reduction=reduction)
     except placer.PlacerError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def train_a_target(spec: placer.PlacementSpec) -> None:
+    """A target that another module has computed, where one rank has the whole job."""
+    placed, plain, x = _pair(spec)
+    teacher = nn.Linear(LENGTH, LENGTH).double()
+    seen = torch.ones(len(x), 1, LENGTH, dtype=D)
+    (plain(x) - teacher(seen)).square().mean().backward()
+    expected = [parameter.grad for parameter in teacher.parameters()]
+    teacher.zero_grad()
+    placed.step(x, target=teacher(seen), loss_fn=nn.MSELoss())
+    for parameter, grad in zip(teacher.parameters(), expected, strict=True):
+        assert_close(parameter.grad, grad, "the gradient of the target")
+    compare_state(placed, plain, "after a step")
 
 
 def add_a_penalty(spec: placer.PlacementSpec) -> None:

@@ -19,7 +19,7 @@ class CallerGraph:
     """
 
     def __init__(self) -> None:
-        # The caller's tensors, each with its leaf.
+        # Each of the caller's tensors, with its leaf.
         self._leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def cut(self, value: Any) -> Any:
@@ -38,7 +38,7 @@ class CallerGraph:
         return own
 
     def backward(self) -> None:
-        """Continue the backward in the caller's graph, from the gradients that its tensors have got."""
+        """Continue the backward in the caller's graph, from the gradients of its leaves."""
         reached = [(given, leaf.grad) for given, leaf in self._leaves if leaf.grad is not None]
         if reached:
             torch.autograd.backward([given for given, _ in reached], [grad for _, grad in reached])

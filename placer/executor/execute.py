@@ -36,7 +36,7 @@ class PlacedMicrobatch:
     ``trees`` has for each stage the object from which its code reads modules and weights. ``leaves``
     are all inputs of the model, ``inputs`` those that the stages read, by name. ``input_places`` has the
     places of inputs that a stage there reads without a copy. Every other input belongs to the caller
-    and is copied.
+    and is copied. ``counted`` is what the loss's normalizer counts in ``target``.
     """
 
     replica: Replica
@@ -44,6 +44,8 @@ class PlacedMicrobatch:
     leaves: Sequence[torch.Tensor]
     inputs: Mapping[str, torch.Tensor]
     input_places: Mapping[str, Place] = field(default_factory=dict)
+    target: Any = None
+    counted: float | None = None
 
 
 class Transport(Protocol):
@@ -72,20 +74,24 @@ def run_schedule(
     *,
     transport: Transport | None = None,
     explain: Explain | None = None,
+    scale: float = 1.0,
 ) -> list[torch.Tensor]:
     """Run ``actions`` over micro-batches; accumulates gradients and returns the detached losses.
 
-    Without a backward among the actions, no graph is cut, so the results have that of all stages.
-
     ``loss_of(m, result leaves)`` returns the weighted loss of micro-batch ``m``, or None if there is
-    no backward. If ``actions`` are those of some stages only, ``transport`` connects them with the
-    others. ``explain`` turns an exception of a stage into the one that is raised.
+    no backward. Backwards start from ``scale`` times the losses, which are returned without it. If
+    there are only forwards, no graph is cut, so the results have the graph of all stages.
+
+    If ``actions`` are those of some stages only, ``transport`` connects them with the others.
+    ``explain`` turns an exception of a stage into the one that is raised.
     """
     split = {action.stage_index for action in actions if action.kind == "W"}
     local = frozenset(action.stage_index for action in actions)
     has_backward = any(action.kind != "F" for action in actions)
     runs = {
-        index: MicrobatchRun(given, index, local=local, split=split, cuts_graph=has_backward)
+        index: MicrobatchRun(
+            given, index, local=local, split=split, cuts_graph=has_backward, scale=scale
+        )
         for index, given in microbatches.items()
     }
     for action in actions:
@@ -139,6 +145,7 @@ class MicrobatchRun:
         local: frozenset[int],
         split: set[int],
         cuts_graph: bool = True,
+        scale: float = 1.0,
     ) -> None:
         self.index = index
         self.loss: torch.Tensor | None = None
@@ -148,6 +155,7 @@ class MicrobatchRun:
         self._trees = given.trees
         self._split = split  # stages whose backward has two halves
         self._cuts_graph = cuts_graph
+        self._scale = scale
         self._last_read = given.replica.last_reads(local)
         self._values: dict[str, Any] = dict(given.inputs)
         self._places = {
@@ -188,7 +196,7 @@ class MicrobatchRun:
 
     def add_gradient(self, key: TensorKey, gradient: torch.Tensor, place: Place) -> None:
         """Store a gradient that another process sent for a tensor that was made here."""
-        self._gradients[key].hold(place, gradient, ours=True)
+        self._gradients[key].hold(place, gradient, may_modify=True)
 
     def roots(self, index: int) -> list[torch.Tensor | GradientEdge]:
         """The tensors and edges from which the backward of stage ``index`` will start."""
@@ -327,9 +335,12 @@ class MicrobatchRun:
 
     def _loss_root(self) -> list[Any]:
         assert self.loss is not None
-        root = self.loss
-        self.loss = root.detach()
-        return [root] if root.requires_grad else []
+        loss = self.loss
+        self.loss = loss.detach()  # without the scale, which may make it too large for 16 bits
+        if not loss.requires_grad:
+            return []
+        with on(self._replica.output_place):
+            return [loss if self._scale == 1.0 else loss * self._scale]
 
     def backward_inputs(self) -> None:
         """Continue the backward of the caller's graph from the gradients of the inputs."""

@@ -32,7 +32,7 @@ from placer.executor.pickled import (
     example_call,
     model_signature,
 )
-from placer.executor.place import CALLER, Place
+from placer.executor.place import CALLER, Place, is_on
 from placer.executor.programs import Programs, ProgramsByCall
 from placer.executor.replica import Replica
 from placer.executor.sampler import ReplicaSampler
@@ -240,8 +240,16 @@ class PlacedModule(nn.Module):
                     self._write_back(runs)
         return join_results(run.replica.staged, results)
 
-    def _runs(self, programs: Programs, batch: ScatteredBatch) -> list[list[PlacedMicrobatch]]:
+    def _runs(
+        self,
+        programs: Programs,
+        batch: ScatteredBatch,
+        targets: Sequence[Any] = (),
+        counts: Sequence[float | None] = (),
+    ) -> list[list[PlacedMicrobatch]]:
         """For each replica its micro-batches, each with the stages and weights that it needs.
+
+        In a step, ``targets`` and ``counts`` have the target of each slice and what is counted in it.
 
         All replicas read the weights before any of them runs, because the forward of the first
         replica may write to buffers.
@@ -264,6 +272,8 @@ class PlacedModule(nn.Module):
                         trees=found,
                         leaves=inputs,
                         inputs=dict(zip(staged.graph_inputs, inputs, strict=True)),
+                        target=targets[position] if targets else None,
+                        counted=counts[position] if counts else None,
                     )
                 )
         return runs
@@ -370,9 +380,8 @@ class PlacedModule(nn.Module):
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
         with self._deferred_statistics():
-            for index, runs in enumerate(self._runs(programs, batch)):
-                wanted = [(targets[i], counts[i]) for i in batch.of_replica(index)]
-                losses += self._replica_step(runs, wanted, loss_of, scale)
+            for index, runs in enumerate(self._runs(programs, batch, targets, counts)):
+                losses += self._replica_step(runs, loss_of, scale)
                 if index == 0:
                     self._write_back(runs)
         callers.backward()
@@ -419,40 +428,44 @@ class PlacedModule(nn.Module):
         return torch.amp.GradScaler(self.output_device.type, **options)
 
     def _replica_step(
-        self,
-        runs: list[PlacedMicrobatch],
-        wanted: list[tuple[Any, float | None]],
-        loss_of: StepLoss,
-        scale: float,
+        self, runs: list[PlacedMicrobatch], loss_of: StepLoss, scale: float
     ) -> list[torch.Tensor]:
         """Run one replica's micro-batches and return their losses, without ``scale``.
 
-        ``wanted`` has for each the target and what the normalizer counts in it. Raises ``PlacerError`` if
-        their backwards meet in a graph that was made before the step.
+        Raises ``PlacerError`` if their backwards meet in a graph that was made before the step.
         """
-        losses: list[torch.Tensor] = []
 
-        def scaled_loss(index: int, result: list[Any]) -> torch.Tensor:
-            inputs, call = runs[index].leaves, runs[index].replica.staged.call
-            output = unflatten_output(call, result)
-            if self._forward_hooks:
-                arguments = rebuild_call(call, inputs)
-                output = run_forward_hooks(self, *arguments, output)
-            target, counted = wanted[index]
-            target = transfer(target, CALLER, runs[index].replica.output_place)
-            loss = loss_of.of_slice(output, target, rows=batch_size(call, inputs), counted=counted)
-            losses.append(loss.detach())  # the scaled loss may be too large for 16 bits
-            return loss if scale == 1.0 else loss * scale
+        def loss_of_slice(index: int, result: list[Any]) -> torch.Tensor:
+            given = runs[index]
+            return self._loss_of_slice(
+                loss_of, given, unflatten_output(given.replica.staged.call, result)
+            )
 
         actions = one_process_order(self.plan.schedule, len(self._staged.stages), len(runs))
         try:
-            run_schedule(dict(enumerate(runs)), actions, scaled_loss)
+            return run_schedule(dict(enumerate(runs)), actions, loss_of_slice, scale=scale)
         except RuntimeError as error:
             several = len(runs) > 1 or len(self._replicas) > 1
             if several and "through the graph a second time" in str(error):
                 raise shared_graph() from error
             raise
-        return losses
+
+    def _loss_of_slice(
+        self, loss_of: StepLoss, given: PlacedMicrobatch, output: Any
+    ) -> torch.Tensor:
+        """The weighted loss of one micro-batch, whose last stage returned ``output``."""
+        call, place = given.replica.staged.call, given.replica.output_place
+        if self._forward_hooks:
+            output = run_forward_hooks(self, *rebuild_call(call, given.leaves), output)
+        target = given.target
+        if not is_on(place.device, target):
+            target = transfer(target, CALLER, place)
+        rows = batch_size(call, given.leaves)
+        return self._call_loss(loss_of, output, target, rows=rows, counted=given.counted)
+
+    def _call_loss(self, loss_of: StepLoss, output: Any, target: Any, **given: Any) -> torch.Tensor:
+        # A method of its own, because a rank of a job also checks what the loss depends on.
+        return loss_of.of_slice(output, target, **given)
 
     def _count(
         self, loss_of: StepLoss, target: Any, targets: list[Any], total: int | None

@@ -153,7 +153,7 @@ def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) ->
 
 
 def _refuse_arrays(target: Any) -> None:
-    """Raise ``PlacerError`` if ``target`` has numpy arrays, of which every slice would get all rows."""
+    """Raise ``PlacerError`` if ``target`` has numpy arrays, which would not be split."""
     for path, leaf in tree_flatten_with_path(target, is_leaf=_is_whole)[0]:
         if type(leaf).__module__ == "numpy" and leaf.ndim:
             raise PlacerError(

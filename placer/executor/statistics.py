@@ -167,9 +167,10 @@ class _Statistics(NamedTuple):
 
 
 class _NormRecorder(TorchFunctionMode):
-    """Passes norms zeros in place of running statistics, and calls ``found`` with what they wrote there.
+    """Makes norms write their input's statistics into zeros instead of the running statistics.
 
-    With a momentum of 1 these are the statistics of the input, as the norm itself computes them.
+    The norm runs with a momentum of 1, so it writes the statistics as it computes them itself. ``found``
+    is called with them.
     """
 
     def __init__(

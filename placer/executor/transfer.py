@@ -40,19 +40,19 @@ class PendingGradients:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def hold(self, place: Place, grad: torch.Tensor, *, ours: bool = False) -> None:
+    def hold(self, place: Place, grad: torch.Tensor, *, may_modify: bool = False) -> None:
         """Keep ``grad`` on ``place``; if it is a view of something larger, keep a copy.
 
-        A view (as in the backward of a concatenation) would keep all of its memory alive. ``ours`` says
-        that nobody else has the tensor, as for one that was received, so it may be written to.
+        A view (as in the backward of a concatenation) would keep all of its memory alive. With
+        ``may_modify`` nobody else refers to the tensor, so it may be changed in place.
         """
         whole = grad.untyped_storage().nbytes() if grad.layout == torch.strided else 0
         if whole > grad.nbytes and not torch.is_grad_enabled():
-            ours = True
+            may_modify = True
             with on(place):
                 grad = grad.clone()
         made = torch.cuda.current_stream(grad.device).record_event() if grad.is_cuda else None
-        self._held.append((place, grad, ours, made))
+        self._held.append((place, grad, may_modify, made))
 
     def placeholder(self) -> torch.Tensor:
         """A zero gradient for the value on its home, expanded from one element."""
@@ -68,31 +68,32 @@ class PendingGradients:
         sum is computed in place in the first copy, and later ones are added in chunks: there are never
         more than two tensors of this size.
         """
-        ours = False  # whether ``grad`` may be written to
+        may_modify = False  # whether ``grad`` may be changed in place
         placeholder, self._placeholder = self._placeholder, None
         if self._held and grad is not None and placeholder is not None:
             alone = storage_key(grad) == storage_key(placeholder)
             grad = None if alone else grad  # zeros need not be added
         with on(self._home):
             while self._held:
-                place, pending, copied, made = self._held.pop()
+                place, pending, may_modify_pending, made = self._held.pop()
                 if made is not None:
                     stream = torch.cuda.current_stream(pending.device)
                     stream.wait_event(made)
                     pending.record_stream(stream)
-                if ours and grad is not None and pending.layout == grad.layout == torch.strided:
+                dense = grad is not None and pending.layout == grad.layout == torch.strided
+                if may_modify and grad is not None and dense:
                     _add_in_chunks(grad, pending, place, self._home)
                     del pending
                     continue
                 came = transfer(pending, place, self._home)
                 del pending
-                free = (copied or place != self._home) and not torch.is_grad_enabled()
+                is_own = (may_modify_pending or place != self._home) and not torch.is_grad_enabled()
                 if grad is None:
-                    grad, ours = came, free
-                elif free and came.layout == grad.layout == torch.strided:
-                    grad, ours = came.add_(grad), True
+                    grad, may_modify = came, is_own
+                elif is_own and dense:
+                    grad, may_modify = came.add_(grad), True
                 else:
-                    grad, ours = came + grad, not torch.is_grad_enabled()
+                    grad, may_modify = came + grad, not torch.is_grad_enabled()
                 del came
         return grad
 

@@ -40,6 +40,7 @@ REFUSED = {
     "penalty": "reads the model's parameter '3.weight' and 1 more",
     "a module": "reads a tensor of shape [1, 6] that requires gradients",
     "a tensor with a graph": "that requires gradients and is not the model's",
+    "a target": "that requires gradients and is not the model's",
     "no mean": "neither a mean nor a sum over rows",
 }
 
@@ -51,6 +52,10 @@ def test_a_loss_that_is_wrong_on_one_rank_is_refused_on_all(
     found = job_of(2).run(cases.step_once, make_spec(2, 1, 2), kind)
     assert found[0].startswith("PeerError") and found[1].startswith("StageError"), found
     assert all(REFUSED[kind] in said and "rank 1" in said for said in found), found
+
+
+def test_a_target_gets_its_gradients_from_a_job_of_one_rank(job_of: Callable[[int], Job]) -> None:
+    job_of(1).run(cases.train_a_target, make_spec(1, 1, 2))
 
 
 @pytest.mark.parametrize("kind", ["a frozen module", "activations of a hook", "in place"])

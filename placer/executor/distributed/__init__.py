@@ -77,7 +77,7 @@ These differ:
    other parameters of the model are on other ranks, and parameters of the loss itself would be trained
    on one rank only. For a penalty on weights let every rank call
    ``penalty(placed.parameters()).backward()`` after the step; make parameters of the loss a layer of the
-   model.
+   model. A target that requires gradients is the same error, unless the job has only one rank.
  * A rank has only its part of the parameters. ``placed.parameters()`` is never empty, as optimizers
    require. A selection of parameters may be empty; pass it as a group: ``Adam([{"params": selected}])``.
    An optimizer that computes with all parameters together (LBFGS) is an error if a replica has several

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import default_timeout
 from placer.emit import StagedModel
 from placer.errors import PlacerError
+from placer.executor.caller_graph import CallerGraph
 from placer.executor.distributed.checks import (
     check_inference,
     check_parameters,
@@ -50,21 +51,20 @@ from placer.executor.distributed.reduction.gradients import (
     GroupSum,
     find_shared_parameters,
 )
+from placer.executor.distributed.reduction.inputs import sum_input_gradients
 from placer.executor.distributed.reduction.norm import total_norm
 from placer.executor.distributed.reduction.statistics import SharedMoments
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
-from placer.executor.hooks import run_forward_hooks
 from placer.executor.loss import StepLoss
-from placer.executor.place import CALLER, Place, is_on
+from placer.executor.place import Place
 from placer.executor.programs import Programs
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target, unwrap_target
 from placer.executor.statistics import NormCall
-from placer.executor.transfer import transfer
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import Program, named_state, rebuild_call
+from placer.program import Program, named_state
 
 
 class DistributedModule(PartialModule):
@@ -194,6 +194,11 @@ class DistributedModule(PartialModule):
         """The index in a replica of the device that runs the last stage."""
         return self.assignment.device_of[-1]
 
+    @property
+    def _has_losses(self) -> bool:
+        """Whether this rank runs the last stage and so computes losses."""
+        return self.assignment.device_index == self._last_device
+
     def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
         """The result for the whole batch, on every rank."""
         check_inference(leaves, training=self.training)
@@ -229,6 +234,8 @@ class DistributedModule(PartialModule):
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
         check_scaler(scaler, num_devices=self.assignment.num_devices)
+        callers = CallerGraph()
+        leaves, target = callers.cut((leaves, target))
         trained, fault = self._trained()
         if fault is None:
             counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
@@ -256,7 +263,12 @@ class DistributedModule(PartialModule):
             with self._own_random_state():
                 with agreement:
                     share = self._take_share(
-                        programs, leaves, target=target, own_rows=own_rows, grad=True
+                        programs,
+                        leaves,
+                        target=target,
+                        count=loss_of.count if self._has_losses else None,
+                        own_rows=own_rows,
+                        grad=True,
                     )
                     scale = 1.0 if scaler is None else scale_of(scaler, self.device)
                 reducer = self._current_reducer(trained)
@@ -269,7 +281,7 @@ class DistributedModule(PartialModule):
                 reducer.prepare(len(share.microbatches))
                 results = self._execute(
                     share.microbatches,
-                    self._loss_of(loss_of, target, agreement.total, share.microbatches),
+                    partial(self._loss_of_slice, loss_of),
                     scale=scale,
                 )
                 reducer.send_rest()  # before the next messages, which use the same groups
@@ -291,12 +303,15 @@ class DistributedModule(PartialModule):
             self._connection.fail(error)
         with self.watch():
             loss = losses.wait()
-            share.inputs.deliver(
+            sum_input_gradients(
+                leaves,
+                programs.call.batched,
                 row=self.process_groups.pp,
                 world=self.process_groups.world,
                 own_rows=own_rows,
                 device=self.device,
             )
+            callers.backward()
             written.wait()
             if moments is not None:
                 moments.wait()
@@ -413,46 +428,18 @@ class DistributedModule(PartialModule):
         """
         try:
             check_target(target, rows)
-            if self.assignment.device_index == self._last_device:
+            if self._has_losses:
                 return loss_of.count([unwrap_target(target)])[0], None
         except PlacerError as error:
             return None, error
         return None, None
 
-    def _loss_of(
-        self,
-        loss_of: StepLoss,
-        whole_target: Any,
-        total: int | None,
-        microbatches: Sequence[Microbatch],
-    ) -> LossOf:
-        place = self._replicas[0].output_place
-        target_here = is_on(self.device, unwrap_target(whole_target))
-        counts: dict[int, float | None] = {}
-
-        def loss_of_slice(given: Microbatch, output: Any) -> Tensor:
-            if self._forward_hooks:
-                arguments = rebuild_call(given.crossings.staged.call, given.leaves)
-                output = run_forward_hooks(self, *arguments, output)
-            target = given.target
-            if not target_here:
-                target = transfer(target, CALLER, place)
-            if not counts:  # all at once, as counts on a device need one synchronization
-                counts.update(
-                    zip(
-                        map(id, microbatches),
-                        loss_of.count([m.target for m in microbatches]),
-                        strict=True,
-                    )
-                )
-            before = gradient_nodes(output)
-            rows = None if total is None else given.rows
-            loss = loss_of.of_slice(output, target, rows=rows, counted=counts[id(given)])
-            if dist.get_world_size() > 1:
-                refuse_other_leaves(loss, before, self, whole=self.assignment.num_devices == 1)
-            return loss
-
-        return loss_of_slice
+    def _call_loss(self, loss_of: StepLoss, output: Any, target: Any, **given: Any) -> Tensor:
+        before = gradient_nodes(output)
+        loss = super()._call_loss(loss_of, output, target, **given)
+        if dist.get_world_size() > 1:
+            refuse_other_leaves(loss, before, self, whole=self.assignment.num_devices == 1)
+        return loss
 
     def _execute(
         self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0

@@ -137,8 +137,9 @@ class CombinationFinder:
                 "normalizer" if rule.normalizer is not None else f"reduction={rule.combination!r}"
             )
             warnings.warn(
-                f"loss_fn: by the given {what} the losses {first.first:.6g} and {first.second:.6g} of two "
-                f"groups of rows make {expected:.6g}, but for both together it gives {first.together:.6g}. "
+                f"loss_fn: two groups of rows have the losses {first.first:.6g} and {first.second:.6g}; by "
+                f"the given {what} both together should have the loss {expected:.6g}, but they have "
+                f"{first.together:.6g}. "
                 "The loss and the gradients of a sliced batch are not those of the whole batch. "
                 "A sum of means over different counts, such as an auxiliary loss with ignored labels, "
                 "cannot be computed in slices: compute it on the output of placed(x), or with one replica "

@@ -77,7 +77,7 @@ def given_rule(reduction: str, normalizer: Normalizer | None) -> LossRule | None
         if reduction == "sum":
             raise PlacerError(
                 "step",
-                "a normalizer says what a mean is over, and reduction is 'sum'",
+                "a normalizer applies to a mean, but reduction is 'sum'",
                 "leave one of them out",
             )
         return LossRule(combination="mean", normalizer=normalizer)

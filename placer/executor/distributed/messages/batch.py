@@ -15,7 +15,6 @@ from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.executor.distributed.messages.pipeline import Microbatch, Results
-from placer.executor.distributed.reduction.inputs import InputGradients
 from placer.executor.place import is_on
 from placer.executor.programs import Programs
 from placer.executor.scatter import (
@@ -77,7 +76,6 @@ class Share:
     batch: ScatteredBatch
     microbatches: Sequence[Microbatch]
     largest: Crossings  # the values between stages for the largest micro-batch of all replicas
-    inputs: InputGradients
 
 
 def take_share(
@@ -88,11 +86,13 @@ def take_share(
     assignment: RankAssignment,
     *,
     target: Any = None,
+    count: Callable[[Sequence[Any]], Sequence[float | None]] | None = None,
     own_rows: bool = False,
     grad: bool,
 ) -> Share:
     """This rank's share of the batch of a call; with ``own_rows`` the inputs are its replica's rows only.
 
+    ``count(targets)`` returns what the loss's normalizer counts in the target of each micro-batch.
     Raises ``PlacerError`` if a stage fails on fake tensors of these shapes.
     """
     call = programs.call
@@ -101,7 +101,6 @@ def take_share(
     else:
         mine = assignment.replica_index
         batch = scatter_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
-    inputs = InputGradients(leaves, call.batched)
     sizes, slices = batch.sizes, batch.slices
     own, largest = batch.of_replica(mine), batch.largest
     some = {sizes[position]: slices[position] for position in (*own, largest)}
@@ -109,25 +108,27 @@ def take_share(
     needed = {
         size: _inputs_needed(c.staged, assignment.stage_indices) for size, c in crossings.items()
     }
-    targets = split_target(target, batch.total, sizes) if own else []
+    targets = split_target(target, batch.total, sizes)[own.start : own.stop] if own else []
+    counts = [None] * len(targets) if count is None else count(targets)
     here = is_on(finder.device, slices[largest])
     given = [
         Microbatch(
-            inputs=inputs.read(
-                crossings[sizes[position]].staged.graph_inputs,
-                slices[position],
-                first_row=sum(sizes[:position]),
-                needed=needed[sizes[position]],
-            ),
+            inputs={
+                name: leaf
+                for name, leaf in zip(
+                    crossings[sizes[position]].staged.graph_inputs, slices[position], strict=True
+                )
+                if name in needed[sizes[position]]
+            },
             crossings=crossings[sizes[position]],
             inputs_here=here,
             leaves=slices[position],
-            target=targets[position],
-            rows=sizes[position],
+            target=targets[index],
+            counted=counts[index],
         )
-        for position in own
+        for index, position in enumerate(own)
     ]
-    return Share(batch=batch, microbatches=given, largest=crossings[sizes[largest]], inputs=inputs)
+    return Share(batch=batch, microbatches=given, largest=crossings[sizes[largest]])
 
 
 def find_input_readers(staged: StagedModel, assignment: RankAssignment) -> dict[str, list[int]]:

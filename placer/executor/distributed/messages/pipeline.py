@@ -22,7 +22,8 @@ class Microbatch:
     """One micro-batch of this replica.
 
     ``leaves`` are all inputs of the model, on the devices where the caller has them; ``inputs`` are
-    those that the stages of this rank read, by name.
+    those that the stages of this rank read, by name. ``counted`` is what the loss's normalizer counts
+    in ``target``.
     """
 
     inputs: Mapping[str, Tensor]
@@ -30,10 +31,10 @@ class Microbatch:
     inputs_here: bool = False  # whether ``inputs`` are on the rank's device already
     leaves: Sequence[Tensor] = ()
     target: Any = None
-    rows: int = 1
+    counted: float | None = None
 
 
-LossOf = Callable[[Microbatch, Any], Tensor]
+LossOf = Callable[[PlacedMicrobatch, Any], Tensor]
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class Pipeline:
     ) -> Results:
         """Run the micro-batches through the pipeline, with backward if ``loss_of`` is given.
 
-        ``loss_of(microbatch, result)`` returns a micro-batch's weighted loss; backward starts from
+        ``loss_of(microbatch, output)`` returns a micro-batch's weighted loss; backward starts from
         ``scale`` times that.
         """
         results = Results()
@@ -89,11 +90,7 @@ class Pipeline:
                         compare_tensor(found, expected)
                 results.leaves[index] = leaves
                 return None
-            output = unflatten_output(given.crossings.staged.call, leaves)
-            del leaves
-            loss = loss_of(given, output)
-            results.losses.append(loss.detach())
-            return loss if scale == 1.0 else loss * scale
+            return loss_of(placed[index], unflatten_output(given.crossings.staged.call, leaves))
 
         def explain(action: Action, run: MicrobatchRun, error: Exception) -> Exception:
             given = microbatches[action.microbatch_index]
@@ -106,8 +103,9 @@ class Pipeline:
             )
 
         order, messages = self._plan(microbatches, training=loss_of is not None)
-        run_schedule(
-            {index: self._placed(given) for index, given in enumerate(microbatches)},
+        placed = {index: self._placed(given) for index, given in enumerate(microbatches)}
+        results.losses = run_schedule(
+            placed,
             [action for action in order if self._rank_of[action.stage_index] == self._rank],
             finish,
             transport=MessageTransport(
@@ -120,6 +118,7 @@ class Pipeline:
                 channel=self._channel,
             ),
             explain=explain,
+            scale=scale,
         )
         return results
 
@@ -153,4 +152,6 @@ class Pipeline:
                 for name in given.inputs
                 if given.inputs_here and name not in staged.written_inputs
             },
+            target=given.target,
+            counted=given.counted,
         )
