@@ -31,7 +31,6 @@ def estimate_costs(
     *,
     training: bool = True,
     precision: str = "fp32",
-    offloads: bool = False,
     kernels: str | Mapping[str, str] = "",
 ) -> CostTable:
     """Bytes and FLOPs of every node of ``program`` for a micro-batch shaped like ``inputs``.
@@ -39,22 +38,13 @@ def estimate_costs(
     ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, ``meta``
     included. Nothing is allocated: the run is on fake CPU tensors. ``kernels`` is the device type
     whose kernels run, "cpu" or "cuda", for all nodes or by node name; by default the CPU's, without
-    their workspaces. With ``training``, backward is run as well, from `stand_in_loss`. With
-    ``offloads``, one more forward finds what nodes need if what they save goes to the host at once.
+    their workspaces. With ``training``, backward is run as well, from `stand_in_loss`.
     Raises ``CaptureError`` when the model does not run on such a micro-batch.
     """
     recording = _record(
         program, inputs, training=training, precision=precision, kernels=kernels, offloads=False
     )
-    table = _table(program, inputs, recording, training=training)
-    if not (offloads and training):
-        return table
-    return _with_offloaded_transients(
-        table,
-        _record(
-            program, inputs, training=True, precision=precision, kernels=kernels, offloads=True
-        ),
-    )
+    return _table(program, inputs, recording, training=training)
 
 
 class CostEstimates:
@@ -82,7 +72,10 @@ class CostEstimates:
         offloads: bool = False,
         kernels: str | Mapping[str, str] = "",
     ) -> CostTable:
-        """As `estimate_costs`."""
+        """As `estimate_costs`.
+
+        With ``offloads``, one more forward finds what nodes need if what they save goes to the host at once.
+        """
         offloads = offloads and training
         key = _key(inputs, training=training, precision=precision, kernels=kernels)
         if (key, False) not in self._tables:
