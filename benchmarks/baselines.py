@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from placer.partition.chain import best_cuts
 from placer.partition.stage_cost.optimizer import optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes
 from placer.partition.stage_cost.tables import build_tables
-from placer.partition.units import sampled_orders, unit_graph
+from placer.partition.units import random_order, unit_graph
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
 from placer.program import Program
@@ -194,7 +195,7 @@ def one_order(
     ``seed`` draws the order; it is not one of those that the planner itself draws.
     """
     units = unit_graph(program)
-    order = next(sampled_orders(units, 1, seed=seed))
+    order = random_order(units, random.Random(seed))
     nodes = [node for unit in order for node in units.nodes[unit]["nodes"]]
     tables = build_tables(costs, nodes, candidate_cuts(units, order, costs, {}))
     found = solve_order(tables, nodes, chain, [None] * len(nodes), options)

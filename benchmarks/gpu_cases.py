@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.known_costs import known_costs
 from benchmarks.memory_gpu import CASES, cube
 from placer.api import as_spec
-from placer.cost import CostTable, estimate_costs, with_regions
+from placer.cost import CostEstimates, CostTable, with_regions
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
 from placer.program import Program, capture_model, flatten_call
@@ -90,8 +90,7 @@ def capped_case(row: Mapping[str, Any]) -> GPUCase:
 
 def case_costs(program: Program, leaves: Sequence[Tensor], case: GPUCase) -> CostTable:
     """The costs of ``case``, with its regions."""
-    costs = estimate_costs(
-        program,
+    costs = CostEstimates(program)(
         leaves,
         precision=case.fields.get("precision", "fp32"),
         offloads=any(region.offload for region in case.regions),

@@ -31,7 +31,6 @@ def estimate_costs(
     *,
     training: bool = True,
     precision: str = "fp32",
-    offloads: bool = False,
     kernels: str | Mapping[str, str] = "",
 ) -> CostTable:
     """Bytes and FLOPs of every node of ``program`` for a micro-batch shaped like ``inputs``.
@@ -39,22 +38,13 @@ def estimate_costs(
     ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, including
     ``meta``. Nothing is allocated, because the run is on fake CPU tensors. ``kernels`` is the device type
     whose kernels run, "cpu" or "cuda", for all nodes or by node name; the default is the CPU's kernels
-    without their workspaces. With ``training``, backward runs too, from `stand_in_loss`. With ``offloads``,
-    another forward measures the nodes with all saved tensors moved to the host at once. Raises
+    without their workspaces. With ``training``, backward runs too, from `stand_in_loss`. Raises
     ``CaptureError`` if the model does not run on such a micro-batch.
     """
     recording = _record(
         program, inputs, training=training, precision=precision, kernels=kernels, offloads=False
     )
-    table = _table(program, inputs, recording, training=training)
-    if not (offloads and training):
-        return table
-    return _with_offloaded_transients(
-        table,
-        _record(
-            program, inputs, training=True, precision=precision, kernels=kernels, offloads=True
-        ),
-    )
+    return _table(program, inputs, recording, training=training)
 
 
 class Estimate(Protocol):
@@ -69,7 +59,9 @@ class Estimate(Protocol):
         offloads: bool = False,
         kernels: str | Mapping[str, str] = "",
     ) -> CostTable:
-        """As `estimate_costs`."""
+        """Like `estimate_costs`. With ``offloads``, another forward measures the nodes with all saved tensors
+        moved to the host at once.
+        """
 
 
 class CostEstimates:

@@ -64,24 +64,25 @@ def program_order(units: nx.DiGraph) -> list[int]:
     return list(nx.lexicographical_topological_sort(units))
 
 
-def sampled_orders(units: nx.DiGraph, count: int, *, seed: int = _SEED) -> Iterator[list[int]]:
-    """Yields ``count`` random topological orders, determined by ``seed``. Takes O(n) time each.
+def sampled_orders(units: nx.DiGraph, count: int) -> Iterator[list[int]]:
+    """``count`` random topological orders, the same in every call. Takes O(n) time for each."""
+    generator = random.Random(_SEED)
+    return (random_order(units, generator) for _ in range(count))
 
-    This is Kahn's algorithm with every ready unit equally likely to be next.
-    """
-    generator = random.Random(seed)
-    for _ in range(count):
-        # unit -> number of its predecessors that are not in the order yet
-        missing = dict(units.in_degree())
-        ready = [unit for unit in units if not missing[unit]]
-        order: list[int] = []
-        while ready:
-            order.append(ready.pop(generator.randrange(len(ready))))
-            for reader in sorted(units.successors(order[-1])):
-                missing[reader] -= 1
-                if not missing[reader]:
-                    ready.append(reader)
-        yield order
+
+def random_order(units: nx.DiGraph, generator: random.Random) -> list[int]:
+    """A random topological order, by Kahn's algorithm: every ready unit is equally likely to be the next."""
+    # For each unit, predecessors that are not in the order yet
+    missing = dict(units.in_degree())
+    ready = [unit for unit in units if not missing[unit]]
+    order: list[int] = []
+    while ready:
+        order.append(ready.pop(generator.randrange(len(ready))))
+        for reader in sorted(units.successors(order[-1])):
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
+    return order
 
 
 def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
