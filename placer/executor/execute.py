@@ -249,8 +249,8 @@ class MicrobatchRun:
         """Keep a gradient where it was computed; one of the caller's inputs goes to its device at once."""
         if key[0] in self._inputs:
             home = self._places[key[0]]
-            waiting = self._gradients.setdefault(key, PendingGradients(home, gradient))
-            waiting.hold(home, transfer(gradient, place, home))
+            pending = self._gradients.setdefault(key, PendingGradients(home, gradient))
+            pending.hold(home, transfer(gradient, place, home))
         else:
             self._gradients[key].hold(place, gradient)
 
@@ -261,9 +261,9 @@ class MicrobatchRun:
         eager mode.
         """
         self.phase = "backward"
-        waiting = self._roots.pop(index, {})
-        roots = [root for key, root in waiting.items() if self._gradients[key]]
-        del waiting
+        outputs = self._roots.pop(index, {})
+        roots = [root for key, root in outputs.items() if self._gradients[key]]
+        del outputs
         gradients: list[torch.Tensor] | None = [torch.empty_like(root) for root in roots]  # type: ignore[arg-type]
         if index == len(self._replica.staged.stages) - 1:
             roots, gradients = self._loss_root(), None
@@ -299,10 +299,10 @@ class MicrobatchRun:
     def backward_inputs(self) -> None:
         """Continue the backward of the caller's graph from the gradients of the inputs."""
         for name, leaf in self._inputs.items():
-            waiting = self._gradients.pop((name, 0), None)
-            if waiting:
+            pending = self._gradients.pop((name, 0), None)
+            if pending:
                 with on(self._places[name]):
-                    torch.autograd.backward(leaf, waiting.add_to(None))
+                    torch.autograd.backward(leaf, pending.add_to(None))
 
 
 def _differentiable(value: Any) -> list[tuple[int, torch.Tensor]]:

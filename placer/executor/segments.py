@@ -40,10 +40,10 @@ def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -
 def _run(segment: SegmentCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
     if not torch.is_grad_enabled() or is_transformed():
         return segment.forward(tree, place.device, inputs)
-    waiting: AbstractContextManager[Any] = nullcontext()
+    offloading: AbstractContextManager[Any] = nullcontext()
     if segment.offload:
-        waiting = offload_saved(_state(segment, tree), place, overlapped=segment.overlapped)
-    with waiting:
+        offloading = offload_saved(_state(segment, tree), place, overlapped=segment.overlapped)
+    with offloading:
         if segment.recompute:
             return _run_recomputed(segment, tree, place, inputs)
         return segment.forward(tree, place.device, inputs)

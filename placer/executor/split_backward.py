@@ -149,14 +149,14 @@ def _topological(roots: Iterable[Node], *, ends: Container[Node]) -> list[Node]:
     """All nodes from ``roots`` to leaves and ``ends``; each comes after its ``next_functions``."""
     order: list[Node] = []
     seen: set[Node] = set()
-    waiting = [(root, False) for root in roots]
-    while waiting:
-        node, done = waiting.pop()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
         if done:
             order.append(node)
         elif node not in seen:
             seen.add(node)
-            waiting.append((node, True))
+            stack.append((node, True))
             if node not in ends:
-                waiting += [(n, False) for n, _ in node.next_functions if n is not None]
+                stack += [(n, False) for n, _ in node.next_functions if n is not None]
     return order
