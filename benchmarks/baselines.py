@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.known_costs import known_costs
 from placer.cost import CostTable
 from placer.partition import DeviceSlot, PlanningOptions
 from placer.partition.arrange import candidate_cuts
@@ -310,7 +311,8 @@ def plan_placement(
     used = {names[device] for device in placement.values()}
     only = spec.with_devices([device for device in spec.devices if device.name in used])
     pins = {node: names[device] for node, device in placement.items()}
-    return build_plan(program, only, inputs, pins=pins, costs=costs)
+    estimate = None if costs is None else known_costs(costs)
+    return build_plan(program, only, inputs, pins=pins, estimate=estimate)
 
 
 def layer_chain(program: Program) -> list[list[str]]:

@@ -36,6 +36,7 @@ from benchmarks.baselines import (
     hand_split,
     plan_placement,
 )
+from benchmarks.known_costs import known_costs
 from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
 from placer.cost import CostTable, estimate_costs
@@ -175,7 +176,7 @@ def _automatic(case: Case, devices: int, **fields: Any) -> Plan:
     key = (devices, *fields.items())
     if key not in case.placed:
         case.placed[key] = build_plan(
-            case.program, _spec(devices, **fields), case.inputs, costs=case.costs
+            case.program, _spec(devices, **fields), case.inputs, estimate=known_costs(case.costs)
         )
     return case.placed[key]
 

@@ -27,7 +27,7 @@ from benchmarks.record import RESULTS, table, write_page
 from placer.api import as_spec
 from placer.plan.types import Plan
 from placer.program import capture_model, flatten_call
-from placer.simulation.judge import Planner
+from placer.simulation.judge import JudgingPlanner
 
 MEMORY = 16  # GiB per device
 METHODS: dict[str, Mapping[str, Any]] = {
@@ -42,7 +42,7 @@ class Search:
     """Judged plans of one model, each made once."""
 
     subject: Subject
-    planners: dict[int, Planner] = field(default_factory=dict)
+    planners: dict[int, JudgingPlanner] = field(default_factory=dict)
     plans: dict[Any, Plan] = field(default_factory=dict)
 
     def plan(self, method: str, devices: int, edge: int) -> Plan:
@@ -50,7 +50,7 @@ class Search:
             with torch.device("meta"):
                 x = torch.empty(1, self.subject.channels, edge, edge, edge)
             program = capture_model(self.subject.build().to("meta"), (x,))
-            self.planners[edge] = Planner(program, flatten_call(program.call, (x,), {}))
+            self.planners[edge] = JudgingPlanner(program, flatten_call(program.call, (x,), {}))
         key = method, devices, edge
         if key not in self.plans:
             named = [{"name": f"cuda:{i}", "memory": f"{MEMORY}GiB"} for i in range(devices)]

@@ -29,7 +29,7 @@ from benchmarks.record import table, write_page
 from placer.api import as_spec
 from placer.program import capture_model, flatten_call
 from placer.quantities import format_bytes
-from placer.simulation.judge import Planner
+from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 
 ALLOCATORS = {"default": "expandable_segments:False", "expandable": "expandable_segments:True"}
@@ -62,7 +62,7 @@ def edge(case: GPUCase, allocator: str) -> tuple[int, int]:
     """The edge of ``case`` by its plans. Needs no GPU."""
     model, x = case.build()
     program = capture_model(model, (x,))
-    planner = Planner(program, flatten_call(program.call, (x,), {}))
+    planner = JudgingPlanner(program, flatten_call(program.call, (x,), {}))
     (device,) = planner(case_spec(case, 2**50, allocator)).devices
     assert device.reserved is not None, "it is a CUDA device"
     enough = device.needed

@@ -45,6 +45,7 @@ from benchmarks.baselines import (
     plan_placement,
 )
 from benchmarks.capacity import SUBJECTS as VOLUMES
+from benchmarks.known_costs import known_costs
 from benchmarks.record import RESULTS, write_page
 from placer.cost import CostTable, estimate_costs
 from placer.partition import DeviceSlot, PartitionProblem, PlanningOptions, solve, stage_loads
@@ -136,7 +137,12 @@ class Judge:
         return seconds_problem(self.units, self.costs, chain, PlanningOptions(), [None] * k)
 
     def plan(self, k: int, objective: str) -> Plan:
-        return build_plan(self.program, self.spec(k, objective), self.inputs, costs=self.costs)
+        return build_plan(
+            self.program,
+            self.spec(k, objective),
+            self.inputs,
+            estimate=known_costs(self.costs),
+        )
 
     def seconds(self, k: int, placement: Placement) -> float:
         """Of the slowest device; by the definition of a load, from no table of the planner's.

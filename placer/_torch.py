@@ -1,11 +1,8 @@
-"""All uses of private names of torch; `PRIVATE_NAMES` lists them, with the releases that have them.
+"""All uses of private names of torch, but for the patches in `placer._torch_patches`.
 
-Other files may use these, which we do not count as private: the tables of a module (``_parameters``,
-``_buffers``, ``_non_persistent_buffers_set``, ``_modules``, its hooks), ``nn.MultiheadAttention``'s
-``_reset_parameters``, the class ``_BatchNorm``, a tensor's ``_version``, ``_backward_hooks`` and
-``_is_param``, an operator's ``_schema`` and ``_overloadpacket``, the ``_func_name`` of ``fx``'s
-``CodeGen``, methods that a subclass overrides, and the public names of ``torch.utils._pytree``,
-``torch.utils._python_dispatch`` and ``torch._subclasses``.
+`PRIVATE_NAMES` lists them, with the releases that have them, and `OBJECT_ATTRIBUTES` those that only
+objects have. Other files may use `SHARED_ATTRIBUTES`, and the public names of `SHARED_MODULES`. A test
+compares these tables with the code. The names of operators (``aten._to_copy``) are not private.
 
 This file can be imported with any release of torch, because private names are looked up when they are
 used. `missing_names` tells which ones the installed torch lacks.
@@ -15,18 +12,17 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial, wraps
 from types import FrameType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +53,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.UntypedStorage._cdata",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.get_unwrapped",
-        "torch.fx.graph_module._forward_from_src",
         "torch.utils._python_dispatch._disable_current_modes",
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
         "torch._C._autograd._top_saved_tensors_default_hooks",
@@ -66,6 +61,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._autograd._saved_tensors_hooks_disable",
         "torch._C.DisableTorchFunction",
         "torch.nn.Module._apply",
+        "torch.random.default_generator",  # torch.manual_seed and its like look it up there
         "torch.library._scoped_library",
         "torch._C.DispatchKey.CompositeImplicitAutograd",
         "torch._C.DispatchKey.AutocastCPU",
@@ -103,9 +99,43 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.nn.utils.clip_grad._get_total_norm",
     ),
 )
-# Private attributes of objects that cannot be checked without an object: ``_op_dk`` of an operator;
-# ``_sequence_nr``, ``_set_sequence_nr`` and ``_raw_saved_*`` of autograd nodes; ``_timeout`` of a
-# backend's options.
+
+# Only this file uses these. `missing_names` cannot look for them without an object that has them.
+OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "a module": (
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    ),
+    "an RNN": ("_flat_weights", "_flat_weights_names"),
+    "a module that torch.compile returned": ("_orig_mod",),
+    "a tensor that stands for a parameter": ("_is_param",),
+    "an operator": ("_op_dk",),
+    "an autograd node": (
+        "_sequence_nr",
+        "_set_sequence_nr",
+    ),  # and names that begin with _raw_saved_
+    "the options of a process group's backend": ("_timeout",),
+}
+
+# Any file may use these. No public name replaces them; code for torch relies on them everywhere.
+SHARED_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
+    "a module": (
+        "_parameters",
+        "_buffers",
+        "_non_persistent_buffers_set",
+        "_modules",
+        "_forward_hooks",
+        "_load_from_state_dict",  # overridden
+        "_reset_parameters",  # of nn.MultiheadAttention and of many models
+    ),
+    "a tensor": ("_version",),
+    "an operator": ("_schema",),
+}
+SHARED_MODULES = ("torch._subclasses", "torch.utils._pytree", "torch.utils._python_dispatch")
 
 _BUILDS_ON: Mapping[Feature, tuple[Feature, ...]] = {
     "planning": (),
@@ -160,20 +190,9 @@ def refresh_weight_list(module: nn.Module) -> None:
         module._init_flat_weights()
 
 
-@contextmanager
-def override_conversion(convert: Callable[..., nn.Module]) -> Iterator[None]:
-    """In this block, ``module.to(…)`` and its like call ``convert(original, module, function, …)``."""
-    original = nn.Module._apply
-
-    @wraps(original)
-    def converted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return convert(original, module, *args, **kwargs)
-
-    nn.Module._apply = converted  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
+def mark_parameter(tensor: Tensor) -> None:
+    """Make ``isinstance(tensor, nn.Parameter)`` true, as ``nn.Parameter`` does for other classes."""
+    tensor._is_param = True
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -183,14 +202,38 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
-    """The function ``forward(self, …)`` of ``graph``, and its source.
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of a module that hold its hooks."""
 
-    This is not an ``fx.GraphModule``, whose properties (``code``, ``graph``) would clash with layers
-    of the same names.
-    """
-    made = graph.python_code(root_module="self")
-    return fx.graph_module._forward_from_src(made.src, made.globals), made.src
+FORWARD_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""The attributes of a module that say what its forward hooks are, and how each is called."""
+
+
+def forward_pre_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
+    """The forward pre-hooks of ``module``, and whether each takes keyword arguments."""
+    with_kwargs = module._forward_pre_hooks_with_kwargs
+    return [(hook, key in with_kwargs) for key, hook in module._forward_pre_hooks.items()]
+
+
+def forward_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
+    """The forward hooks of ``module``, and whether each takes keyword arguments."""
+    with_kwargs = module._forward_hooks_with_kwargs
+    return [(hook, key in with_kwargs) for key, hook in module._forward_hooks.items()]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Does ``module`` have full backward hooks, or pre-hooks?"""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Has ``torch.compile`` returned ``module``? The module that was compiled is its ``_orig_mod``."""
+    # Not by isinstance: importing torch._dynamo takes seconds.
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
 
 
 def is_under_compile() -> bool:
@@ -209,9 +252,14 @@ def is_transformed() -> bool:
     return level >= 0 or bool(torch._C._are_functorch_transforms_active())
 
 
+def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The hooks on the gradient of ``tensor`` that ``register_hook`` registered."""
+    return list((tensor._backward_hooks or {}).values())
+
+
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
     """Register the hooks of ``source`` on its gradient on ``target``, too."""
-    for hook in (source._backward_hooks or {}).values():
+    for hook in gradient_hooks(source):
         target.register_hook(hook)
     for hook in (source._post_accumulate_grad_hooks or {}).values():
         target.register_post_accumulate_grad_hook(hook)
@@ -351,16 +399,19 @@ READS_DEVICE = torch.ops.prim.device.default
 """The operator that reads a tensor's device. On fake tensors, modes see it more often than others."""
 
 
-class DispatchMode(TorchDispatchMode):
-    """A dispatch mode whose subclasses implement `run`; reads of a tensor's device do not reach them.
+class TraceableMode:
+    """A base of dispatch modes: ``torch.compile`` may trace code under them.
 
-    ``torch.compile`` may trace code under it. Torch would prevent that by a wrapper around every call,
-    which takes as long as the mode itself.
+    Torch would prevent that by a wrapper around every call, which takes as long as the mode itself.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class DispatchMode(TraceableMode, TorchDispatchMode):
+    """A dispatch mode whose subclasses implement `run`; reads of a tensor's device do not reach them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE and type(args[0]) is FakeTensor:
@@ -442,49 +493,11 @@ def abort_group(group: dist.ProcessGroup) -> None:
     dist.distributed_c10d._abort_process_group(group)
 
 
-def call_before_clipping(check: Callable[[Sequence[Tensor]], None]) -> Callable[[], object]:
-    """Make ``torch.nn.utils.clip_grad_norm_`` call ``check`` with the gradients before it takes their norm.
-
-    This works however the function is imported. Returns a function that removes the check.
-    """
-    _replace_total_norm()
-    key = object()
-    _clipping_checks[key] = check
-    return partial(_clipping_checks.pop, key, None)
-
-
-_clipping_checks: dict[object, Callable[[Sequence[Tensor]], None]] = {}
-
-
-@cache
-def _replace_total_norm() -> None:
-    """Patch the function that ``clip_grad_norm_`` looks up in its module, once per process."""
-    module: Any = torch.nn.utils.clip_grad
-    total_norm = module._get_total_norm
-
-    @wraps(total_norm)
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        for check in list(_clipping_checks.values()):
-            check(tensors)
-        return total_norm(tensors, *args, **kwargs)
-
-    module._get_total_norm = checked
-
-
-@contextmanager
-def override_operators(
-    key: str, kernels: Mapping[Any, Callable[..., Any]], *, with_keyset: bool = False
-) -> Iterator[None]:
-    """In this block, the dispatcher calls ``kernels`` (aten operator -> function) at the dispatch key."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        for op, kernel in kernels.items():
-            name = op.name().removeprefix("aten::")
-            library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
-        yield
-
-
 def call_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the composite implementation of ``op``, which calls other operators."""
+    """Call the composite implementation of ``op``, which calls other operators.
+
+    ``op.decompose`` may call another one, which is written in Python (for dropout, say).
+    """
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

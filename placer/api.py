@@ -1,4 +1,4 @@
-"""The passes in order: spec -> program -> cost -> planner -> plan -> emit -> executor."""
+"""What users call. Every function here is a part of the way spec -> program -> plan -> placed module."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.emit import emit_stages, materialize
 from placer.errors import CaptureError, PlacerError
 from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.device_map import map_devices
 from placer.executor.distributed.job.assignment import Job, find_job
 from placer.executor.module import PlacedModule
+from placer.executor.place_model import place_model
 from placer.plan.check import check_plan, require_fit
 from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
 from placer.planner.remedies import misfit_error
 from placer.program import Program, capture_model, flatten_call
 from placer.simulation import SimulationReport, simulate_plan
-from placer.simulation.judge import Planner, plan_maker
+from placer.simulation.judge import JudgingPlanner
 from placer.simulation.ranks import simulate_ranks
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
 from placer.versions import require
@@ -52,7 +52,7 @@ def make_plan(
     """
     wanted = as_spec(spec)
     program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
-    return plan_maker(program, leaves, processes=processes)(wanted)
+    return JudgingPlanner(program, leaves, processes=processes)(wanted)
 
 
 def compile(
@@ -107,13 +107,9 @@ def compile(
             )
     program, plan = plan_here()
     _check_one_process(plan)
-    staged = emit_stages(program, *plan.parts)
     places = map_devices(plan, run_on)
     prepare_allocator(plan, itertools.chain(*places))
-    homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
-    with torch.inference_mode(False):  # weights that are made under it could not be trained
-        placed = materialize(model, homes, weights=file, initialize=initialize)
-    return PlacedModule(placed, plan=plan, staged=staged, places=places)
+    return place_model(model, program, plan, places, weights=file, initialize=initialize)
 
 
 def _plan_or_refuse(
@@ -125,7 +121,7 @@ def _plan_or_refuse(
     same result, because the ranks have not exchanged anything yet.
     """
     in_job = job is not None
-    make = Planner(program, inputs, processes=in_job, verdict_only=in_job)
+    make = JudgingPlanner(program, inputs, processes=in_job, verdict_only=in_job)
     if isinstance(wanted, Plan):
         check_plan(wanted, program)
         judged_again = in_job and not wanted.processes
@@ -163,7 +159,7 @@ def auto_spec(
     }
     spec = PlacementSpec.model_validate(fields)
     program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
-    return choose_spec(program, spec, leaves, plan_maker(program, leaves, processes=processes))
+    return choose_spec(program, spec, leaves, JudgingPlanner(program, leaves, processes=processes))
 
 
 def simulate(
@@ -188,7 +184,7 @@ def simulate(
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
     program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
     if isinstance(wanted, PlacementSpec):
-        plan = plan_maker(program, leaves, processes=processes)(wanted)
+        plan = JudgingPlanner(program, leaves, processes=processes)(wanted)
     else:
         plan = wanted
     return simulate_captured(

@@ -22,5 +22,4 @@ def tight_problem(budget: float = 4.0) -> PartitionProblem:
         edges=edges,
         values=tuple(SharedValue(nbytes=1.0, units=edge) for edge in edges),
         slots=(slot,) * 2,
-        may_be_empty=True,
     )

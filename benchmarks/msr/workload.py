@@ -144,7 +144,6 @@ def partition_problem(workload: Workload) -> PartitionProblem:
             for i in sorted(consumers)
         ),
         slots=(slot,) * workload.num_devices,
-        may_be_empty=True,
     )
 
 

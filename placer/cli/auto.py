@@ -138,12 +138,12 @@ def auto(
         from placer.plan.store import save_plan
         from placer.planner.auto import choose_spec
         from placer.report import plan_table
-        from placer.simulation.judge import plan_maker
+        from placer.simulation.judge import JudgingPlanner
 
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
-    make = plan_maker(program, leaves)
+    make = JudgingPlanner(program, leaves)
     try:
         with (
             progress(console, "looking for a spec that fits"),

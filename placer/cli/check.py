@@ -98,7 +98,7 @@ def _check_spec(
     """
     from placer.cli.fit import report_misfit
     from placer.report import plan_table
-    from placer.simulation.judge import plan_maker
+    from placer.simulation.judge import JudgingPlanner
     from placer.spec import resolve_layers, resolve_patterns
 
     paths = [name for name, _ in loaded.model.named_modules(remove_duplicate=False) if name]
@@ -126,7 +126,7 @@ def _check_spec(
         return
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
-    make = plan_maker(program, leaves)
+    make = JudgingPlanner(program, leaves)
     with progress(console, "planning"):
         made = make(spec)
     console.print(plan_table(made))
@@ -232,7 +232,7 @@ def _kept_free(memory: int) -> int:
     from placer.spec import DeviceSpec, PlacementSpec
 
     device = DeviceSpec(name="cuda:0", memory=memory)
-    return device_slot(device, PlacementSpec(devices=(device,))).reserve
+    return device_slot(device, PlacementSpec(devices=(device,))).kept
 
 
 def _sizes(texts: list[str]) -> list[tuple[str, int]]:

@@ -56,13 +56,13 @@ def plan(
         from placer.cli.measured import with_kind_file
         from placer.plan.store import plan_to_json, save_plan
         from placer.report import plan_table, write_html, write_trace
-        from placer.simulation.judge import plan_maker
+        from placer.simulation.judge import JudgingPlanner
 
         wanted = with_kind_file(wanted, profile)
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
-    make = plan_maker(program, leaves, processes=processes)
+    make = JudgingPlanner(program, leaves, processes=processes)
     with progress(console, "planning"):
         made = make(wanted)
     console.print(plan_table(made))

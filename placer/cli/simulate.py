@@ -43,7 +43,7 @@ def simulate(
     console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
         from placer.api import simulate_captured
-        from placer.simulation.judge import plan_maker
+        from placer.simulation.judge import JudgingPlanner
 
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
@@ -51,7 +51,7 @@ def simulate(
     plan = wanted
     if not isinstance(plan, Plan):
         with progress(console, "planning"):
-            plan = plan_maker(program, leaves, processes=processes)(plan)
+            plan = JudgingPlanner(program, leaves, processes=processes)(plan)
     with progress(console, "running a training step without data"):
         report = simulate_captured(program, plan, leaves, processes=processes)
     console.print(_table(plan, report))

@@ -10,7 +10,7 @@ have the memory that kernels allocate internally. `devices` finds the kind of a 
 
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
 from placer.cost.devices import device_kind, device_type, updates_together
-from placer.cost.estimate import CostEstimates, ScaledCosts, estimate_costs
+from placer.cost.estimate import CostEstimates, Estimate, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
 from placer.cost.regions import with_regions
@@ -32,9 +32,9 @@ __all__ = [
     "AddedGradient",
     "CostEstimates",
     "CostTable",
+    "Estimate",
     "NodeCost",
     "PendingGradient",
-    "ScaledCosts",
     "StateTensor",
     "StoredValue",
     "TimelineMode",

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,21 @@ def estimate_costs(
             program, inputs, training=True, precision=precision, kernels=kernels, offloads=True
         ),
     )
+
+
+class Estimate(Protocol):
+    """Finds the costs of a captured model for some micro-batch."""
+
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        *,
+        training: bool = True,
+        precision: str = "fp32",
+        offloads: bool = False,
+        kernels: str | Mapping[str, str] = "",
+    ) -> CostTable:
+        """As `estimate_costs`."""
 
 
 class CostEstimates:

@@ -33,7 +33,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from placer._torch import call_composite, override_operators
+from placer._torch import call_composite
+from placer._torch_patches import override_operators
 from placer.cost.autocast import autocast_kernels
 
 aten = torch.ops.aten

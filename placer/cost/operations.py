@@ -94,7 +94,7 @@ def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
     name = op._schema.name.partition("::")[2]
     if getattr(op, "is_view", False) or name in _NO_KERNEL:
         return "", None
-    return name, flop_registry.get(op._overloadpacket)
+    return name, flop_registry.get(op.overloadpacket)
 
 
 def _dtype(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:

@@ -5,9 +5,30 @@ With plain arguments, the caller's frame would keep every input alive until the 
 
 from __future__ import annotations
 
+import itertools
+import linecache
+from collections.abc import Callable
 from typing import Any
 
+from torch import fx
 from torch.fx.graph import CodeGen
+
+_numbers = itertools.count()
+
+
+def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
+    """The function ``forward(self, …)`` of ``graph``, and its source.
+
+    This is not an ``fx.GraphModule``, whose properties (``code``, ``graph``) would clash with layers
+    of the same names.
+    """
+    made = graph.python_code(root_module="self")
+    file = f"<placer stage {next(_numbers)}>"
+    # Tracebacks show the lines of this entry. Without a time it is never compared with a file.
+    linecache.cache[file] = (len(made.src), None, made.src.splitlines(keepends=True), file)
+    names = dict(made.globals)
+    exec(compile(made.src, file, "exec", dont_inherit=True), names)
+    return names["forward"], made.src
 
 
 class BoxedCodeGen(CodeGen):
@@ -27,7 +48,7 @@ class BoxedCodeGen(CodeGen):
         box = "boxed_inputs"
         while box in names:
             box += "_"
-        lines = [f"def {self._func_name}(self, {first}, {box}){maybe_return_annotation}:"]
+        lines = [f"def forward(self, {first}, {box}){maybe_return_annotation}:"]
         if boxed and boxed[0] == self._tree:
             lines.append(f"    {boxed.pop(0)} = self")
         if boxed:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from placer._torch import compile_graph
-from placer.emit.boxed import BoxedCodeGen
+from placer.emit.boxed import BoxedCodeGen, compile_graph
 from placer.emit.names import ReadPath, WithKeywords, is_plain, is_plain_path
 from placer.emit.results import find_batched_results
 from placer.emit.types import SegmentCode, StageCode, StagedModel
 from placer.errors import PlanError
+from placer.plan.types import Plan
 from placer.program import Program, first_names
 from placer.program.targets import CallMethod, call_module
 from placer.regions import Region
@@ -22,21 +22,16 @@ from placer.regions import Region
 _DEVICE, _TREE = "stage_device", "stage_layers"
 
 
-def emit_stages(
-    program: Program,
-    stage_nodes: Iterable[Iterable[str]],
-    stage_regions: Sequence[Sequence[Region]],
-) -> StagedModel:
-    """The code of all stages; ``stage_nodes`` has the names of the nodes of each stage, in order.
+def emit_stages(program: Program, plan: Plan) -> StagedModel:
+    """Code for all stages of ``plan``, whose nodes are those of ``program``.
 
-    A stage runs its nodes in the given order, which its peak memory depends on. A value that a later
+    A stage runs its nodes in the plan's order, which its peak memory depends on. A value that a later
     stage reads is an output of its stage and an input of every stage that reads it. The last stage
     returns all results of the model, so that they are on one device. Raises ``PlanError`` if a node
     comes before a node that it reads.
     """
-    stages_of_plan = [list(names) for names in stage_nodes]
-    stage_of = {name: s for s, names in enumerate(stages_of_plan) for name in names}
-    num_stages = len(stages_of_plan)
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    num_stages = len(plan.stages)
     nodes = {node.name: node for node in program.graph.nodes}
     placeholders = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     external = set(placeholders) | set(program.constants)
@@ -56,8 +51,8 @@ def emit_stages(
     last_use = {name: s for s, names in enumerate(reads) for name in names}
 
     stages = []
-    for index in range(num_stages):
-        own = [n for n in stages_of_plan[index] if n not in program.constants]
+    for index, planned in enumerate(plan.stages):
+        own = [n for n in planned.nodes if n not in program.constants]
         _check_order(index, [nodes[name] for name in own])
         crossing = tuple(name for name in own if name in last_use)
         outputs = returned if index == num_stages - 1 else crossing
@@ -68,7 +63,7 @@ def emit_stages(
                 [nodes[n] for n in own],
                 tuple(reads[index]),
                 outputs,
-                stage_regions[index],
+                planned.regions,
             )
         )
     return StagedModel(

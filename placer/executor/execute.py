@@ -1,10 +1,12 @@
 """Runs micro-batches through the stages in the order of a schedule, in one process or in many.
 
-Each stage has an autograd graph of its own, which begins and ends where values cross to another
-stage. The stage that makes a value keeps a root from which its backward starts; each stage that reads
-the value has a node that delivers its gradient as soon as it is computed. Neither keeps the value
-itself alive. Within a process a value is copied when its reader starts; between processes a
-`Transport` carries it.
+If the schedule has backwards, each stage has an autograd graph of its own, which begins and ends where
+values cross to another stage. The stage that makes a value keeps a root from which its backward starts;
+each stage that reads the value has a node that delivers its gradient as soon as it is computed. Neither
+keeps the value itself alive. If the schedule has forwards only, the graph is left whole, for the caller's
+own backward.
+
+Within a process a value is copied when its reader starts; between processes a `Transport` carries it.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ class PlacedMicrobatch:
     """One micro-batch, and the stages that run it.
 
     ``trees`` has for each stage the object from which its code reads modules and weights. ``leaves``
-    are all inputs of the model, ``inputs`` those that the stages read, by name. ``input_places`` says
-    where inputs are that a stage on the same place may read directly; of any other input, which
-    belongs to the caller, a stage gets a copy.
+    are all inputs of the model, ``inputs`` those that the stages read, by name. ``input_places`` has the
+    places of inputs that a stage there reads without a copy. Every other input belongs to the caller
+    and is copied.
     """
 
     replica: Replica
@@ -73,14 +75,17 @@ def run_schedule(
 ) -> list[torch.Tensor]:
     """Run ``actions`` over micro-batches; accumulates gradients and returns the detached losses.
 
+    Without a backward among the actions, no graph is cut, so the results have that of all stages.
+
     ``loss_of(m, result leaves)`` returns the weighted loss of micro-batch ``m``, or None if there is
     no backward. If ``actions`` are those of some stages only, ``transport`` connects them with the
     others. ``explain`` turns an exception of a stage into the one that is raised.
     """
     split = {action.stage_index for action in actions if action.kind == "W"}
     local = frozenset(action.stage_index for action in actions)
+    has_backward = any(action.kind != "F" for action in actions)
     runs = {
-        index: MicrobatchRun(given, index, local=local, split=split)
+        index: MicrobatchRun(given, index, local=local, split=split, cuts_graph=has_backward)
         for index, given in microbatches.items()
     }
     for action in actions:
@@ -105,11 +110,25 @@ def run_schedule(
     return [run.loss.detach() for run in runs.values() if run.loss is not None]
 
 
+def run_forward(microbatch: PlacedMicrobatch) -> list[Any]:
+    """The result leaves of one micro-batch, on the place of the last stage, with their whole graph."""
+    result: list[Any] = []
+
+    def keep(_: int, leaves: list[Any]) -> None:
+        result.extend(leaves)
+
+    stages = microbatch.replica.staged.stages
+    forwards = [Action(stage_index=s.index, kind="F", microbatch_index=0) for s in stages]
+    run_schedule({0: microbatch}, forwards, keep)
+    return result
+
+
 class MicrobatchRun:
     """One micro-batch on its way through the stages that this process runs.
 
-    ``outputs`` has the values that the last forward made, until they are sent. ``phase`` says what is
-    running now, for error messages: "forward", "boundary", "loss_fn", "result" or "backward".
+    With ``cuts_graph`` every stage has an autograd graph of its own, else they share one. ``outputs``
+    has the values that the last forward made, until they are sent. ``phase`` says what is running now,
+    for error messages: "forward", "boundary", "loss_fn", "result" or "backward".
     """
 
     def __init__(
@@ -119,6 +138,7 @@ class MicrobatchRun:
         *,
         local: frozenset[int],
         split: set[int],
+        cuts_graph: bool = True,
     ) -> None:
         self.index = index
         self.loss: torch.Tensor | None = None
@@ -127,6 +147,7 @@ class MicrobatchRun:
         self._replica = given.replica
         self._trees = given.trees
         self._split = split  # stages whose backward has two halves
+        self._cuts_graph = cuts_graph
         self._last_read = given.replica.last_reads(local)
         self._values: dict[str, Any] = dict(given.inputs)
         self._places = {
@@ -201,14 +222,23 @@ class MicrobatchRun:
         for name, value in outputs.items():
             if name in self._last_read:
                 self._values[name], self._places[name] = value, place
+        if self._cuts_graph:
+            self._roots[index] = self._make_roots(index, outputs)
+        self.outputs = outputs
+        self.phase = "boundary"
+
+    def _make_roots(
+        self, index: int, outputs: Mapping[str, Any]
+    ) -> dict[TensorKey, torch.Tensor | GradientEdge]:
+        """Where the backward of stage ``index`` will start: one root per tensor of its ``outputs``."""
+        place = self._replica.places[index]
+        for name, value in outputs.items():
             self._gradients.update(self._pending_gradients(name, value, place))
-        self._roots[index] = {
+        return {
             (name, position): self._root(index, (name, position), leaf)
             for name, value in outputs.items()
             for position, leaf in _differentiable(value)
         }
-        self.outputs = outputs
-        self.phase = "boundary"
 
     def _pending_gradients(
         self, name: str, value: Any, place: Place
@@ -229,6 +259,10 @@ class MicrobatchRun:
     def _read(self, name: str, index: int) -> Any:
         """The value on the place of stage ``index``; its gradient is kept there until it is needed."""
         place, home = self._replica.places[index], self._places[name]
+        if not self._cuts_graph:
+            # The gradient of a caller's input goes to its own device at once.
+            from_stage = name not in self._inputs
+            return transfer(self._values[name], home, place, defer_gradients=from_stage)
         leaves, spec = tree_flatten(self._values[name])
         read = []
         for position, leaf in enumerate(leaves):
@@ -246,9 +280,10 @@ class MicrobatchRun:
         return tree_unflatten(read, spec)
 
     def _hold(self, key: TensorKey, place: Place, gradient: torch.Tensor) -> None:
-        """Keep a gradient where it was computed; one of the caller's inputs goes to its device at once."""
-        if key[0] in self._inputs:
-            home = self._places[key[0]]
+        """Keep a gradient where it was computed; that of a caller's input goes to its device at once."""
+        name, _ = key
+        if name in self._inputs:
+            home = self._places[name]
             pending = self._gradients.setdefault(key, PendingGradients(home, gradient))
             pending.hold(home, transfer(gradient, place, home))
         else:
@@ -261,9 +296,9 @@ class MicrobatchRun:
         eager mode.
         """
         self.phase = "backward"
-        outputs = self._roots.pop(index, {})
-        roots = [root for key, root in outputs.items() if self._gradients[key]]
-        del outputs
+        roots_by_key = self._roots.pop(index, {})
+        roots = [root for key, root in roots_by_key.items() if self._gradients[key]]
+        del roots_by_key
         gradients: list[torch.Tensor] | None = [torch.empty_like(root) for root in roots]  # type: ignore[arg-type]
         if index == len(self._replica.staged.stages) - 1:
             roots, gradients = self._loss_root(), None
@@ -308,7 +343,7 @@ class MicrobatchRun:
 def _differentiable(value: Any) -> list[tuple[int, torch.Tensor]]:
     """The leaves of ``value`` that require gradients, each with its index among all leaves.
 
-    None without a graph: there a parameter, and a view of one, still says that it requires them.
+    There are none while gradients are disabled, although parameters still have ``requires_grad`` then.
     """
     if not torch.is_grad_enabled():
         return []

@@ -8,7 +8,12 @@ from typing import Any
 from torch import nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is public all the same
 
-from placer._torch import is_under_compile
+from placer._torch import (
+    forward_hooks,
+    forward_pre_hooks,
+    has_backward_hooks,
+    is_under_compile,
+)
 from placer.errors import PlacerError
 
 
@@ -17,8 +22,8 @@ def run_forward_pre_hooks(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments after the forward pre-hooks of ``module``, by the rules of ``nn.Module.__call__``."""
     args, kwargs = tuple(args), dict(kwargs)
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if key in module._forward_pre_hooks_with_kwargs:
+    for hook, with_kwargs in forward_pre_hooks(module):
+        if with_kwargs:
             both = hook(module, args, kwargs)
             args, kwargs = args if both is None else both[0], kwargs if both is None else both[1]
             continue
@@ -32,8 +37,7 @@ def run_forward_hooks(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> Any:
     """The output after the forward hooks of ``module``, by the rules of ``nn.Module.__call__``."""
-    for key, hook in list(module._forward_hooks.items()):
-        with_kwargs = key in module._forward_hooks_with_kwargs
+    for hook, with_kwargs in forward_hooks(module):
         given = (args, kwargs, output) if with_kwargs else (args, output)
         changed = hook(module, *given)
         output = output if changed is None else changed
@@ -42,7 +46,7 @@ def run_forward_hooks(
 
 def refuse_backward_hooks(module: nn.Module) -> None:
     """Raise ``PlacerError`` if ``module`` has full backward hooks, which a schedule cannot run."""
-    if module._backward_hooks or module._backward_pre_hooks:
+    if has_backward_hooks(module):
         raise PlacerError(
             "step",
             "the model itself has full backward hooks, but a schedule has no single backward of the "

@@ -13,7 +13,7 @@ from torch import nn
 
 from placer.emit import StagedModel
 from placer.executor.caller_graph import CallerGraph, shared_graph
-from placer.executor.execute import PlacedMicrobatch, run_schedule
+from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
 from placer.executor.hooks import (
     compile_error,
     refuse_backward_hooks,
@@ -53,24 +53,7 @@ from placer.plan.types import Plan
 from placer.program import CallFormat, rebuild_call, unflatten_output
 from placer.schedule import one_process_order
 
-_SHARED_TABLES = (
-    "_modules",
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_SHARED_TABLES = tuple(name for name in vars(nn.Module()) if name != "training")
 
 
 class PlacedModule(nn.Module):
@@ -251,7 +234,7 @@ class PlacedModule(nn.Module):
                 self._runs(programs, self._scatter(programs.call, leaves))
             ):
                 for run in runs:
-                    result = run.replica.forward(run.trees, run.leaves)
+                    result = run_forward(run)
                     results.append(transfer(result, run.replica.output_place, home))
                 if index == 0:
                     self._write_back(runs)

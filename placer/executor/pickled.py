@@ -128,7 +128,7 @@ def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
         model, call.args, call.kwargs, ignore_device_moves=call.ignore_device_moves
     )
     check_plan(plan, program)
-    return emit_stages(program, *plan.parts)
+    return emit_stages(program, plan)
 
 
 def _set_modes(model: nn.Module, modes: Sequence[bool]) -> None:

@@ -6,8 +6,6 @@ run (`placer.simulation`) can count the memory of each device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +33,16 @@ def current_place() -> Place | None:
     return _current[-1] if _current else None
 
 
-@contextmanager
-def on(place: Place) -> Iterator[None]:
+class on:  # contextlib.contextmanager takes three times as long
     """Make ``place`` the current place in this block."""
-    _current.append(place)
-    try:
-        yield
-    finally:
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        _current.append(self._place)
+
+    def __exit__(self, *_: object) -> None:
         _current.pop()
 
 

@@ -34,7 +34,6 @@ from placer.program import (
     rebuild_call,
     row_counts,
 )
-from placer.regions import find_regions, region_keys, with_overlap
 
 _MAX_GUARDS = 16  # programs kept per mode and size, for different values of plain attributes
 _MAX_CALLS = 16  # call formats; if there are more, an argument is probably new in every call
@@ -113,7 +112,12 @@ class Programs:
     @property
     def guards(self) -> list[AttributeGuard]:
         """The plain attributes that any of these programs reads."""
-        return [setting for known in self._known.values() for one in known for setting in one[0]]
+        return [
+            guard
+            for programs in self._known.values()
+            for program in programs
+            for guard in program.guards
+        ]
 
     def find(self, inputs: Sequence[Tensor]) -> StagedModel:
         """The stages for one micro-batch of inputs. Raises ``CaptureError`` if capture fails."""
@@ -245,13 +249,7 @@ def capture_for_plan(
     `capture_model`. Raises ``CaptureError``.
     """
     program = capture_model(model, args, kwargs, ignore_device_moves=ignore_device_moves, grad=grad)
-    stages = follow_plan(plan, program)
-    keys = region_keys(program, plan.checkpoint, plan.offload)
-    key_of = dict(zip(program.order, keys, strict=True))
-    regions = [find_regions(nodes, key_of) for nodes in stages]
-    if plan.overlaps:
-        regions = [with_overlap(found) for found in regions]
-    staged = emit_stages(program, stages, regions)
+    staged = emit_stages(program, follow_plan(plan, program))
     # Weights stay where they are; a weight that a parametrization added since goes to its reader.
     return replace(staged, state_stage={**staged.state_stage, **state_stage})
 

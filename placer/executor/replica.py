@@ -13,7 +13,7 @@ from placer.executor.parameter_copies import ParameterCopies
 from placer.executor.place import CALLER, Place, on
 from placer.executor.segments import run_segments, tensors_at
 from placer.executor.statistics import DeferredStatistics
-from placer.executor.transfer import copy_to, transfer
+from placer.executor.transfer import copy_to
 from placer.executor.tree import build_tree
 from placer.precision import precision_context
 from placer.program import find_tensor, is_inside
@@ -132,33 +132,6 @@ class Replica:
             with torch.inference_mode(False):
                 self._constants[key] = copy_to(place, tensor.detach())
         return self._constants[key]
-
-    def forward(self, trees: Sequence[Any], leaves: Sequence[torch.Tensor]) -> list[Any]:
-        """The result leaves for one micro-batch, given its input leaves; they are on ``output_place``.
-
-        A value is copied to a stage's place when the stage starts, and freed after its last reader.
-        """
-        staged = self.staged
-        values: dict[str, tuple[Any, Place | None]] = {
-            name: (leaf, None) for name, leaf in zip(staged.graph_inputs, leaves, strict=True)
-        }
-        for stage, tree in zip(staged.stages, trees, strict=True):
-            place = self.places[stage.index]
-            inputs = []
-            for name in stage.inputs:
-                if name in staged.constants:
-                    inputs.append(self.constant(name, place))
-                    continue
-                value, source = values[name]
-                home = source or caller_place(value)
-                inputs.append(transfer(value, home, place, defer_gradients=source is not None))
-                del value
-                if staged.last_use[name] == stage.index:
-                    del values[name]
-            outputs = self.run_stage(tree, stage, inputs)
-            values.update((n, (v, place)) for n, v in zip(stage.outputs, outputs, strict=True))
-            del outputs
-        return [values[x][0] if kind == "value" else x for kind, x in staged.result]
 
 
 def caller_place(leaf: torch.Tensor) -> Place:

@@ -160,7 +160,7 @@ def transfer(value: Any, source: Place, target: Place, *, defer_gradients: bool 
             return copied
         return target.device if isinstance(leaf, torch.device) else leaf
 
-    return tree_map(move, value)
+    return move(value) if isinstance(value, torch.Tensor) else tree_map(move, value)
 
 
 def has_backward(tensor: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ _TIE = 1e-9  # relative difference up to which candidates are equal, so the next
 class Candidate:
     """Stages along one order of nodes; stage q is between cuts q and q + 1, on device q of ``slots``.
 
-    A share is that of a device's budget which its peak and reserve take.
+    Shares are by `peak_share`.
     """
 
     rank: tuple[float, ...]  # by which candidates are compared; smaller is better
@@ -208,10 +208,13 @@ def reference_bytes(chain: Sequence[DeviceSlot]) -> float:
 
 
 def peak_share(peak: Bytes, slot: DeviceSlot, reference: float) -> Bytes:
-    """``peak`` bytes and the reserve as a share of the budget, or ``peak`` as one of ``reference``."""
+    """The share of its budget that a device needs for ``peak``; without a budget, ``peak / reference``.
+
+    At most 1 if and only if ``slot.fits(peak)``.
+    """
     if slot.budget is None:
         return peak / reference
-    return (peak + slot.reserve) / max(slot.budget, 1)
+    return (peak + slot.kept) / max(slot.budget, 1)
 
 
 def boundary_alternatives(

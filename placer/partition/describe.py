@@ -44,8 +44,8 @@ from placer.timeline import end_of
 
 SLOWEST_SECONDS = "seconds of the slowest stage"
 TOTAL_SECONDS = "seconds of all stages"
-PEAK_BYTES = "largest peak, bytes"
-PEAK_SHARE = "largest peak, share of its budget"
+PEAK_BYTES = "largest estimated peak, bytes"
+PEAK_SHARE = "largest estimated peak, share of its budget"
 
 
 class _Used(NamedTuple):
@@ -75,7 +75,7 @@ def describe_partition(
     received_from = _received_from(best, used, costs)
     stages = _stages(best, used, program, costs, options, received_from)
     peaks, replica_peaks = _device_peaks(best, used, stages, costs, options, received_from)
-    fits = all(slot.room is None or peaks[slot.name] <= slot.room for slot in slots)
+    fits = all(slot.fits(peaks[slot.name]) for slot in slots)
     transfers = _find_transfers(program, costs, stages, slots)
     optimizer = _optimizer_seconds(best, used, options)
     step = lay_out_step(
@@ -374,8 +374,7 @@ def _per_device(peaks: Sequence[tuple[StagePlan, int]]) -> dict[str, int]:
     # For each stage of a device, bytes kept and beyond
     parts: dict[str, list[tuple[int, int]]] = {}
     for stage, peak in peaks:
-        m = stage.memory
-        kept = min(peak, m.parameters + m.optimizer + m.buffers + m.gradients + m.saved)
+        kept = min(peak, stage.memory.kept)
         parts.setdefault(stage.devices[0], []).append((kept, peak - kept))
     return {
         name: sum(kept for kept, _ in pairs) + max(beyond for _, beyond in pairs)

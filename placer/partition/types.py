@@ -14,8 +14,9 @@ from placer.spec.fields import AllocatorName
 class DeviceSlot:
     """A device that a stage may use; sizes are in bytes. ``budget`` is None if no limit was given.
 
-    ``reserve`` is the part of the budget that tensors may not use: the ``context``, and the memory that plans
-    leave free. ``allocator`` is the mode of torch's CUDA allocator, None on other devices.
+    Of the budget, the process takes ``context``, and ``reserve`` stays free. ``correction`` is what a dry
+    run needed beyond the estimated peak of an earlier plan; estimates of this plan may be as far off.
+    ``allocator`` is the mode of torch's CUDA allocator, None on other devices.
     """
 
     name: str
@@ -23,12 +24,22 @@ class DeviceSlot:
     budget: int | None
     reserve: int
     context: int = 0
+    correction: int = 0
     allocator: AllocatorName | None = None
 
     @property
+    def kept(self) -> int:
+        """The bytes of the budget that an estimated peak may not use."""
+        return self.context + self.reserve + self.correction
+
+    @property
     def room(self) -> int | None:
-        """The bytes of the budget that tensors may use; negative if the reserve exceeds it."""
-        return None if self.budget is None else self.budget - self.reserve
+        """The bytes of the budget that an estimated peak may use; negative if there are none."""
+        return None if self.budget is None else self.budget - self.kept
+
+    def fits(self, peak: float) -> bool:
+        """Whether an estimated ``peak`` is within the budget."""
+        return self.room is None or peak <= self.room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
 from placer.regions.types import Region
 from placer.schedule import ranks_of
-from placer.spec.fields import MOST, AllocatorName
+from placer.spec.fields import (
+    MOST,
+    AllocatorName,
+    BatchNormMode,
+    Objective,
+    Precision,
+    ScheduleName,
+)
 
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts bytes in an int64
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -39,6 +46,16 @@ class StageMemory:
     transient: Bytes
     peak: Bytes
 
+    @property
+    def state(self) -> int:
+        """Bytes that exist for the whole step: parameters, buffers and the optimizer's state."""
+        return self.parameters + self.buffers + self.optimizer
+
+    @property
+    def kept(self) -> int:
+        """The state, with all gradients and saved activations."""
+        return self.state + self.gradients + self.saved
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
@@ -53,7 +70,7 @@ class StagePlan:
     nodes: tuple[str, ...]
     memory: StageMemory
     budget: Bytes | None  # of the first replica's device; None: no limit is known
-    reserve: Bytes  # the part of the budget that is kept free
+    reserve: Bytes  # the part of the budget that is left free, without the context
     forward_seconds: Seconds
     backward_seconds: Seconds
     # Time that the process is busy: on a GPU, to launch the kernels; on a CPU, to run them.
@@ -117,6 +134,11 @@ class DevicePeak:
     def headroom(self) -> int | None:
         """Bytes left under the budget, negative when it overflows."""
         return None if self.budget is None else self.budget - self.reserve - self.needed
+
+    @property
+    def share(self) -> float | None:
+        """The share of the budget that is needed, including the reserve."""
+        return (self.needed + self.reserve) / self.budget if self.budget else None
 
     @property
     def fits(self) -> bool:
@@ -207,13 +229,13 @@ class Plan:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     fits: bool
-    objective: Literal["throughput", "memory", "latency"]
+    objective: Objective
     processes: bool  # made for one process per device
     replicas: Count
     microbatches: Count
-    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
-    precision: Literal["fp32", "bf16", "fp16"]
-    batch_norm: Literal["per_microbatch", "deferred", "sync"]
+    schedule: ScheduleName
+    precision: Precision
+    batch_norm: BatchNormMode
     optimizer: str | Mapping[str, Bytes]
     training: bool
     step_seconds: Seconds
@@ -237,11 +259,6 @@ class Plan:
         from placer.plan.summary import summarize_plan
 
         return summarize_plan(self)
-
-    @property
-    def parts(self) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[Region, ...], ...]]:
-        """The nodes of each stage, and the regions of each stage."""
-        return tuple(s.nodes for s in self.stages), tuple(s.regions for s in self.stages)
 
     @property
     def device_of(self) -> tuple[int, ...]:

@@ -414,7 +414,7 @@ class _Search:
             if i > index
         ]
         return StageLimits(
-            static=_static(stage.memory),
+            static=stage.memory.state,
             budget=budget,
             in_flight=count.most,
             all_gradients=count.microbatches > 1,
@@ -429,14 +429,10 @@ def _peak(memory: StageMemory, limits: StageLimits) -> float:
     return max(memory.peak + limits.others, retained if limits.later else 0.0)
 
 
-def _static(memory: StageMemory) -> int:
-    return memory.parameters + memory.buffers + memory.optimizer
-
-
 def _beside(partition: Partition, others: Collection[int], running: int) -> int:
     """The bytes that the stages ``others`` keep on a device while the stage ``running`` runs."""
     memories = {i: partition.stages[i].memory for i in others}
     return sum(
-        _static(memory) + (memory.saved if i < running else memory.gradients)
+        memory.state + (memory.saved if i < running else memory.gradients)
         for i, memory in memories.items()
     )

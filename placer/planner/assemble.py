@@ -121,7 +121,7 @@ def _device_peaks(
                     device=row[index_of[name]],
                     peak=peak,
                     budget=slot.budget,
-                    reserve=slot.reserve - slot.context if slot.budget is not None else 0,
+                    reserve=slot.reserve,
                     context=slot.context,
                     allocator=slot.allocator,
                 )

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from placer.cost import CostEstimates, CostTable, ScaledCosts, device_type, with_regions
+from placer.cost import CostEstimates, CostTable, Estimate, device_type, with_regions
 from placer.errors import CaptureError
 from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
-from placer.plan.types import Plan, everything_fits
+from placer.plan.types import Plan
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
 from placer.planner.devices import (
@@ -66,8 +66,7 @@ def build_plan(
     inputs: Sequence[Tensor],
     *,
     pins: Mapping[str, str] | None = None,
-    costs: CostTable | None = None,
-    estimate: CostEstimates | ScaledCosts | None = None,
+    estimate: Estimate | None = None,
     processes: bool = False,
     corrections: Mapping[str, int] | None = None,
     tables: TableCache | None = None,
@@ -75,13 +74,13 @@ def build_plan(
 ) -> Plan:
     """The plan for ``program`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
-    ``pins`` has nodes and the devices they must be on, in addition to the spec's layers. ``costs`` are
-    those of the spec's micro-batch, if they are known. ``estimate`` and ``tables`` are caches that plans of
-    one capture share, so that the model runs once per size of micro-batch. ``processes`` asks for a plan
+    ``pins`` has nodes and the devices they must be on, in addition to the spec's layers. ``estimate`` (by
+    default a new `CostEstimates`) and ``tables`` are caches that plans of one capture share, so that the
+    model runs once per size of micro-batch. ``processes`` asks for a plan
     with one process per device. ``corrections`` has, for a device of the first replica or for the host
-    (`HOST_NAME`), the bytes that it is known to need beyond its estimate; so many bytes of its budget are
-    left free. With ``enough`` the plan only has to fit: the search ends with the first plan that fills no
-    device beyond this share of its budget, and otherwise minimizes memory.
+    (`HOST_NAME`), the bytes that it is known to need beyond its estimate. With ``enough`` the plan only has
+    to fit: the search ends with the first plan that fills no device beyond this share of its budget, and
+    otherwise minimizes memory.
 
     A plan that exceeds a budget is returned with ``fits`` False. Raises ``SpecError`` if the spec's layers
     or devices do not match the model, ``PlacerError`` for what is not supported.
@@ -108,7 +107,6 @@ def build_plan(
                 microbatches=microbatches,
                 pins=pins,
                 keys=keys,
-                costs=costs,
                 estimate=estimate,
                 processes=processes,
                 corrections=corrections or {},
@@ -122,8 +120,7 @@ def build_plan(
         plans.append(plan)
         if enough and plan.fits:
             break
-    best = min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
-    return _with_whole_budgets(best, spec) if corrections else best
+    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
 
 
 def _plan_for(
@@ -135,8 +132,7 @@ def _plan_for(
     microbatches: int,
     pins: Mapping[str, str],
     keys: Sequence[RegionKey | None],
-    costs: CostTable | None,
-    estimate: CostEstimates | ScaledCosts,
+    estimate: Estimate,
     processes: bool,
     corrections: Mapping[str, int],
     tables: TableCache,
@@ -144,7 +140,7 @@ def _plan_for(
 ) -> Plan:
     """The plan for these numbers of replicas and micro-batches."""
     slots = [
-        _corrected(device_slot(device, spec), corrections.get(device.name, 0))
+        replace(device_slot(device, spec), correction=corrections.get(device.name, 0))
         for device in spec.devices
     ]
     sizes = microbatch_rows(program, inputs, replicas, microbatches)
@@ -166,10 +162,10 @@ def _plan_for(
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
         choose = partial(_choose, program, slots, pins, options, tables, enough)
-        plain = costs or costs_of(kernels=kernels, offloads=offloaded)
+        plain = costs_of(kernels=kernels, offloads=offloaded)
         first = choose(with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
-        if heavy and spec.offload and costs is None:  # needs another run of the model
+        if heavy and spec.offload:  # needs another run of the model
             plain = costs_of(kernels=kernels, offloads=True)
         return choose_policy(
             program,
@@ -184,31 +180,13 @@ def _plan_for(
         )
 
     light = place(likely_kernels(spec), pins)
-    if costs is None and len({device_type(device.name) for device in spec.devices}) > 1:
+    if len({device_type(device.name) for device in spec.devices}) > 1:
         # Now that the device of each node is known, plan again with the kernels of that device.
         stages = light.partition.stages
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(kernels, placed)
     return assemble_plan(program, spec, light, options, spec.device_rows(replicas), microbatches)
-
-
-def _corrected(slot: DeviceSlot, nbytes: int) -> DeviceSlot:
-    """``slot`` with a budget that is smaller by ``nbytes``."""
-    if slot.budget is None or not nbytes:
-        return slot
-    return replace(slot, budget=max(1, slot.budget - nbytes))
-
-
-def _with_whole_budgets(plan: Plan, spec: PlacementSpec) -> Plan:
-    """``plan``, which was made with corrections, with the original budgets of its devices."""
-    budgets = [device_slot(device, spec).budget for device in spec.devices]
-    rows = spec.device_rows(plan.replicas)
-    whole = {name: budget for row in rows for name, budget in zip(row, budgets, strict=True)}
-    devices = tuple(replace(device, budget=whole[device.device]) for device in plan.devices)
-    stages = tuple(replace(stage, budget=whole[stage.devices[0]]) for stage in plan.stages)
-    fits = everything_fits(devices, plan.host)
-    return replace(plan, fits=fits, devices=devices, stages=stages)
 
 
 def _choose(

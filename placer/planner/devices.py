@@ -27,15 +27,12 @@ def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
     on_cuda = device_type(device.name) == "cuda"
     allocator = (device.allocator or "expandable") if on_cuda else None
     context = (kind.context if spec.context is None else spec.context) if on_cuda else 0
-    if budget is None:
-        reserve = 0
-    else:
-        reserve = context + (kind.reserve(budget) if spec.reserve is None else spec.reserve)
+    reserve = kind.reserve(budget or 0) if spec.reserve is None else spec.reserve
     return DeviceSlot(
         name=device.name,
         kind=kind,
         budget=budget,
-        reserve=reserve,
+        reserve=0 if budget is None else reserve,
         context=context,
         allocator=allocator,
     )

@@ -1,24 +1,41 @@
-"""Assigns the nodes of another program of the same model (another mode or size) to the stages of a plan."""
+"""Adapts a plan to another program of its model, such as that for another mode or another size of input."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from difflib import SequenceMatcher
 
 from placer.partition.units import program_order, unit_graph
 from placer.plan.types import Plan
 from placer.program import Program
+from placer.regions import find_regions, region_keys, with_overlap
 
 
-def follow_plan(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
-    """The nodes of ``program`` on each stage of ``plan``: every node goes to the stage of its counterpart.
+def follow_plan(plan: Plan, program: Program) -> Plan:
+    """``plan`` with the nodes of ``program``, each on the stage of its counterpart.
+
+    The same layers are recomputed and offloaded. Predicted bytes and seconds are still those of ``plan``.
 
     Within a layer, nodes are matched in order by operation (longest common blocks, by `difflib`). A node
     without a counterpart goes to the stage of the nodes that it reads. No node is on an earlier stage than a
     node that it reads, and the nodes of a unit stay together. A stage may be empty. Every such assignment
     computes the same results; a good one moves few weights.
     """
+    keys = region_keys(program, plan.checkpoint, plan.offload)
+    key_of = dict(zip(program.order, keys, strict=True))
+    stages = []
+    for stage, nodes in zip(plan.stages, _stage_nodes(plan, program), strict=True):
+        regions = find_regions(nodes, key_of)
+        stages.append(
+            replace(stage, nodes=nodes, regions=with_overlap(regions) if plan.overlaps else regions)
+        )
+    return replace(plan, stages=tuple(stages))
+
+
+def _stage_nodes(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
+    """For each stage of ``plan`` the nodes of ``program``, in program order."""
     stage_of = {name: stage.index for stage in plan.stages for name in stage.nodes}
     planned: dict[str, list[str]] = defaultdict(list)
     for name, layer in plan.node_layers.items():

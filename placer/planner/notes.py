@@ -10,6 +10,8 @@ from placer.quantities import format_count
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 def placement_notes(
     program: Program,
@@ -26,9 +28,7 @@ def placement_notes(
     """
     notes = [*_cut_notes(program, replicas, microbatches), *_shared_notes(program, spec)]
     is_split = options.microbatches > 1 or replicas > 1
-    has_batch_norm = any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in program.model.modules()
-    )
+    has_batch_norm = any(isinstance(m, _BATCH_NORMS) for m in program.model.modules())
     if is_split and program.call.batch_size is not None:
         tensors = placeholder_names(program.call)
         batched = [n for n, b in zip(tensors, program.call.batched, strict=True) if b]

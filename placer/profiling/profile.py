@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from placer.catalogue import DeviceKind, Profile
 from placer.cost import CostTable, device_type, estimate_costs, stand_in_loss
-from placer.emit import emit_stages, materialize
 from placer.errors import DeviceError
 from placer.executor.device_map import device_count, map_devices
 from placer.executor.module import PlacedModule
+from placer.executor.place_model import place_model
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.planner.build import build_plan
 from placer.profiling.clocks import Clock, clock_for
@@ -101,10 +101,7 @@ def _placed(
     """``model`` as a placed module, all on ``device``."""
     spec = PlacementSpec.model_validate({"devices": [device], "precision": precision})
     plan = build_plan(program, spec, inputs)
-    staged = emit_stages(program, *plan.parts)
-    places = map_devices(plan, None)
-    homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
-    return PlacedModule(materialize(model, homes), plan=plan, staged=staged, places=places)
+    return place_model(model, program, plan, map_devices(plan))
 
 
 def _with_profile(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from placer._torch import is_compiled
 from placer.errors import CaptureError
 from placer.garbage import only_new_garbage
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
@@ -251,7 +252,7 @@ def _check_model(model: nn.Module) -> None:
                 "is TorchScript, whose tensors cannot be replaced by ones without data",
                 "use the Python module that it was made from",
             )
-        if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+        if is_compiled(module):
             name = path or "model"
             raise CaptureError(
                 path or "the model",

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from placer._torch import FORWARD_HOOK_TABLES
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.call import BoundCall
@@ -38,7 +39,6 @@ from placer.program.restore import Snapshot
 from placer.program.sizes import SizeFloat, SizeInt, plain
 
 _ABSENT = object()
-_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -70,7 +70,7 @@ class _Attribute:
         if self.code is not None:
             hooks = module._forward_hooks.items()
             for key in [key for key, hook in hooks if _code(hook) is self.code]:
-                for table in _HOOKS:
+                for table in FORWARD_HOOK_TABLES:
                     getattr(module, table).pop(key, None)
             return
         values: dict[str, Any] = (
@@ -157,7 +157,7 @@ def _hooks(model: nn.Module, reachable: ReachableState) -> Iterator[list[list[_A
     kinds: dict[CodeType, list[_Attribute]] = {}
     for path, module in model.named_modules():
         for code in {_code(hook) for hook in module._forward_hooks.values()} - {None}:
-            kinds.setdefault(code, []).append(_Attribute(path, _HOOKS[0], code=code))
+            kinds.setdefault(code, []).append(_Attribute(path, FORWARD_HOOK_TABLES[0], code=code))
     kinds = {code: hooks for code, hooks in kinds.items() if reachable.defines(code)}
     if not kinds:
         return
@@ -242,7 +242,7 @@ def _compare(
         now, then = fake_model.get_submodule(path), model.get_submodule(path)
         if is_inside(recorder.single_nodes, path):
             continue
-        if name in _HOOKS:
+        if name in FORWARD_HOOK_TABLES:
             hooks = [list(getattr(module, name).values()) for module in (now, then)]
             found[path, name] = _same_items(hooks[0], hooks[1], _same_function)
         else:

@@ -21,12 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from placer._torch import (
-    override_conversion,
-    storage_key,
-    without_modes,
-    without_torch_function,
-)
+from placer._torch import mark_parameter, storage_key, without_modes, without_torch_function
+from placer._torch_patches import override_conversion
 from placer.errors import CaptureError
 from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
@@ -124,7 +120,7 @@ class FakeConverter:
             data.requires_grad_(original.requires_grad)
             fake = FakeTensor(self.mode, data, _CPU)
         if isinstance(original, nn.Parameter):
-            fake._is_param = True  # as `nn.Parameter` marks a tensor of another class
+            mark_parameter(fake)
         return fake
 
     def _make_sharing(self, original: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from placer._torch import (
     READS_DEVICE,
     FakeTensors,
+    TraceableMode,
     as_meta,
     without_modes,
     without_torch_function,
@@ -81,7 +82,7 @@ class Guess(Protocol):
         """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(TraceableMode, FakeTensorMode):
     """A ``FakeTensorMode`` for CPU tensors that caches the result shapes of operators.
 
     If an operator needs the values of tensors and ``guess`` is set, ``guess`` gives the result. As with
@@ -92,10 +93,6 @@ class FakeMode(FakeTensorMode):
         super().__init__(**options)
         self.guess: Guess | None = None
         self._tensors = FakeTensors(self, _CPU)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE:

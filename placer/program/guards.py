@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from placer._torch_patches import override_getattribute
 from placer.program.constants import digest
 from placer.program.result import PLAIN
 
@@ -202,13 +203,10 @@ def watch_attributes(
     ``vars(module)`` go unnoticed.
     """
     paths = {id(module): path for path, module in modules.items()}
-    classes = dict.fromkeys(type(module) for module in modules.values())
-    originals = {cls: cls.__getattribute__ for cls in classes}
-    own = {cls: vars(cls).get("__getattribute__") for cls in classes}
 
-    def watching(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
-        original = originals[cls]
-
+    def watching(
+        cls: type[nn.Module], original: Callable[..., Any]
+    ) -> Callable[[nn.Module, str], Any]:
         def getattribute(module: nn.Module, name: str) -> Any:
             if name in _OWN or name.startswith("__") or id(module) not in paths:
                 return original(module, name)
@@ -224,16 +222,8 @@ def watch_attributes(
 
         return getattribute
 
-    try:
-        for cls in classes:
-            cls.__getattribute__ = watching(cls)  # type: ignore[method-assign, assignment]
+    with override_getattribute((type(module) for module in modules.values()), watching):
         yield
-    finally:
-        for cls, before in own.items():
-            if before is None:
-                del cls.__getattribute__
-            else:
-                cls.__getattribute__ = before  # type: ignore[method-assign]
 
 
 class _Same:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from placer._torch import HOOK_TABLES
 from placer.program.failure import locate_function
 from placer.program.types import WholeModule
 
@@ -18,12 +19,6 @@ _CONTAINERS = (
     nn.TransformerDecoder,
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
-)
-HOOK_TABLES = (  # attributes of a module that hold its hooks
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
 )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import nn
+
+from placer._torch_patches import call_before_seeding, override_calls, override_grad_enabled
 
 # Recording patches torch for the whole process, so only one thread may record at a time.
 RECORDING = threading.RLock()
@@ -42,45 +43,33 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     that is neither torch's nor placer's. Hold the lock `RECORDING` around the block.
     """
     thread = threading.get_ident()
-    original_call = nn.Module.__call__
-    original_apply = torch.autograd.Function.__dict__["apply"]
-    original_enabled = torch.is_grad_enabled
 
-    def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if watcher.paused or threading.get_ident() != thread:
-            return original_call(module, *args, **kwargs)
-        return watcher.call(original_call, module, args, kwargs)
+    def is_watched() -> bool:
+        return not watcher.paused and threading.get_ident() == thread
 
-    def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        original = original_apply.__get__(None, cls)
-        if watcher.paused or threading.get_ident() != thread:
-            return original(*args, **kwargs)
-        return watcher.apply(original, cls, args, kwargs)
+    def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if is_watched():
+            return watcher.call(original, module, args, kwargs)
+        return original(module, *args, **kwargs)
 
-    def grad_enabled() -> bool:
-        asked_by = str(sys._getframe(1).f_globals.get("__name__", ""))
-        own = asked_by.startswith(("torch.", "placer."))
-        if own or watcher.paused or threading.get_ident() != thread:
-            return original_enabled()
-        return original_enabled() and watcher.grad_enabled()
+    def apply(original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
+        if is_watched():
+            return watcher.apply(original, cls, args, kwargs)
+        return original(*args, **kwargs)
 
-    class Generator:
-        """A proxy for torch's default generator that reports seeding."""
+    def seed() -> None:
+        if is_watched():
+            watcher.seed()
 
-        def __getattr__(self, name: str) -> Any:
-            sets = name in ("manual_seed", "seed", "set_state")
-            if sets and not watcher.paused and threading.get_ident() == thread:
-                watcher.seed()
-            return getattr(torch.default_generator, name)
+    def grad_enabled(original: Callable[[], bool]) -> bool:
+        asked_by = str(sys._getframe(2).f_globals.get("__name__", ""))
+        if asked_by.startswith(("torch.", "placer.")) or not is_watched():
+            return original()
+        return original() and watcher.grad_enabled()
 
-    nn.Module.__call__ = module_call  # type: ignore[method-assign]
-    torch.random.default_generator = Generator()  # type: ignore[assignment, attr-defined]
-    torch.autograd.Function.apply = classmethod(function_apply)
-    torch.is_grad_enabled = grad_enabled
-    try:
+    with (
+        override_calls(call=call, apply=apply),
+        override_grad_enabled(grad_enabled),
+        call_before_seeding(seed),
+    ):
         yield
-    finally:
-        nn.Module.__call__ = original_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = original_apply
-        torch.is_grad_enabled = original_enabled
-        torch.random.default_generator = torch.default_generator  # type: ignore[attr-defined]

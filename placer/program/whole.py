@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from placer._torch import HOOK_TABLES
 from placer.program.call import BoundCall, placeholder_names, rebuild_call
 from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import FakeConverter, GuessData
 from placer.program.guards import make_guards, watch_attributes
-from placer.program.leaves import HOOK_TABLES
 from placer.program.record import RecordedProgram, recording_modes
 from placer.program.restore import Snapshot
 from placer.program.result import flatten_result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from placer.plan.types import Plan, StagePlan
+from placer.plan.types import DevicePeak, Plan, StagePlan
 from placer.quantities import format_bytes
 from placer.report.figures import KINDS, memory_parts
 
@@ -21,11 +21,15 @@ _MEANING = {
 
 
 def memory_bars(plan: Plan) -> str:
-    """One bar per stage: bytes by kind up to the peak, and the reserve hatched before the budget."""
+    """One bar per stage: bytes by kind up to the peak; hatched before the budget, what tensors may not use.
+
+    The peak of a stage is red if its device does not fit.
+    """
     ends = [stage.memory.peak for stage in plan.stages]
     ends += [stage.budget for stage in plan.stages if stage.budget is not None]
     scale = 100 / max(1, *ends)
-    rows = "".join(_row(stage, scale) for stage in plan.stages)
+    devices = {device.device: device for device in plan.devices}
+    rows = "".join(_row(stage, devices[stage.devices[0]], scale) for stage in plan.stages)
     label = "Memory by kind of each stage against its budget"
     return f'<div class="bars" role="img" aria-label="{label}">{rows}</div>'
 
@@ -39,14 +43,16 @@ def legend(plan: Plan) -> str:
         f'<span title="{escape(_MEANING[kind])}"><i class="k-{kind}"></i>{kind}</span>'
         for kind in present
     ]
-    if any(stage.budget is not None and stage.reserve for stage in plan.stages):
-        items.append('<span title="kept free"><i class="k-reserve"></i>reserve</span>')
+    if any(device.budget is not None and _kept(device) for device in plan.devices):
+        items.append(
+            '<span title="not for tensors"><i class="k-reserve"></i>context and reserve</span>'
+        )
     if any(stage.budget is not None for stage in plan.stages):
         items.append('<span><i class="k-budget"></i>budget</span>')
     return f'<p class="legend">{"".join(items)}</p>'
 
 
-def _row(stage: StagePlan, scale: float) -> str:
+def _row(stage: StagePlan, device: DevicePeak, scale: float) -> str:
     peak, budget = stage.memory.peak, stage.budget
     pieces, left = [], 0.0
     for kind, nbytes in memory_parts(stage.memory).items():
@@ -56,15 +62,19 @@ def _row(stage: StagePlan, scale: float) -> str:
             left += nbytes * scale
     limit = ""
     if budget is not None:
-        free = max(0, budget - stage.reserve)
-        reserve = f"reserve: {format_bytes(stage.reserve)}"
+        free = max(0, budget - _kept(device))
+        reserve = f"context and reserve: {format_bytes(_kept(device))}"
         pieces.append(bar_part("reserve", free * scale, (budget - free) * scale, reserve))
         pieces.append(bar_part("budget", budget * scale, 0, f"budget: {format_bytes(budget)}"))
         limit = f" <small>of {format_bytes(budget)}</small>"
-    over = budget is not None and peak + stage.reserve > budget
-    figure = f'<b class="{"bad" if over else ""}">{format_bytes(peak)}</b>'
+    figure = f'<b class="{"" if device.fits else "bad"}">{format_bytes(peak)}</b>'
     label = f"<b>stage {stage.index}</b> <small>{escape(_devices(stage))}</small>"
     return bar_row(label, pieces, f"{figure}{limit}")
+
+
+def _kept(device: DevicePeak) -> int:
+    """The bytes of a budget that are not for tensors."""
+    return device.context + device.reserve
 
 
 def bar_row(label: str, parts: Iterable[str], figure: str) -> str:

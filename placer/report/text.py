@@ -163,9 +163,9 @@ def _headroom(device: DevicePeak) -> Text:
 
 def _bar(device: DevicePeak) -> Text:
     """A bar of the share of the budget that is needed, including the reserve."""
-    if not device.budget:
+    share = device.share
+    if share is None:
         return Text("")
-    share = (device.needed + device.reserve) / device.budget
     full = min(_BAR, round(share * _BAR))
     style = "green" if device.fits else "bold red"
     return Text("█" * full + "░" * (_BAR - full) + f" {share:.0%}", style=style)

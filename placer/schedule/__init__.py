@@ -6,13 +6,14 @@ counts the micro-batches whose activations each stage keeps.
 """
 
 from placer.schedule.batch import split_batch
-from placer.schedule.build import make_schedule, one_process_order, ranks_of, schedule_on
+from placer.schedule.build import SCHEDULES, make_schedule, one_process_order, ranks_of, schedule_on
 from placer.schedule.in_flight import Counts, InFlight, in_flight_by_stage
-from placer.schedule.messages import Flow, Message, find_messages
+from placer.schedule.messages import Flow, Message, find_messages, take_due_receives
 from placer.schedule.order import linearize, merge_backward
 from placer.schedule.types import Action, Schedule
 
 __all__ = [
+    "SCHEDULES",
     "Action",
     "Counts",
     "Flow",
@@ -28,4 +29,5 @@ __all__ = [
     "ranks_of",
     "schedule_on",
     "split_batch",
+    "take_due_receives",
 ]

@@ -133,6 +133,8 @@ _MAKERS: dict[str, Maker] = {
     "Interleaved1F1B": _interleaved,
     "InterleavedZeroBubble": _zero_bubble,
 }
+SCHEDULES = tuple(_MAKERS)
+"""The names of all schedules."""
 
 
 def _alternate(

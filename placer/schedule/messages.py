@@ -8,6 +8,7 @@ for it: the first message that has not arrived depends only on actions that come
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -97,6 +98,24 @@ def find_messages(
                         )
                     )
     return tuple(sorted(found, key=lambda message: message.sent_after))
+
+
+def take_due_receives(
+    upcoming: deque[Message], rank: int, *, position: int, following: int
+) -> list[Message]:
+    """Remove from ``upcoming``, the messages of a pair, those that ``rank`` starts to receive now.
+
+    ``rank`` is about to do its action at ``position``; ``following`` is the position of its next one.
+    Due are all receives that come before the messages that the action sends, and those that are needed
+    for the next action; but none after a message that ``rank`` has not sent.
+    """
+    due = []
+    while upcoming and upcoming[0].receiver == rank:
+        message = upcoming[0]
+        if message.sent_after >= position and message.needed_before > following:
+            break
+        due.append(upcoming.popleft())
+    return due
 
 
 def _by_rank(stages: Iterable[int], rank_of: Sequence[int]) -> Mapping[int, list[int]]:

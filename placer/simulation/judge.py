@@ -14,7 +14,7 @@ from placer.executor.place import HOST
 from placer.garbage import only_new_garbage
 from placer.partition import TableCache
 from placer.plan.types import DevicePeak, Plan, StageMemory, everything_fits
-from placer.planner.build import PlanMaker, build_plan
+from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
 from placer.quantities import format_count
@@ -47,7 +47,7 @@ _NO_BYTES = StageMemory(
 )
 
 
-class Planner:
+class JudgingPlanner:
     """Plans specs for one captured model and its inputs, and judges whether each plan fits.
 
     If a plan does not fit in a dry run, or if kernels are starved (they find no room for the workspace
@@ -206,11 +206,6 @@ class _DryRun:
         return tuple(measure(*pair) for pair in zip(devices, self.found, strict=True))
 
 
-def plan_maker(program: Program, inputs: Sequence[Tensor], *, processes: bool = False) -> PlanMaker:
-    """The `Planner` for this model and these inputs."""
-    return Planner(program, inputs, processes=processes)
-
-
 def _corrections(
     before: Mapping[str, int], plan: Plan, judged: Plan, run: _DryRun, *, starving: bool
 ) -> dict[str, int]:
@@ -307,13 +302,9 @@ def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...], waits: HostUsage)
         # If a device has several stages, each keeps its estimate: the peak is that of all together.
         memory = stage.memory
         if name in changed and names.count(name) == 1:
-            memory = _with_peak(memory, changed[name])
+            peak = changed[name]
+            memory = replace(memory, peak=peak, transient=max(0, peak - memory.kept))
         stages.append(replace(stage, memory=memory))
     host = measure_host(plan.host, waits)
     fits = everything_fits(devices, host)
     return replace(plan, fits=fits, devices=devices, stages=tuple(stages), host=host)
-
-
-def _with_peak(memory: StageMemory, peak: int) -> StageMemory:
-    known = memory.parameters + memory.gradients + memory.optimizer + memory.buffers + memory.saved
-    return replace(memory, peak=peak, transient=max(0, peak - known))

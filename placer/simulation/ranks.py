@@ -154,7 +154,7 @@ class _FakeReplica:
         self._converter = FakeConverter()
         self._model = self._converter.module(program.model)
         self.leaves = [self._converter.tensor(tensor) for tensor in inputs]
-        self._staged = emit_stages(program, *plan.parts)
+        self._staged = emit_stages(program, plan)
         with self._converter.running(program.conditions.guess):
             self._batch = batch = scatter_batch(
                 self._staged.call,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from placer.cost import device_kernels, device_type, stand_in_loss, updates_together
-from placer.emit import StagedModel, emit_stages, materialize
+from placer.emit import StagedModel
 from placer.executor.attribution import Attribution
 from placer.executor.module import PlacedModule
 from placer.executor.place import CALLER, HOST, Place, current_place, on
+from placer.executor.place_model import place_model
 from placer.plan.types import DevicePeak, Plan
 from placer.program import FakeConverter, Program
 from placer.program.call import placeholder_names
@@ -91,12 +92,11 @@ def _run(
     leaves = [converter.tensor(t) for t in inputs]
     cpu = torch.device("cpu")
     rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
-    staged = emit_stages(program, *plan.parts)
-    watch = _StepWatch(Attribution(staged.stages, program.layer_of))
-    ledger = Ledger(watch.where, kernels=lambda place: device_type(run_on or place))
     with converter.running(program.conditions.guess):
-        model = materialize(fake_model, dict.fromkeys(staged.state_stage, cpu))
-        placed = PlacedModule(model, plan=plan, staged=staged, places=rows)
+        placed = place_model(fake_model, program, plan, rows)
+        staged = placed.staged
+        watch = _StepWatch(Attribution(staged.stages, program.layer_of))
+        ledger = Ledger(watch.where, kernels=lambda place: device_type(run_on or place))
         _count_state(ledger, placed, staged, rows[0])
         for leaf, name in zip(leaves, placeholder_names(program.call), strict=True):
             ledger.add(leaf, CALLER, kind="input", name=name, layer="")

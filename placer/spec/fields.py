@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
@@ -12,7 +12,8 @@ from placer.errors import nearest
 from placer.kindfile import is_kind_file
 from placer.quantities import parse_bytes
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
 DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 
@@ -156,6 +157,7 @@ Patterns = Annotated[
     WithJsonSchema(_PATTERNS_SCHEMA),
 ]
 AllocatorName = Literal["default", "expandable"]
-ScheduleName = Annotated[
-    Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"], BeforeValidator(_schedule)
-]
+BatchNormMode = Literal["per_microbatch", "deferred", "sync"]
+Objective = Literal["throughput", "memory", "latency"]
+Precision = Literal["fp32", "bf16", "fp16"]
+ScheduleField = Annotated[ScheduleName, BeforeValidator(_schedule)]

@@ -31,13 +31,16 @@ from placer.spec.explain import explain_errors
 from placer.spec.fields import (
     OPTIMIZERS,
     AllocatorName,
+    BatchNormMode,
     ByteSize,
     Count,
     DeviceMemory,
     DeviceName,
     KindName,
+    Objective,
     Patterns,
-    ScheduleName,
+    Precision,
+    ScheduleField,
 )
 from placer.spec.rows import shifted_rows
 
@@ -186,10 +189,10 @@ class PlacementSpec(BaseModel):
         default=1,
         description="Number of micro-batches that a replica's batch is split into, or 'auto'.",
     )
-    schedule: ScheduleName = Field(
+    schedule: ScheduleField = Field(
         default="GPipe", description="Order of micro-batch forwards and backwards, by torch's name."
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
+    precision: Precision = Field(
         default="fp32",
         description="bf16 and fp16 run the stages, but not the loss, under autocast.",
     )
@@ -205,7 +208,7 @@ class PlacementSpec(BaseModel):
         description="Copy offloaded activations on a separate CUDA stream while kernels run. A "
         "device then has one more of them in memory in forward, and one in backward.",
     )
-    batch_norm: Literal["per_microbatch", "deferred", "sync"] = Field(
+    batch_norm: BatchNormMode = Field(
         default="per_microbatch",
         description="per_microbatch: batch statistics of each micro-batch; deferred: running statistics "
         "are updated once per step, as if the batch had not been split; sync: statistics over replicas.",
@@ -231,7 +234,7 @@ class PlacementSpec(BaseModel):
         description="Bytes of host memory that the offloaded activations of all processes together may "
         "take; by default there is no limit.",
     )
-    objective: Literal["throughput", "memory", "latency"] = Field(
+    objective: Objective = Field(
         default="throughput",
         description="throughput: the least time per step; memory: the lowest maximum of the devices' "
         "peaks; latency: the least time for one sample.",

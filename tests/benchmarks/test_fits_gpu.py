@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks import fits_gpu
 from benchmarks.gpu_cases import GPUCase
 from placer.program import capture_model
-from placer.simulation.judge import Planner
+from placer.simulation.judge import JudgingPlanner
 
 MIB = 2**20
 
@@ -39,7 +39,7 @@ def test_plans_change_their_verdict_at_the_edge(allocator: str) -> None:
     fits, too_little = fits_gpu.edge(case, allocator)
     assert too_little < fits <= too_little / 0.985
     model, x = _network()
-    planner = Planner(capture_model(model, (x,)), [x])
+    planner = JudgingPlanner(capture_model(model, (x,)), [x])
     verdicts = [planner(fits_gpu.case_spec(case, b, allocator)).fits for b in (fits, too_little)]
     assert verdicts == [True, False]
     kept = 4 * 8 * 16 * 128 * 128 * 4  # what the convolutions save

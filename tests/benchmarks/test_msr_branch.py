@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.msr.solver.branch import branch_isolated
-from benchmarks.msr.solver.conditions import PartialConditions
+from benchmarks.msr.solver.conditions import partial_conditions
 from benchmarks.msr.solver.lattice import build_partial_lattice, isolated_units
 from benchmarks.msr.solver.solve import solve
 from placer.partition import PartitionProblem, SharedValue, StageSlot, stage_loads
@@ -41,9 +41,7 @@ def problem_with_isolated_units(seed: int) -> PartitionProblem:
         )
         for q in range(k)
     )
-    return PartitionProblem(
-        num_units=7, edges=edges, values=tuple(values), slots=slots, may_be_empty=True
-    )
+    return PartitionProblem(num_units=7, edges=edges, values=tuple(values), slots=slots)
 
 
 def least_load(problem: PartitionProblem) -> float:
@@ -65,7 +63,7 @@ def is_allowed(problem: PartitionProblem, stage_of: np.ndarray) -> bool:
 def branched(problem: PartitionProblem, limit: float, work: float) -> Answer:
     loose = isolated_units(problem)
     lattice = build_partial_lattice(problem, [u for u in range(7) if u not in loose])
-    rows = surviving_rows(PartialConditions(lattice, limit), most=1_000)
+    rows = surviving_rows(partial_conditions(lattice, limit), most=1_000)
     assert rows is not None
     return branch_isolated(lattice, rows, limit, Work(work))
 

@@ -35,9 +35,7 @@ def random_problem(seed: int) -> PartitionProblem:
         nbytes=nbytes,
         budget=float(nbytes.sum()) * 0.4 if seed % 2 else None,
     )
-    return PartitionProblem(
-        num_units=13, edges=edges, values=tuple(values), slots=(slot,) * 3, may_be_empty=True
-    )
+    return PartitionProblem(num_units=13, edges=edges, values=tuple(values), slots=(slot,) * 3)
 
 
 def least_load(problem: PartitionProblem) -> float:

@@ -11,9 +11,9 @@ from captured import captured_once
 from jobs import Job
 
 import placer
+from placer.schedule import SCHEDULES
 
 SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]  # stages, replicas
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 SPLIT = "InterleavedZeroBubble"
 OTHERS = ["3D U-Net, batch norm", "keywords and dict results", "in place", "recurrent"]
 

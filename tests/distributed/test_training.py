@@ -13,9 +13,10 @@ import torch
 from jobs import Job
 
 import placer
+from placer.schedule import SCHEDULES
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "GPipe", "1F1B"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages_per_device(job_of: Callable[[int], Job], schedule: str) -> None:
     assert job_of(2).run(cases.train_interleaved, schedule) == [(0, 2), (1, 3)]
 

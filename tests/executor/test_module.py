@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import placer
 from placer import CaptureError, PlacedModule, PlacementSpec, PlacerError, PlanError
+from placer.schedule import SCHEDULES
 
 D = torch.float64
 
@@ -300,7 +301,7 @@ def test_batches_of_other_sizes(pair: tuple[PlacedModule, nn.Module]) -> None:
         assert_close(placed(x[:rows]), plain(x[:rows]), f"{rows} rows")
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_step_gives_the_gradient_of_the_whole_batch(schedule: str, reduction: Any) -> None:
     placed, plain = _pair(replicas=2, microbatches=3, schedule=schedule)

@@ -31,7 +31,7 @@ def test_a_module_under_two_paths_keeps_what_is_called_by_one_of_them() -> None:
         devices=["cpu:0", "cpu:1"], layers={"first": "cpu:0", "head": "cpu:1"}
     )
     program = capture_model(model, (x,))
-    staged = emit_stages(program, *placer.make_plan(model, spec, x).parts)
+    staged = emit_stages(program, placer.make_plan(model, spec, x))
     ownership = find_ownership(model, staged, (0, 1))
     parts = [build_part(model, staged, ownership, i, torch.device("cpu")) for i in (0, 1)]
     assert [name for name, _ in parts[0].first.named_children()] == ["0", "1", "2"]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_structure
 from placer.executor.distributed.messages.crossings import Crossings, CrossingValue, TensorSpec
 from placer.executor.distributed.messages.transport import MessageTransport, compare_leaf
 from placer.executor.place import Place
-from placer.schedule import Action, find_messages, linearize, make_schedule
+from placer.schedule import SCHEDULES, Action, find_messages, linearize, make_schedule
 
 STAGES = 4
 
@@ -100,7 +100,7 @@ def crossings(*, may_lack: bool) -> Crossings:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ranks_bring_each_other_what_they_need(schedule: str, ranks: int) -> None:
     count = 4
     known = crossings(may_lack=True)

@@ -13,7 +13,7 @@ from problems import tight_problem
 
 from benchmarks.scale import layered_problem
 from placer.partition import PartitionProblem, SharedValue, StageSlot, solve, stage_loads
-from placer.partition.solver.conditions import BoundaryConditions
+from placer.partition.solver.conditions import BoundaryConditions, find_sides
 from placer.partition.solver.interval import best_intervals
 from placer.partition.solver.lattice import Lattice, build_lattice
 from placer.partition.solver.surviving import surviving_rows
@@ -62,7 +62,6 @@ def random_problem(seed: int) -> PartitionProblem:
         values=tuple(values),
         slots=tuple(slots),
         pins=pins,
-        may_be_empty=bool(rng.random() < 0.6),
     )
 
 
@@ -74,7 +73,7 @@ def follows_rules(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> boo
             slot.budget is None or slot.nbytes[stage_of == q].sum() <= slot.budget
             for q, slot in enumerate(problem.slots)
         )
-        and (problem.may_be_empty or len(set(stage_of.tolist())) == len(problem.slots))
+        and len(set(stage_of.tolist())) == len(problem.slots)
     )
 
 
@@ -123,7 +122,7 @@ def test_a_bound_that_closes_nothing_leaves_all_downsets(seed: int) -> None:
     slots = tuple(dataclasses.replace(slot, budget=None) for slot in problem.slots)
     problem = dataclasses.replace(problem, slots=slots, pins={})
     lattice = build_lattice(problem, topological_sort(problem))
-    rows = surviving_rows(BoundaryConditions(lattice, 1e9), most=10_000)
+    rows = surviving_rows(BoundaryConditions(lattice, find_sides(lattice), 1e9), most=10_000)
     assert rows is not None
     assert {int(row[0]) for row in rows} == all_downsets(lattice)
 

@@ -14,7 +14,7 @@ from placer.cost import CostEstimates, estimate, with_fewer_rows
 from placer.planner.remedies import memory_needed, misfit_error
 from placer.program import capture_model
 from placer.simulation import judge
-from placer.simulation.judge import Planner
+from placer.simulation.judge import JudgingPlanner
 
 MODEL = unet3d(width=4, depth=3)
 X = torch.randn(8, 1, 16, 16, 16)
@@ -44,9 +44,11 @@ def _spec(memory: int, **fields: Any) -> placer.PlacementSpec:
 
 def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
     program = capture_model(MODEL, (X,))
-    peak = max(d.peak for d in Planner(program, [X])(_spec(2**40, objective="memory")).devices)
+    peak = max(
+        d.peak for d in JudgingPlanner(program, [X])(_spec(2**40, objective="memory")).devices
+    )
     runs.clear()
-    make = Planner(program, [X])
+    make = JudgingPlanner(program, [X])
     spec = _spec(int(0.7 * peak))
     plan = make(spec)
     error = misfit_error(program, spec, [X], plan, make)
@@ -63,8 +65,10 @@ def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
 
 def test_a_plan_is_dry_run_once(runs: Counter[str]) -> None:
     program = capture_model(MODEL, (X,))
-    peak = max(d.peak for d in Planner(program, [X])(_spec(2**40, objective="memory")).devices)
-    make = Planner(program, [X])
+    peak = max(
+        d.peak for d in JudgingPlanner(program, [X])(_spec(2**40, objective="memory")).devices
+    )
+    make = JudgingPlanner(program, [X])
     runs.clear()
     first = make(_spec(int(1.05 * peak), objective="memory"))
     again = make(_spec(int(1.06 * peak), objective="memory"))
@@ -74,7 +78,7 @@ def test_a_plan_is_dry_run_once(runs: Counter[str]) -> None:
 
 
 def test_what_is_offloaded_is_run_for_only_where_something_is(runs: Counter[str]) -> None:
-    assert Planner(capture_model(MODEL, (X,)), [X])(_spec(2**40, offload="auto")).fits
+    assert JudgingPlanner(capture_model(MODEL, (X,)), [X])(_spec(2**40, offload="auto")).fits
     assert runs["cost"] == 1
 
 
@@ -92,7 +96,7 @@ def test_the_guessed_costs_of_fewer_rows_are_a_little_below_a_run_s(rows: int) -
 
 
 def test_a_guess_makes_no_run(runs: Counter[str]) -> None:
-    make = Planner(capture_model(MODEL, (X,)), [X])
+    make = JudgingPlanner(capture_model(MODEL, (X,)), [X])
     make(_spec(2**40))
     runs.clear()
     guessed = make.guess(_spec(2**40, microbatches=4))

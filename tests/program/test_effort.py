@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import placer
 from placer.emit import emit_stages, node_lines
 from placer.executor.attribution import Attribution
 from placer.program import capture_model
@@ -73,8 +74,9 @@ def test_a_module_that_draws_in_its_first_call_is_found() -> None:
 
 
 def test_a_place_in_generated_code_has_the_node_of_its_line() -> None:
-    program = capture_model(nn.Sequential(*[Block() for _ in range(3)]), (torch.randn(2, 4),))
-    (stage,) = emit_stages(program, [program.order], [[]]).stages
+    model, x = nn.Sequential(*[Block() for _ in range(3)]), torch.randn(2, 4)
+    program = capture_model(model, (x,))
+    (stage,) = emit_stages(program, placer.make_plan(model, {"devices": ["cpu"]}, x)).stages
     (segment,) = stage.segments
     places = Attribution([stage], program.layer_of)._places[id(segment.forward.__code__)]
     lines = node_lines(segment)

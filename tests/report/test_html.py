@@ -56,6 +56,17 @@ def test_it_tells_the_plan(tmp_path: Path) -> None:
     assert text.count('class="row"') == 2 * 2  # a bar per stage
 
 
+def test_a_bar_is_red_if_its_device_does_not_fit() -> None:
+    """Also where the tensors alone would fit, but not what torch's allocator reserves for them."""
+    plan = make_plan(budget=16 * 2**30)
+    assert plan.fits and 'class="bad"' not in page(plan)
+    first, second = plan.devices
+    full = dataclasses.replace(first, reserved=15 * 2**30, context=2**29)
+    text = page(dataclasses.replace(plan, fits=False, devices=(full, second)))
+    assert text.count('<b class="bad">13.00 GiB</b>') == 1
+    assert "context and reserve: 1.50 GiB" in text
+
+
 def _simulated(peak: int) -> dict[str, object]:
     tensor = {
         "bytes": 2**20,

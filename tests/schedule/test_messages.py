@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from placer.schedule import (
+    SCHEDULES,
     Action,
     Flow,
     Message,
@@ -16,9 +17,8 @@ from placer.schedule import (
     linearize,
     make_schedule,
     schedule_on,
+    take_due_receives,
 )
-
-NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 
 
 def random_flows(rng: random.Random, stages: int) -> list[Flow]:
@@ -55,33 +55,17 @@ def run_ranks(order: Sequence[Action], messages: Sequence[Message], rank_of: Seq
     position = {action: index for index, action in enumerate(order)}
     todo = [deque(a for a in order if rank_of[a.stage_index] == rank) for rank in range(ranks)]
 
-    pairs: dict[tuple[int, int], list[Message]] = {}
+    pairs: dict[frozenset[int], list[Message]] = {}
     for message in messages:
-        pairs.setdefault(tuple(sorted((message.sender, message.receiver))), []).append(message)  # type: ignore[arg-type]
-    handled = {
-        (pair, rank): 0 for pair in pairs for rank in pair
-    }  # messages that a rank has started
+        pairs.setdefault(frozenset((message.sender, message.receiver)), []).append(message)
+    # The messages of a pair that a rank has not yet started to send or to receive.
+    upcoming = {(pair, rank): deque(queue) for pair, queue in pairs.items() for rank in pair}
     done: set[Message] = set()
-    made: set[Message] = set()
-
-    def start(rank: int, action: Action, following: int) -> None:
-        """Does as `MessageTransport.receive`: starts receives up to a send that is not made yet."""
-        for pair, queue in pairs.items():
-            if rank not in pair:
-                continue
-            while handled[pair, rank] < len(queue):
-                message = queue[handled[pair, rank]]
-                if message.sender == rank:
-                    if message not in made:
-                        break
-                elif message.sent_after >= position[action] and message.needed_before > following:
-                    break
-                handled[pair, rank] += 1
 
     def deliver() -> None:
         for pair, queue in pairs.items():
-            both = min(handled[pair, rank] for rank in pair)
-            done.update(queue[:both])
+            left = max(len(upcoming[pair, rank]) for rank in pair)
+            done.update(queue[: len(queue) - left])
 
     while any(todo):
         progress = False
@@ -89,7 +73,14 @@ def run_ranks(order: Sequence[Action], messages: Sequence[Message], rank_of: Seq
             while todo[rank]:
                 action = todo[rank][0]
                 following = position[todo[rank][1] if len(todo[rank]) > 1 else action]
-                start(rank, action, following)
+                for pair in pairs:
+                    if rank in pair:
+                        take_due_receives(
+                            upcoming[pair, rank],
+                            rank,
+                            position=position[action],
+                            following=following,
+                        )
                 deliver()
                 needed = [
                     m
@@ -103,18 +94,15 @@ def run_ranks(order: Sequence[Action], messages: Sequence[Message], rank_of: Seq
                     m for m in messages if m.sender == rank and m.sent_after == position[action]
                 ]
                 for message in sent:  # it is the next one of its pair
-                    queue = pairs[tuple(sorted((message.sender, message.receiver)))]  # type: ignore[index]
-                    pair = tuple(sorted((message.sender, message.receiver)))
-                    assert queue[handled[pair, rank]] is message  # type: ignore[index]
-                    made.add(message)
-                    handled[pair, rank] += 1  # type: ignore[index]
+                    pair = frozenset((message.sender, message.receiver))
+                    assert upcoming[pair, rank].popleft() is message
                 progress = True
         deliver()
         assert progress, f"ranks wait for each other: {[str(q[0]) for q in todo if q]}"
     assert done == set(messages)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_no_wait_is_circular(name: str, stages: int) -> None:
     """All schedules, 1 to 8 stages, 1 to 16 micro-batches, on as many ranks or fewer, with skips.

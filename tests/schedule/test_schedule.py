@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from placer.plan.types import Plan
 from placer.schedule import (
+    SCHEDULES,
     Schedule,
     in_flight_by_stage,
     linearize,
@@ -18,14 +20,17 @@ from placer.schedule import (
     merge_backward,
     order,
 )
-
-NAMES = ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
+from placer.spec import fields
 
 
 def draw(schedule: Schedule) -> str:
     """The table as text, a line per rank."""
     lines = [" ".join(map(str, actions)) for actions in schedule.actions]
     return "\n".join(f"rank {rank}  {line}" for rank, line in enumerate(lines))
+
+
+def test_a_spec_and_a_plan_may_name_every_schedule() -> None:
+    assert fields.SCHEDULES == SCHEDULES == get_args(get_type_hints(Plan)["schedule"])
 
 
 def test_gpipe_drawn() -> None:
@@ -71,7 +76,9 @@ def _torchs_actions(
     return [str(action) for action in operations if action is not None]
 
 
-shapes = st.tuples(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
+shapes = st.tuples(
+    st.sampled_from(SCHEDULES), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9)
+)
 
 
 @given(shapes)
@@ -129,7 +136,7 @@ def test_what_cannot_be_scheduled(arguments: tuple[Any, ...], said: str) -> None
         make_schedule(name, stages, microbatches, num_ranks=ranks[0] if ranks else None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_putting_a_large_schedule_in_order_looks_at_every_action_a_few_times(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,6 +237,16 @@ def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) 
     assert next(d.peak for d in corrected.devices if d.device == full) < peaks[full]
 
 
+def test_the_optimality_of_a_corrected_plan_is_that_of_whole_budgets(peak: int) -> None:
+    program, budget, beyond = capture_model(chain(), (X,)), int(1.5 * peak), int(0.4 * peak)
+    spec = placer.load_spec(spec_of(budget))
+    corrected = build_plan(program, spec, [X], corrections={d.name: beyond for d in spec.devices})
+    assert corrected.fits and corrected.optimality is not None
+    needed = max(device.peak for device in corrected.devices) + beyond
+    assert corrected.optimality.value == pytest.approx(needed / budget)
+    assert corrected.optimality.lower_bound <= corrected.optimality.value <= 1
+
+
 class Sequence(nn.Module):
     """Three LSTM layers, which are one operation, have most of the bytes, so more devices hardly help."""
 

@@ -1,19 +1,24 @@
-"""The releases that placer runs on, and the errors if torch lacks a feature."""
+"""The releases placer runs on, and what is said where torch cannot do what is asked."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import os
+import re
 import tomllib
+from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.overrides
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import placer
 from placer import _torch, versions
@@ -42,7 +47,7 @@ def _model() -> tuple[nn.Module, torch.Tensor]:
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Delete ``names`` from torch, as if this were another release."""
+    """Have torch lack ``names``, as another release does."""
     there = _torch._is_there
     monkeypatch.setattr(_torch, "_is_there", lambda name: name not in names and there(name))
     monkeypatch.setattr(versions, "found_release", lambda package: "2.99.0")
@@ -73,7 +78,7 @@ def test_a_job_is_refused_before_anything_is_done(
 
 
 def test_what_that_torch_can_do_goes_on_working(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process does not need the missing name, whatever the release."""
+    """One process needs nothing of the missing name, whatever number the release has."""
     _forget(monkeypatch, PROCESSES)
     model, x = _model()
     spec = placer.PlacementSpec(devices=["cpu:0", "cpu:1"], layers={"0": "cpu:0", "1": "cpu:1"})
@@ -119,42 +124,111 @@ def test_this_torch_has_the_private_names_that_were_run_with_it() -> None:
         assert each.highest == TORCH.highest
 
 
-def test_private_names_are_listed_where_they_are_used() -> None:
-    """All names in _torch.py; elsewhere only operators, names in torch's own docs, and one patch."""
-    elsewhere = {
-        "_subclasses",
-        "_pytree",
-        "_BatchNorm",
-        "_local_scalar_dense",
-        "_to_copy",
-        "_apply",
-    }
-    listed = {each.name.rpartition(".")[2] for each in _torch.PRIVATE_NAMES}
-    tree = ast.parse((ROOT / "placer" / "_torch.py").read_text(encoding="utf-8"))
-    assert _private_attributes(tree) <= listed | {
-        "_C",
-        "_functorch",
-        "_autograd",
-        "_dynamo",
-        "_op_dk",
-    }
-    for path in sorted((ROOT / "placer").rglob("*.py")):
-        if path.name != "_torch.py":
-            found = _private_attributes(ast.parse(path.read_text(encoding="utf-8")))
-            assert found <= elsewhere, path
+def test_private_names_are_in_the_tables_of_the_files_that_may_use_them() -> None:
+    """``_torch.py`` and its patches use what is listed, and all of it; other files what may be shared."""
+    listed = {part for each in _torch.PRIVATE_NAMES for part in each.name.split(".")}
+    of_objects = {name for names in _torch.OBJECT_ATTRIBUTES.values() for name in names}
+    shared = {name for names in _torch.SHARED_ATTRIBUTES.values() for name in names}
+    assert not of_objects & shared
+    texts = {path: path.read_text() for path in sorted((ROOT / "placer").rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    inherited = {name for tree in trees.values() for name in _defined(tree)}
+    users = [path for path in texts if path.name in ("_torch.py", "_torch_patches.py")]
+    for path, tree in trees.items():
+        found = _private_names(tree, inherited) - shared - {"_tree"}  # `PlacedModule._tree`
+        assert found <= (listed | of_objects if path in users else set()), path
+    words = Counter(re.findall(r"\w+", " ".join(texts[path] for path in users)))
+    assert all(words[name] > 1 for name in of_objects)  # in the table, and where it is used
+    assert all(words[each.name.rpartition(".")[2]] > 1 for each in _torch.PRIVATE_NAMES)
 
 
-def _private_attributes(tree: ast.AST) -> set[str]:
-    """Private parts of dotted names that begin with ``torch``, ``dist``, ``fx`` or ``nn``."""
-    found: set[str] = set()
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("hooks = module._backward_hooks", {"_backward_hooks"}),
+        ("class A:\n    def f(self): self._own = other._own", set()),
+        ("self._inherited, super()._inherited, other._inherited.x", {"_inherited"}),
+        ("self._inherited, super()._inherited", set()),
+        ("torch.ops.aten._to_copy, aten._softmax.default, os._exit, f._replace", set()),
+        ("from torch._dynamo import OptimizedModule", {"_dynamo"}),
+        ("from torch._subclasses.fake_tensor import FakeTensor, _is", {"_is"}),
+        ("import torch._inductor.config", {"_inductor"}),
+        ("getattr(module, '_state_dict_hooks')", {"_state_dict_hooks"}),
+        ("f'{name}_apply'", set()),
+        ("class A(nn.Module):\n    def _apply(self, f): self._apply(f)", {"_apply"}),
+    ],
+)
+def test_private_names_are_found(source: str, found: set[str]) -> None:
+    assert _private_names(ast.parse(source), {"_inherited"}) == found
+
+
+_BASES: tuple[object, ...] = (  # of placer's classes
+    nn.Module(),
+    torch.autograd.Function,
+    torch.fx.Interpreter,
+    torch.fx.graph.CodeGen(),
+    torch.overrides.TorchFunctionMode,
+    TorchDispatchMode,
+)
+
+
+def _is_of_torch(name: str) -> bool:
+    return any(hasattr(base, name) for base in _BASES)
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    """Functions, classes, variables and attributes that are defined here, and override none of torch."""
+    found = {"_replace", "_fields", "_asdict", "_make"}  # of named tuples, which are public
     for node in ast.walk(tree):
-        parts = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if isinstance(node, ast.Name) and node.id in ("torch", "dist", "fx", "nn"):
-            found.update(p for p in parts if p.startswith("_") and not p.startswith("__"))
-    return found
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(name, ast.Store()):
+                found.add(name)
+            case ast.Attribute(ast.Name("self" | "cls"), name, ast.Store()):
+                found.add(name)
+    return {name for name in found if not _is_of_torch(name)}
+
+
+def _private_names(tree: ast.AST, inherited: Set[str]) -> set[str]:
+    """Names that begin with one underscore and are not the file's own, nor of ``self`` and ``inherited``.
+
+    Found are attributes, what is imported from torch, overridden methods, and strings that are the name
+    of an attribute of a module.
+    """
+    own = _defined(tree)
+    found: set[str] = set()
+    parts_of_texts: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ast.Name("self") | ast.Call(ast.Name("super")), name):
+                found.update({name} - inherited)
+            case ast.Attribute(value, name) if _last_name(value) not in ("aten", "os", "sys"):
+                found.add(name)
+            case ast.JoinedStr(values):
+                parts_of_texts.update(values)
+            case ast.FunctionDef(name=name) if _is_of_torch(name):
+                found.add(name)
+            case ast.Constant(str(name)) if _is_of_torch(name) and node not in parts_of_texts:
+                found.add(name)
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch"):
+                found.update({module, *(each.name for each in names)})
+            case ast.Import(names):
+                found.update(each.name for each in names if each.name.startswith("torch"))
+    return {part for name in found - own for part in _private_parts(name)}
+
+
+def _last_name(value: ast.AST) -> str:
+    match value:
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
+def _private_parts(name: str) -> list[str]:
+    """The parts of the dotted ``name`` that begin with one underscore, below the shared modules."""
+    for module in _torch.SHARED_MODULES:
+        if name == module or name.startswith(module + "."):
+            name = name.removeprefix(module)
+    return [x for x in name.split(".") if x.startswith("_") and not x.startswith("__")]
 
 
 def test_nothing_is_missing_for_what_this_torch_can_do() -> None:

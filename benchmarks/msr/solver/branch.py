@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.msr.solver.assign import assign_isolated
-from benchmarks.msr.solver.conditions import PartialConditions
+from benchmarks.msr.solver.conditions import partial_conditions
 from benchmarks.msr.solver.lattice import PartialLattice
 from benchmarks.msr.solver.pairs import PartialFamily, StagePairs, stage_pairs
 from placer.partition.solver.lattice import WeightLookup, Words, unpack
@@ -69,9 +69,8 @@ def branch_isolated(lattice: PartialLattice, rows: Words, limit: float, work: Wo
     Exponential in the isolated units that want to be on several stages. The node of least bound is first;
     ties go to the one with more isolated units fixed, then to the older.
     """
-    conditions = PartialConditions(lattice, limit)
-    family = PartialFamily(lattice, rows, conditions.crossing_nbytes)
-    stages = stage_pairs(family, conditions, limit, work)
+    family = PartialFamily(lattice, rows)
+    stages = stage_pairs(family, partial_conditions(lattice, limit), limit, work)
     if stages is None:
         return Answer(stage_of=None, bound=0.0, finished=False)
     return _Search(family, stages, limit, work).run()

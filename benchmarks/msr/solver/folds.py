@@ -34,12 +34,10 @@ def fold_dominated(
     and v share with nobody. Where that is <= 0 on every device some best placement has them
     together, memory apart: ``relaxed`` lets the bytes that u holds wait on any stage where u may
     be, in parts, so that the best of the reduced problem is no worse than the original's;
-    ``weightless`` joins only units that hold no bytes, which is exact under budgets, too. Only done
+    ``weightless`` joins only units that hold no bytes, which is exact under budgets, too. Only right
     where stages may be empty.
     """
     unit_of = np.arange(problem.num_units)
-    if not problem.may_be_empty:
-        return Reduction(problem=problem, unit_of=unit_of)
     while True:
         leaders, folded = _foldable(problem, weightless=weightless)
         if not folded:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.solver.lattice import Lattice, build_lattice
-from placer.partition.solver.problem import PartitionProblem, Vector
+from placer.partition.solver.problem import PartitionProblem, StageSlot, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +35,8 @@ class PartialLattice(Lattice):
     """A lattice of all units but the isolated ones.
 
     A value that an isolated unit shares is in ``isolated``. After the first ``num_paid`` values there is one
-    per isolated unit: a boundary that parts the units it shares values with costs its cheapest at least.
+    per isolated unit: a boundary that parts the units it shares values with costs its cheapest at least,
+    of which ``value_nbytes`` has what is not counted with the units of a side (`least_alone`).
     """
 
     num_paid: int
@@ -43,9 +44,7 @@ class PartialLattice(Lattice):
 
 
 def isolated_units(problem: PartitionProblem) -> list[int]:
-    """Units without edges that share values with others, where stages may be empty."""
-    if not problem.may_be_empty:
-        return []
+    """Units without edges that share values with others."""
     tied = {u for edge in problem.edges for u in edge} | {*problem.pins} | problem.auxiliary
     tied |= {u for value in problem.values if value.external for u in value.units}
     free = {u for v in problem.values if len(v.units) > 1 for u in v.units} - tied
@@ -64,14 +63,14 @@ def build_partial_lattice(problem: PartitionProblem, order: Sequence[int]) -> Pa
     for e, f in enumerate(isolated, len(plain.values)):
         for u in f.shared:
             values_of[u].append(e)
-    cheapest = [float(f.nbytes.min()) for f in isolated]
+    rest = [_rest_of_cheapest(f, problem.slots) for f in isolated]
     return PartialLattice(
         problem=problem,
         order=plain.order,
         preds=plain.preds,
         succs=plain.succs,
         values=(*plain.values, *(f.shared for f in isolated)),
-        value_nbytes=np.array([*plain.value_nbytes, *cheapest]),
+        value_nbytes=np.array([*plain.value_nbytes, *rest]),
         values_of=tuple(map(tuple, values_of)),
         external=plain.external,
         external_nbytes=plain.external_nbytes,
@@ -79,6 +78,27 @@ def build_partial_lattice(problem: PartitionProblem, order: Sequence[int]) -> Pa
         num_paid=len(plain.values),
         isolated=isolated,
     )
+
+
+def least_alone(isolated: IsolatedUnit, slots: Sequence[StageSlot]) -> float:
+    """The least seconds that ``isolated`` costs ``slots`` if one has units that it shares values with.
+
+    It is on one of them, or elsewhere, and its cheapest value crosses.
+    """
+    factor = min(slot.seconds_per_byte for slot in slots)
+    cheapest = factor * float(isolated.nbytes.min())
+    return min(*(float(slot.seconds[isolated.unit]) for slot in slots), cheapest)
+
+
+def _rest_of_cheapest(isolated: IsolatedUnit, slots: Sequence[StageSlot]) -> float:
+    """The bytes of its cheapest value that `least_alone` counts on neither side of any boundary."""
+    cheapest = rest = float(isolated.nbytes.min())
+    for q in range(1, len(slots)):
+        for side in (slots[:q], slots[q:]):
+            factor = min(slot.seconds_per_byte for slot in side)
+            left = cheapest - least_alone(isolated, side) / factor if factor else 0.0
+            rest = min(rest, left)
+    return rest
 
 
 def _isolated(problem: PartitionProblem, place: NDArray[np.int64]) -> tuple[IsolatedUnit, ...]:

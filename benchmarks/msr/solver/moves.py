@@ -45,7 +45,7 @@ class _Moves:
     """The state of a pass: stages, loads, bytes, and how many units of each value a stage has."""
 
     def __init__(self, problem: PartitionProblem, stage_of: Indices, target: float) -> None:
-        self._problem, self._target = problem, target
+        self._target = target
         self.stage_of = stage_of.copy()
         n, k = problem.num_units, len(problem.slots)
         self._values = [v for v in problem.values if v.external or len(v.units) > 1]
@@ -69,9 +69,6 @@ class _Moves:
         self._pinned = np.zeros(n, dtype=bool)
         self._pinned[sorted(problem.pins)] = True
 
-        self._solid = np.ones(n, dtype=bool)
-        self._solid[sorted(problem.auxiliary)] = False
-
     def begin_pass(self) -> None:
         self._free = ~self._pinned
 
@@ -85,10 +82,6 @@ class _Moves:
         fullness = self._excess(self._loads, self._held, np.arange(len(self._loads)))
         home = int(np.argmax(np.where(fullness > 0, fullness, self._loads / self._loads.max() - 1)))
         units = np.flatnonzero(self._free & (self.stage_of == home))
-        if not self._problem.may_be_empty:
-            standalone = self._solid & (self.stage_of == home)
-            if standalone.sum() == 1:
-                units = units[~standalone[units]]
         if not len(units):
             return False
         first, last = self._range()

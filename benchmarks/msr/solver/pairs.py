@@ -7,45 +7,51 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.msr.solver.conditions import PartialConditions
 from benchmarks.msr.solver.costs import IsolatedCosts
 from benchmarks.msr.solver.lattice import PartialLattice
-from placer.partition.solver.lattice import Words, unpack
+from placer.partition.solver.conditions import BoundaryConditions
+from placer.partition.solver.lattice import Flags, Words, unpack
 from placer.partition.solver.problem import Vector
-from placer.partition.solver.program import Family, Stages, open_rows, stage_limits
+from placer.partition.solver.program import Family, Indices, Stages, stage_limits
 from placer.partition.solver.work import Work
 
 _ISOLATED = 3.0  # nanoseconds for what a group of isolated units costs a stage
 
 
 class PartialFamily(Family):
-    """Downsets of the other units; loads are with what isolated units cost at least."""
+    """Downsets of the other units; loads are with what isolated units cost at least. Stages may be empty."""
 
-    def __init__(self, lattice: PartialLattice, rows: Words, crossing_nbytes: Vector) -> None:
-        """``crossing_nbytes`` are those of `PartialConditions`."""
+    lattice: PartialLattice
+
+    def __init__(self, lattice: PartialLattice, rows: Words) -> None:
         super().__init__(lattice, rows)
-        crossing = (self.counts > 0) & (self.counts < self.sizes)
+        self._all_crossing = self.crossing
         paid = lattice.num_paid
-        self.boundary_crossing = crossing @ crossing_nbytes
         self.counts, self.sizes = self.counts[:, :paid], self.sizes[:paid]
         self.nbytes = lattice.value_nbytes[:paid]
-        self.crossing = crossing[:, :paid] @ self.nbytes
+        self.crossing = ((self.counts > 0) & (self.counts < self.sizes)) @ self.nbytes
         self.isolated = IsolatedCosts(lattice, unpack(rows, lattice.num_units))
 
-    def whole_load(
-        self,
-        before: NDArray[np.int64],
-        after: NDArray[np.int64],
-        load: Vector,
-        stage: int,
-        work: Work,
-    ) -> Vector:
-        """The load with what all isolated units cost at least."""
-        if not len(before) or not self.isolated.groups:
-            return load
-        work.take(_ISOLATED * len(self.isolated.groups) * len(before))
-        found: Vector = load + self.isolated.least(before, after, stage)
+    def open_rows(self, conditions: BoundaryConditions) -> list[Flags]:
+        """With the values of isolated units, which cross boundaries."""
+        return conditions.open_rows(self.sums, self._all_crossing)
+
+    def may_part(self, before: Indices, after: Indices) -> Flags:
+        """An empty stage, too."""
+        found: Flags = super().may_part(before, after) | (after[:, None] == before[None, :])
         return found
+
+    def stages_below(
+        self, bound: float, before: Indices, after: Indices, may: Flags, stage: int, work: Work
+    ) -> tuple[Indices, Indices, Vector]:
+        """With what all isolated units cost at least."""
+        before, after, load = super().stages_below(bound, before, after, may, stage, work)
+        if not len(before) or not self.isolated.groups:
+            return before, after, load
+        work.take(_ISOLATED * len(self.isolated.groups) * len(before))
+        whole = load + self.isolated.least(before, after, stage)
+        near = whole < bound
+        return before[near], after[near], whole[near]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,14 +67,14 @@ class StagePairs:
 
 
 def stage_pairs(
-    family: PartialFamily, conditions: PartialConditions, bound: float, work: Work
+    family: PartialFamily, conditions: BoundaryConditions, bound: float, work: Work
 ) -> list[StagePairs] | None:
     """For each stage the pairs of rows that it may lie between, its load below ``bound``.
 
-    Empty stages too, where these may be. Loads are with what isolated units cost at least. None where
+    Empty stages, too. Loads are with what isolated units cost at least. None where
     ``work`` did not suffice.
     """
-    lattice, rows, opens = family.lattice, family.rows, open_rows(family, conditions)
+    lattice, rows, opens = family.lattice, family.rows, family.open_rows(conditions)
     ends = [np.arange(len(rows)) == 0, *opens]
     alive = np.flatnonzero(np.any(ends, axis=0))
     known: dict[tuple[object, ...], StagePairs] = {}
@@ -81,8 +87,6 @@ def stage_pairs(
             if work.is_spent():
                 return None
             parts = [(p.before, p.after, p.load) for p in nested]
-            if lattice.problem.may_be_empty:
-                parts.append((alive, alive, np.zeros(len(alive))))
             before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))
             known[key] = StagePairs(
                 before=before.astype(np.int32), after=after.astype(np.int32), load=load

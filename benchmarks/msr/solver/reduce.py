@@ -61,6 +61,5 @@ def contract(problem: PartitionProblem, leaders: Sequence[int]) -> Reduction:
         slots=slots,
         pins=pins,
         auxiliary=frozenset(range(count)) - standalone,
-        may_be_empty=problem.may_be_empty,
     )
     return Reduction(problem=reduced, unit_of=unit_of)

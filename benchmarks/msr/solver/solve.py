@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.msr.solver.assign import assign_isolated
 from benchmarks.msr.solver.branch import branch_isolated
-from benchmarks.msr.solver.conditions import PartialConditions
+from benchmarks.msr.solver.conditions import partial_sides
 from benchmarks.msr.solver.folds import fold_dominated
 from benchmarks.msr.solver.lattice import PartialLattice, build_partial_lattice, isolated_units
 from benchmarks.msr.solver.limits import Best, is_limited, is_tight, memory_as_load
@@ -18,9 +18,8 @@ from benchmarks.msr.solver.pairs import PartialFamily
 from benchmarks.msr.solver.reduce import Reduction, contract, join_cycles
 from placer.partition import PartitionProblem, Solution
 from placer.partition import solve as solve_plain
-from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.families import chain_rows, distinct
-from placer.partition.solver.lattice import Lattice, Words, topological_order
+from placer.partition.solver.lattice import Words, topological_order
 from placer.partition.solver.problem import simple_bound
 from placer.partition.solver.program import Boundaries, Family
 from placer.partition.solver.search import (
@@ -39,19 +38,16 @@ class PartialSearch(DownsetSearch):
 
     lattice: PartialLattice
 
-    def make_lattice(self) -> Lattice:
-        """All units but the isolated ones, in a topological order."""
-        loose = set(isolated_units(self.problem))
-        order = topological_order(*adjacency(self.problem), range(self.problem.num_units))
-        return build_partial_lattice(self.problem, [u for u in order if u not in loose])
+    def __init__(self, problem: PartitionProblem) -> None:
+        loose = set(isolated_units(problem))
+        order = topological_order(*adjacency(problem), range(problem.num_units))
+        lattice = build_partial_lattice(problem, [u for u in order if u not in loose])
+        super().__init__(lattice)
+        self._sides = partial_sides(lattice)
 
-    def conditions(self, bound: float) -> BoundaryConditions:
-        """With what isolated units cost either side at least."""
-        return PartialConditions(self.lattice, bound)
-
-    def family(self, rows: Words, conditions: BoundaryConditions) -> Family:
+    def family(self, rows: Words) -> Family:
         """With what isolated units cost a stage at least."""
-        return PartialFamily(self.lattice, rows, conditions.crossing_nbytes)
+        return PartialFamily(self.lattice, rows)
 
     def stages(self, boundaries: Boundaries) -> StageOf:
         """Isolated units go where they cost least."""
@@ -91,23 +87,29 @@ class BranchedSearch(PartialSearch):
 
 
 def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solution | None:
-    """As `placer.partition.solve`, and much faster where many units have no edges.
+    """As `placer.partition.solve` where stages may be empty, and much faster if many units have no edges.
 
     The proof is by branch and bound over the stages of these units, where relaxations do not
     suffice.
     """
     slots = problem.slots
-    if problem.may_be_empty and all(slot is slots[0] for slot in slots):
+    if all(slot is slots[0] for slot in slots):
         problem = replace(problem, slots=slots[: max(1, problem.num_units)])  # more stay empty
     joined = join_cycles(problem)
     if joined.problem.num_units > LARGE:
-        found = solve_plain(joined.problem, most_alive=most_alive)
-        stage_of, bound = None, 0.0
-        if found is not None:
-            stage_of, bound = np.array(found.stage_of), found.optimality.lower_bound
+        stage_of, bound = _solve_large(joined.problem), simple_bound(joined.problem)
     else:
         stage_of, bound = _solve_joined(joined.problem, most_alive, proof_work(most_alive))
     return None if stage_of is None else as_solution(problem, stage_of[joined.unit_of], bound)
+
+
+def _solve_large(problem: PartitionProblem) -> StageOf | None:
+    """The best placement that placer finds on the first stages, however many of them."""
+    best = Best(problem)
+    for count in range(1, len(problem.slots) + 1):
+        found = solve_plain(replace(problem, slots=problem.slots[:count]))
+        best.offer(None if found is None else np.array(found.stage_of))
+    return best.stage_of
 
 
 def _solve_joined(
@@ -126,8 +128,9 @@ def _solve_joined(
             smallest, _ = _solve_joined(memory_as_load(problem), most_alive, Work(work.left / 2))
             best.offer(smallest)
         best.improve(bound)
-        bound, found = search.prove(best.value, most_alive, work, bound=bound)
-        found = _unfolded(found, reduction)
+        search.bound = max(search.bound, bound)
+        found = _unfolded(search.prove(best.value, most_alive, work), reduction)
+        bound = search.bound
         best.offer(found)
         moved = False
         if found is not None and not is_reached(best.value, bound):

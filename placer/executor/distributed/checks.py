@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from placer._torch import call_before_clipping
+from placer._torch_patches import call_before_clipping
 from placer.errors import PlacerError
 from placer.executor.loss import without_graph
 

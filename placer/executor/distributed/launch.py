@@ -65,7 +65,7 @@ def launch(
         name = compare_plans(plan, model)
     own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
     prepare_allocator(plan, [Place(own, device)])
-    staged = emit_stages(program, *plan.parts)
+    staged = emit_stages(program, plan)
     ownership = find_ownership(model, staged, assignment.device_of)
     build = partial(
         build_part,

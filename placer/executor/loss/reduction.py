@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from placer._torch import forward_hooks, forward_pre_hooks
 from placer.errors import PlacerError
 
 Reduction = Literal["auto", "mean", "sum"]
@@ -92,7 +93,7 @@ def known_rule(loss_fn: Callable[..., Tensor]) -> LossRule | None:
     """
     if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
         module = cast("nn.CrossEntropyLoss | nn.NLLLoss", loss_fn)
-        if module._forward_hooks or module._forward_pre_hooks:
+        if forward_hooks(module) or forward_pre_hooks(module):
             return None
         return _label_rule(module.reduction, module.weight, module.ignore_index)
     options: dict[str, Any] = {}

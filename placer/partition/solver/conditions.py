@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from placer.partition.solver.lattice import Flags, Lattice
 from placer.partition.solver.problem import StageSlot, Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Side:
+    """The stages on one side of a boundary, and the least that each unit costs on any of them."""
+
+    slots: tuple[StageSlot, ...]
+    seconds: Vector
+    nbytes: Vector
+
+    @property
+    def seconds_per_byte(self) -> float:
+        return min(slot.seconds_per_byte for slot in self.slots)
+
+
+def find_sides(lattice: Lattice) -> list[tuple[Side, Side]]:
+    """The stages before and after the boundary at the end of each stage but the last."""
+    slots = lattice.problem.slots
+
+    def side(slots: tuple[StageSlot, ...]) -> Side:
+        return Side(
+            slots=slots,
+            seconds=np.min([slot.seconds[lattice.order] for slot in slots], axis=0),
+            nbytes=np.min([slot.nbytes[lattice.order] for slot in slots], axis=0),
+        )
+
+    return [(side(slots[:q]), side(slots[q:])) for q in range(1, len(slots))]
 
 
 class BoundaryConditions:
@@ -19,47 +47,29 @@ class BoundaryConditions:
     sum of its budgets, and no unit may be pinned to a device of the other side. If stages differ, the least
     cost of any stage on a side counts. The conditions are also necessary for partly decided downsets, with
     the units that are decided.
-
-    ``crossing_nbytes`` are the bytes that each value adds to c. A subclass may lower them, and give
-    tighter `least_seconds` and `least_bytes`.
     """
 
-    def __init__(self, lattice: Lattice, bound: float) -> None:
-        slots = lattice.problem.slots
+    def __init__(self, lattice: Lattice, sides: Sequence[tuple[Side, Side]], bound: float) -> None:
+        """``sides`` are those of `find_sides`, or with more that a unit is known to cost."""
         self.lattice = lattice
-        self.crossing_nbytes = lattice.value_nbytes.copy()
         self.columns: list[Vector] = []  # weights of units that are summed
         self._keys: dict[bytes, int] = {}
-        # Per q: column, seconds per byte, limit
-        self.inside: list[list[tuple[int, float, float]]] = []
-        self.outside: list[list[tuple[int, float, float]]] = []
-        for q in range(1, len(slots)):
-            for conditions, side in ((self.inside, slots[:q]), (self.outside, slots[q:])):
-                first = conditions is self.inside
-                factor = min(s.seconds_per_byte for s in side)
-                seconds = self.least_seconds(side, first=first)
-                entries = [(self._column(seconds), factor, len(side) * bound)]
-                budgets = [s.budget for s in side if s.budget is not None]
-                if len(budgets) == len(side):
-                    nbytes = self.least_bytes(side, first=first)
-                    total = float(sum(budgets))
-                    if nbytes.sum() > total:
-                        entries.append((self._column(nbytes), 0.0, total * (1 + 1e-12)))
-                foreign = _foreign(lattice, {s.device for s in side})
-                if foreign.any():
-                    entries.append((self._column(foreign), 0.0, 0.5))
-                conditions.append(entries)
-        self._pairs = list(zip(self.inside, self.outside, strict=True))
+        # Per q, for the units inside and for those outside: column, seconds per byte, limit
+        self._pairs = [
+            (self._entries(before, bound), self._entries(after, bound)) for before, after in sides
+        ]
 
-    def least_seconds(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
-        """For each unit of the lattice, its least seconds on one side of a boundary (``first``: before)."""
-        found: Vector = np.min([slot.seconds[self.lattice.order] for slot in side], axis=0)
-        return found
-
-    def least_bytes(self, side: Sequence[StageSlot], *, first: bool) -> Vector:
-        """For each unit of the lattice, its least bytes on one side of a boundary (``first``: before)."""
-        found: Vector = np.min([slot.nbytes[self.lattice.order] for slot in side], axis=0)
-        return found
+    def _entries(self, side: Side, bound: float) -> list[tuple[int, float, float]]:
+        slots = side.slots
+        entries = [(self._column(side.seconds), side.seconds_per_byte, len(slots) * bound)]
+        budgets = [s.budget for s in slots if s.budget is not None]
+        total = float(sum(budgets))
+        if len(budgets) == len(slots) and side.nbytes.sum() > total:
+            entries.append((self._column(side.nbytes), 0.0, total * (1 + 1e-12)))
+        foreign = _foreign(self.lattice, {s.device for s in slots})
+        if foreign.any():
+            entries.append((self._column(foreign), 0.0, 0.5))
+        return entries
 
     def _column(self, weights: Vector) -> int:
         key = weights.tobytes()
@@ -83,6 +93,19 @@ class BoundaryConditions:
         for q in range(1, len(self._pairs) + 1):
             alive |= self.open(q, inside, outside, crossing)
         return alive
+
+    def open_rows(self, sums: Callable[[Vector], Vector], crossing: Vector) -> list[Flags]:
+        """For each stage, whether each downset of a family may be the boundary at its end.
+
+        ``sums(weights)`` are sums over the units of each downset; the last one must have all units.
+        """
+        count = len(crossing)
+        inside = np.empty((count, len(self.columns)))  # no columns where there is one stage
+        for c, weights in enumerate(self.columns):
+            inside[:, c] = sums(weights)
+        outside = np.array([w.sum() for w in self.columns]) - inside
+        opens = [self.open(q, inside, outside, crossing) for q in range(1, len(self._pairs) + 1)]
+        return [*opens, np.arange(count) == count - 1]
 
 
 def _foreign(lattice: Lattice, devices: set[str]) -> Vector:

@@ -40,7 +40,7 @@ def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> I
             foreign[unit] = device != slot.device
         foreign = _sums(foreign[order], cuts)
         budget = np.inf if slot.budget is None else slot.budget * (1 + _TOLERANCE)
-        following = value.copy() if problem.may_be_empty else np.full(count, np.inf)
+        following = np.full(count, np.inf)
         choice = np.arange(count)
         for width in range(1, count):
             load = seconds[width:] - seconds[:-width]

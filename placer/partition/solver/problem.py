@@ -55,8 +55,8 @@ class StageSlot:
 class PartitionProblem:
     """Units 0 … n - 1 with edges between them, and the chain of stages to put them on.
 
-    ``pins`` has the devices that units must be on. The graph has no cycle. Unless ``may_be_empty``, each
-    stage must have a unit that is not ``auxiliary`` (the loss is auxiliary).
+    ``pins`` has the devices that units must be on. The graph has no cycle. Each stage must
+    have a unit that is not ``auxiliary`` (the loss is auxiliary).
     """
 
     num_units: int
@@ -65,7 +65,6 @@ class PartitionProblem:
     slots: tuple[StageSlot, ...]
     pins: Mapping[int, str] = field(default_factory=dict)
     auxiliary: frozenset[int] = frozenset()
-    may_be_empty: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,8 +47,7 @@ def _counts(flags: NDArray[np.uint8], groups: Sequence[Sequence[int]]) -> NDArra
 class Family:
     """Downsets sorted by size, with the sums from which the loads of stages are computed.
 
-    ``crossing[i]`` is the number of bytes that cross the boundary of row i, ``boundary_crossing[i]`` the
-    part of them that `BoundaryConditions` may count.
+    ``crossing[i]`` is the number of bytes that cross the boundary of row i.
     """
 
     def __init__(self, lattice: Lattice, rows: Words) -> None:
@@ -59,9 +58,7 @@ class Family:
         self.counts = _counts(flags, lattice.values)
         self.sizes = np.array([len(v) for v in lattice.values], dtype=np.int16)
         self.nbytes = lattice.value_nbytes
-        self.crossing = self.boundary_crossing = (
-            (self.counts > 0) & (self.counts < self.sizes)
-        ) @ self.nbytes
+        self.crossing = ((self.counts > 0) & (self.counts < self.sizes)) @ self.nbytes
         self.outer = _counts(flags, lattice.external)
         self._sums: dict[bytes, Vector] = {}
 
@@ -88,14 +85,36 @@ class Family:
         load += slot.seconds_per_byte * crossing
         return load
 
-    def whole_load(
-        self, before: Indices, after: Indices, load: Vector, stage: int, work: Work
-    ) -> Vector:
-        """``load[i]`` of the stage ``after[i] - before[i]``, with costs that a subclass may add.
+    def open_rows(self, conditions: BoundaryConditions) -> list[Flags]:
+        """For each stage, whether each row may be the boundary at its end."""
+        return conditions.open_rows(self.sums, self.crossing)
 
-        Called only for rows that contain each other, so it can add costs that take long to compute.
+    def may_part(self, before: Indices, after: Indices) -> Flags:
+        """``[i, j]``: has the stage ``after[i] - before[j]`` enough units, if these rows nest?
+
+        It needs one that is not auxiliary.
         """
-        return load
+        found: Flags = self.standalone[after, None] > self.standalone[None, before]
+        return found
+
+    def stages_below(
+        self, bound: float, before: Indices, after: Indices, may: Flags, stage: int, work: Work
+    ) -> tuple[Indices, Indices, Vector]:
+        """Where ``stage`` begins, where it ends, and its load, for all pairs of rows below ``bound``.
+
+        ``may[i, j]``: whether the pair of ``before[j]`` and ``after[i]`` counts; it must nest, too.
+        """
+        chosen = may.any(axis=0)
+        before = before[chosen]
+        loads = self.loads(before, after, self.lattice.problem.slots[stage])
+        work.take(_LOAD * loads.size)
+        second, earlier = np.nonzero(may[:, chosen] & (loads < bound))
+        before, after, load = before[earlier], after[second], loads[second, earlier]
+        for word in range(self.rows.shape[1]):
+            column = self.rows[:, word]
+            nested = (column[before] & ~column[after]) == 0
+            before, after, load = before[nested], after[nested], load[nested]
+        return before, after, load
 
     def _both(self, before: Indices, after: Indices) -> Vector:
         """The bytes that cross both boundaries, counted twice if the stage has no unit of the value."""
@@ -115,20 +134,6 @@ class Family:
         return found
 
 
-def open_rows(family: Family, conditions: BoundaryConditions) -> list[Flags]:
-    """For each stage, whether each row may be the boundary at its end."""
-    slots, rows = family.lattice.problem.slots, family.rows
-    inside = np.empty((len(rows), len(conditions.columns)))  # no columns where there is one stage
-    for c, weights in enumerate(conditions.columns):
-        inside[:, c] = family.sums(weights)
-    outside = np.array([w.sum() for w in conditions.columns]) - inside
-    opens = [
-        conditions.open(q, inside, outside, family.boundary_crossing) for q in range(1, len(slots))
-    ]
-    opens.append(np.arange(len(rows)) == len(rows) - 1)
-    return opens
-
-
 def best_boundaries(
     family: Family, conditions: BoundaryConditions, bound: float, work: Work | None = None
 ) -> Boundaries | None:
@@ -140,7 +145,7 @@ def best_boundaries(
     spent.
     """
     work = Work() if work is None else work
-    opens = open_rows(family, conditions)
+    opens = family.open_rows(conditions)
     if not np.isfinite(work.left):
         return _program(family, opens, bound, work)
     first = Work(work.left / _FIRST)
@@ -171,8 +176,6 @@ def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Bo
             stages[key] = Stages(family, alive, (first, final), q, bound, work)
         following = np.full(len(rows), np.inf)
         choice = np.full(len(rows), len(rows), dtype=np.int64)
-        if lattice.problem.may_be_empty:
-            following, choice = np.where(may_end, value, np.inf), np.arange(len(rows))
         for pairs in stages[key].from_rows(np.flatnonzero(value < bound)):
             work.take(_STAGE * len(pairs.load))
             reached = np.maximum(pairs.load, value[pairs.before])
@@ -206,7 +209,6 @@ def _narrow(family: Family, opens: list[Flags], bound: float, work: Work) -> lis
     boundary leave few rows for its neighbours.
     """
     slots = family.lattice.problem.slots
-    empty = family.lattice.problem.may_be_empty
     rows = [np.zeros(1, dtype=np.int64), *map(np.flatnonzero, opens)]
     spare = int(np.any(opens, axis=0).sum()) ** 2 / 8
     todo = set(range(len(slots)))
@@ -221,8 +223,6 @@ def _narrow(family: Family, opens: list[Flags], bound: float, work: Work) -> lis
         todo.remove(q)
         stages = Stages(family, rows[q + 1], None, q, bound, work)
         kept = np.zeros((2, len(family.rows)), dtype=bool)
-        if empty:
-            kept[:, np.intersect1d(rows[q], rows[q + 1])] = True
         for pairs in stages.from_rows(rows[q]):
             kept[0, pairs.before] = kept[1, pairs.after] = True
         if work.is_spent():
@@ -301,7 +301,7 @@ class Stages:
                 near = near[(column[near] & ~word) == 0]
             if not len(near):
                 continue
-            may = family.standalone[block, None] > family.standalone[None, near]
+            may = family.may_part(near, block)
             may &= seconds[block, None] - seconds[None, near] < self._bound
             if self._positions is not None:
                 first, final = self._positions
@@ -310,23 +310,11 @@ class Stages:
             for sums, limit in self._limits:
                 may &= sums[block, None] - sums[None, near] <= limit
             self._work.take(_PAIR * may.size)
-            chosen = may.any(axis=0)
-            if not chosen.any():
+            if not may.any():
                 continue
-            loads = family.loads(near[chosen], block, self._slot)
-            self._work.take(_LOAD * loads.size)
-            second, earlier = np.nonzero(may[:, chosen] & (loads < self._bound))
-            before, after = near[chosen][earlier], block[second]
-            load = loads[second, earlier]
-            for word in range(family.rows.shape[1]):
-                column = family.rows[:, word]
-                nested = (column[before] & ~column[after]) == 0
-                before, after, load = before[nested], after[nested], load[nested]
-            whole = family.whole_load(before, after, load, self._stage, self._work)
-            if whole is not load:
-                near_enough = whole < self._bound
-                before, after = before[near_enough], after[near_enough]
-                load = whole[near_enough]
+            before, after, load = family.stages_below(
+                self._bound, near, block, may, self._stage, self._work
+            )
             if len(before):
                 parts.append((before, after, load))
         if not parts:

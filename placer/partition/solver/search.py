@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.conditions import BoundaryConditions
+from placer.partition.solver.conditions import BoundaryConditions, find_sides
 from placer.partition.solver.families import beam_rows, chain_rows, distinct
 from placer.partition.solver.lattice import (
     Lattice,
@@ -59,27 +59,21 @@ class Answer:
 
 
 class DownsetSearch:
-    """Answers for ``problem``, whose edges have no cycle, by dynamic programs over downsets.
+    """Answers for the problem of ``lattice`` by dynamic programs over downsets.
 
-    A subclass may leave units out of the lattice, and count them in `conditions`, `family` and
-    `stages` (benchmarks/msr does).
+    ``bound`` is a lower bound on all placements, which `prove` raises.
     """
 
-    def __init__(self, problem: PartitionProblem) -> None:
-        self.problem = problem
-        self.lattice = self.make_lattice()
-
-    def make_lattice(self) -> Lattice:
-        """The units of the problem in a topological order."""
-        preds, succs = adjacency(self.problem)
-        order = topological_order(preds, succs, range(self.problem.num_units))
-        return build_lattice(self.problem, order)
+    def __init__(self, lattice: Lattice) -> None:
+        self.lattice, self.problem = lattice, lattice.problem
+        self.bound = simple_bound(self.problem)
+        self._sides = find_sides(lattice)
 
     def conditions(self, bound: float) -> BoundaryConditions:
         """Conditions for the boundaries of placements with all loads below ``bound``."""
-        return BoundaryConditions(self.lattice, bound)
+        return BoundaryConditions(self.lattice, self._sides, bound)
 
-    def family(self, rows: Words, conditions: BoundaryConditions) -> Family:
+    def family(self, rows: Words) -> Family:
         """The downsets ``rows``, ready for the dynamic program."""
         return Family(self.lattice, rows)
 
@@ -94,8 +88,7 @@ class DownsetSearch:
         self, rows: Words, bound: float, work: Work | None = None
     ) -> Boundaries | None:
         """`placer.partition.solver.program.best_boundaries` for the family ``rows``."""
-        conditions = self.conditions(bound)
-        return best_boundaries(self.family(rows, conditions), conditions, bound, work)
+        return best_boundaries(self.family(rows), self.conditions(bound), bound, work)
 
     def first_answer(self) -> StageOf | None:
         """The best placement with boundaries from a few orders and a beam search.
@@ -143,24 +136,21 @@ class DownsetSearch:
             return Answer(stage_of=None, bound=0.0 if spent else limit, finished=not spent)
         return Answer(stage_of=self.stages(boundaries), bound=boundaries.value, finished=True)
 
-    def prove(
-        self, value: float, most_alive: int, work: Work, *, bound: float = 0.0
-    ) -> tuple[float, StageOf | None]:
-        """A lower bound on all placements, and the best placement if one below ``value`` was found.
+    def prove(self, value: float, most_alive: int, work: Work) -> StageOf | None:
+        """Raise ``bound``, and return the best placement if one below ``value`` was found.
 
         All placements below a limit have boundaries that satisfy its conditions, and the number of such
         downsets grows exponentially with the limit. So first ``value`` is tried as the limit, with few
-        downsets. Then limits are tried upwards from ``bound``, which is known already; the first limit
+        downsets. Then limits are tried upwards from ``bound``; the first limit
         with a placement below it gives the best one. If there are too many downsets, limits between that
         one and the last without a placement are tried, as long as there is ``work`` left.
         """
-        problem, lattice = self.problem, self.lattice
-        least = max(bound, simple_bound(problem))
+        least = self.bound
         if is_reached(value, least) or not most_alive:
-            return least, None
+            return None
         if not np.isfinite(value):
-            value = load_above_all(problem)
-        left = min(most_alive, _MOST_BITS // max(1, lattice.num_units))
+            value = load_above_all(self.problem)
+        left = min(most_alive, _MOST_BITS // max(1, self.lattice.num_units))
         # Shares of the gap: up to ``empty`` there is no placement, from ``full`` on too many downsets.
         empty, full = 0.0, np.inf
         share, most, failed = 1.0, left // _FEW, 0
@@ -175,13 +165,22 @@ class DownsetSearch:
                 answer = self.best_within(rows, limit, work)
                 if answer.stage_of is not None or not answer.finished:
                     known = max(least, answer.bound, least + empty * (value - least))
-                    return known * (1 if answer.finished else 1 - _TOLERANCE), answer.stage_of
+                    self.bound = known * (1 if answer.finished else 1 - _TOLERANCE)
+                    return answer.stage_of
                 if share == 1.0:
-                    return value, None
+                    self.bound = value
+                    return None
                 empty, left = share, left - len(rows)
                 most = min(most, left)
             share = (empty + full) / 2 if full <= 1 else min(1.0, max(_FIRST_SHARE, 4 * empty))
-        return (least + empty * (value - least)) * (1 - _TOLERANCE), None
+        self.bound = (least + empty * (value - least)) * (1 - _TOLERANCE)
+        return None
+
+
+def whole_lattice(problem: PartitionProblem) -> Lattice:
+    """The lattice of all units of ``problem``, whose edges have no cycle, in a topological order."""
+    order = topological_order(*adjacency(problem), range(problem.num_units))
+    return build_lattice(problem, order)
 
 
 def adjacency(problem: PartitionProblem) -> tuple[list[list[int]], list[list[int]]]:

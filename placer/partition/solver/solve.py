@@ -18,6 +18,7 @@ from placer.partition.solver.search import (
     StageOf,
     adjacency,
     newest_first,
+    whole_lattice,
 )
 from placer.partition.solver.work import Work
 from placer.plan.types import Optimality
@@ -38,12 +39,12 @@ def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solutio
     """
     if problem.num_units > LARGE:
         return _solve_large(problem)
-    search = DownsetSearch(problem)
+    search = DownsetSearch(whole_lattice(problem))
     first = search.first_answer()
     value = np.inf if first is None else largest_load(problem, first)
-    bound, better = search.prove(value, most_alive, proof_work(most_alive))
+    better = search.prove(value, most_alive, proof_work(most_alive))
     stage_of = first if better is None else better
-    return None if stage_of is None else as_solution(problem, stage_of, bound)
+    return None if stage_of is None else as_solution(problem, stage_of, search.bound)
 
 
 def proof_work(most_alive: int) -> Work:

@@ -66,7 +66,7 @@ class _Deciding:
         columns = len(conditions.columns)
         self._weights = np.array(conditions.columns).reshape(columns, n)  # no columns for one stage
         self._sums_of = BitSums(self._weights.T)
-        self._crossing_of = BitSums(conditions.crossing_nbytes[:, None])
+        self._crossing_of = BitSums(lattice.value_nbytes[:, None])
         self._after = _with_later(lattice, np.array([bit_row([u], n) for u in range(n)]))
         self._after_sums = self._sums_of(self._after)
         self._touched_by = np.array([bit_row(v, m) for v in lattice.values_of])

@@ -29,7 +29,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import BackwardHook
 
-from placer._torch import EngineCall, failed_engine_call, has_run, run_engine, sequence_number
+from placer._torch import (
+    EngineCall,
+    failed_engine_call,
+    gradient_hooks,
+    has_run,
+    run_engine,
+    sequence_number,
+)
 from placer.autograd_graph import leaf_of, nodes_behind
 
 Trace = Sequence[str]  # a word for each node of a graph, in the order of creation; see `trace_of`
@@ -139,8 +146,9 @@ def _hooked_leaves(nodes: Iterable[Node], frame: FrameType, names: Mapping[int, 
 
 
 def _has_hook(leaf: Tensor, frame: FrameType) -> bool:
-    hooks = (leaf._backward_hooks or {}).values()
-    return any(getattr(hook, "__code__", frame.f_code) is frame.f_code for hook in hooks)
+    return any(
+        getattr(hook, "__code__", frame.f_code) is frame.f_code for hook in gradient_hooks(leaf)
+    )
 
 
 def number_of(node: Node) -> int:

@@ -23,7 +23,7 @@ from placer.executor.distributed.job.groups import sendable, wait_function
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.execute import MicrobatchRun
 from placer.executor.place import Place
-from placer.schedule import Action, Message
+from placer.schedule import Action, Message, take_due_receives
 
 
 class Channel(Protocol):
@@ -149,7 +149,10 @@ class MessageTransport:
                 if action.stage_index in value.readers and not made_here:
                     run.put(value.name, value.rebuild({}), self._place)
         for peer in self._peers:
-            self._post_receives(peer, position, self._next.get(action, position))
+            following = self._next.get(action, position)
+            upcoming = self._peers[peer].upcoming
+            due = take_due_receives(upcoming, self._rank, position=position, following=following)
+            self._awaited.update((message, self._start(message)) for message in due)
             if peer not in self._answering:
                 self._release(peer, position)
         for message in self._needed.pop(position, ()):
@@ -180,20 +183,6 @@ class MessageTransport:
         for peer in self._peers.values():
             while peer.sent:
                 self._wait_for(peer.sent.popleft())
-
-    def _post_receives(self, peer: int, position: int, following: int) -> None:
-        """Start the receives that are due before this rank's action at ``position``.
-
-        These are all that come before the messages that the action sends, and those that are needed for
-        the action at ``following``, this rank's next one.
-        """
-        upcoming = self._peers[peer].upcoming
-        while upcoming and upcoming[0].receiver == self._rank:
-            message = upcoming[0]
-            if message.sent_after >= position and message.needed_before > following:
-                break
-            upcoming.popleft()
-            self._awaited[message] = self._start(message)
 
     def _start(self, message: Message) -> _Awaited:
         specs = self._specs(message)

@@ -34,17 +34,14 @@ def _sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _SumOverRanks.apply(value, group)  # type: ignore[no-any-return]
 
 
-class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """``nn.SyncBatchNorm`` for the CPU, which torch's own does not support.
+class _SyncBatchNorm(nn.SyncBatchNorm):
+    """``nn.SyncBatchNorm`` for the CPU, which torch's own does not support in training.
 
     Computes the mean and then the variance, in two passes for precision; each is a sum over the group.
     Replicas may have different numbers of rows.
     """
 
     process_group: dist.ProcessGroup
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        return
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -80,7 +77,7 @@ def synchronise_norms(part: nn.Module, group: dist.ProcessGroup) -> None:
     The layers stay the same objects, with their tensors, names and hooks.
     """
     for module in part.modules():
-        if isinstance(module, (*_KINDS, _SyncBatchNorm, nn.SyncBatchNorm)):
+        if isinstance(module, (*_KINDS, nn.SyncBatchNorm)):
             on_cpu = all(t.device.type == "cpu" for t in (*module.parameters(), *module.buffers()))
             module.__class__ = _SyncBatchNorm if on_cpu else nn.SyncBatchNorm
             module.process_group = group

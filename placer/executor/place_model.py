@@ -1,0 +1,35 @@
+"""Makes a placed module from a plan, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from placer.emit import emit_stages, materialize
+from placer.executor.module import PlacedModule
+from placer.executor.place import Place
+from placer.plan.types import Plan
+from placer.program import Program
+
+
+def place_model(
+    model: nn.Module,
+    program: Program,
+    plan: Plan,
+    places: Sequence[Sequence[Place]],
+    *,
+    weights: Path | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
+) -> PlacedModule:
+    """A copy of ``model`` whose stages run on ``places`` (``[replica][stage]``), with weights there.
+
+    ``weights`` and ``initialize`` are as for `placer.compile`.
+    """
+    staged = emit_stages(program, plan)
+    homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
+    with torch.inference_mode(False):  # weights that are made under it could not be trained
+        placed = materialize(model, homes, weights=weights, initialize=initialize)
+    return PlacedModule(placed, plan=plan, staged=staged, places=places)
