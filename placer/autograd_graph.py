@@ -1,4 +1,4 @@
-"""Walks over autograd's graph."""
+"""Walks autograd's graph."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def nodes_of(value: Any) -> list[Node]:
 
 
 def nodes_behind(start: Iterable[Node], *, stops: Container[Node] = ()) -> list[Node]:
-    """The nodes of ``start``, and all nodes that gradients reach from there without passing ``stops``."""
-    waiting = [node for node in dict.fromkeys(start) if node not in stops]
-    seen = set(waiting)
+    """The nodes of ``start``, and all nodes that gradients reach from them without passing ``stops``."""
+    stack = [node for node in dict.fromkeys(start) if node not in stops]
+    seen = set(stack)
     found = []
-    while waiting:
-        node = waiting.pop()
+    while stack:
+        node = stack.pop()
         found.append(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen and following not in stops:
                 seen.add(following)
-                waiting.append(following)
+                stack.append(following)
     return found
 
 
 def leaf_of(node: Node) -> Tensor | None:
-    """The leaf tensor into which ``node`` accumulates gradients; None for any other node."""
+    """The leaf tensor whose gradient ``node`` accumulates; None for any other node."""
     leaf = getattr(node, "variable", None)
     return leaf if isinstance(leaf, Tensor) and leaf.is_leaf else None

@@ -42,7 +42,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundDevice:
-    """A device of this machine; ``memory`` and ``free`` in bytes, None if torch does not tell."""
+    """A device of this machine; ``memory`` and ``free`` are in bytes, None if torch does not report them."""
 
     name: str
     description: str
@@ -52,7 +52,7 @@ class FoundDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureState:
-    """A feature of placer, and the names of torch that it needs and that are missing (none: it works)."""
+    """A feature of placer, and the names that it needs but torch lacks (none: it works)."""
 
     feature: str
     missing: tuple[str, ...]
@@ -84,7 +84,7 @@ class Diagnosis:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What ``placer doctor --json`` prints."""
+        """The values that ``placer doctor --json`` prints."""
         return {
             "ok": self.ok,
             "platform": self.platform,
@@ -117,7 +117,7 @@ class Diagnosis:
 def examine() -> Diagnosis:
     """Examine this machine. Raises nothing: problems are a part of the result.
 
-    Asking a CUDA device for its free memory makes a context on it for as long as the process lives.
+    Asking a CUDA device for its free memory creates a context on it that lasts as long as the process.
     """
     packages = tuple(
         Package(range=each, release=found_release(each.package)) for each in (PYTHON, *RANGES)
@@ -167,7 +167,7 @@ def _host() -> FoundDevice:
 
 
 def _available_host_memory() -> int | None:
-    """Bytes of memory that programs can still get, including caches (Linux only)."""
+    """Bytes of host memory that programs can still allocate, including caches (Linux only)."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None

@@ -1,4 +1,4 @@
-"""The errors that placer raises. Each says where the problem is, what it is, and what to do about it."""
+"""The errors that placer raises. Each says where the problem is, what it is, and what to do."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class PlacerError(Exception):
 class SpecError(PlacerError):
     """A placement spec is wrong; ``problems`` holds every ``(where, problem, remedy)`` found in it.
 
-    The text has the first of them.
+    The message has the first 20 of them.
 
-    A single problem that names the whole of ``source`` (a file that is missing, say), or an option
-    of the command line, is told without a headline.
+    A single problem about ``source`` as a whole (for example, a missing file) or about a command line
+    option has no headline.
     """
 
     UNNAMED = "placement spec"  # the source of a spec that was not read from a file
     OPTIONS = "options"  # the source of a spec that the options of a command describe
-    _SHOWN = 20  # problems in the text
+    _SHOWN = 20  # how many problems the message has
 
     def __init__(self, source: str, problems: Iterable[tuple[str, str, str]]) -> None:
         self.source = source
@@ -57,7 +57,7 @@ class SpecError(PlacerError):
 
 
 class CaptureError(PlacerError):
-    """A model could not be captured as a graph, or was called in another way than it was captured."""
+    """A model cannot be captured as a graph, or was called differently than it was captured."""
 
 
 class DeviceError(PlacerError):
@@ -75,7 +75,7 @@ class CheckpointError(PlacerError):
 
 
 class VersionError(PlacerError):
-    """The release of an installed package cannot do what was asked for."""
+    """The installed release of a package lacks something that is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +88,10 @@ class Tried:
 
 
 class BudgetError(PlacerError):
-    """No placement fits the budgets; ``device`` overflows by ``missing_bytes`` at the least.
+    """No placement fits the budgets; in the closest one, ``device`` lacks ``missing_bytes``.
 
-    ``largest_node`` needs ``largest_node_bytes`` by itself, however the model is cut; ``tried`` are
-    changes that were planned, those that fit and those that do not.
+    ``largest_node`` needs ``largest_node_bytes`` by itself, however the model is split. ``tried`` are the
+    changes that were planned, whether they fit or not.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class BudgetError(PlacerError):
 
 
 class StageError(PlacerError):
-    """Code of a stage raised an exception on this rank; ``layer`` is "" if it was not a layer's."""
+    """A stage raised an exception on this rank; ``layer`` is "" if it was not raised by a layer."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class StageError(PlacerError):
 
 
 class PeerError(PlacerError):
-    """Another rank of the job failed or ended; ``where`` and ``problem`` are what it reported."""
+    """Another rank of the job failed or ended; ``where`` and ``problem`` are from its report."""
 
 
 def _stage_error(
@@ -172,9 +172,9 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def causes(error: BaseException | None, *, implicit: bool = False) -> Iterator[BaseException]:
-    """``error`` and what it was raised from, one after the other; an error may be its own cause.
+    """Yields ``error`` and the chain of its causes; an error may be its own cause.
 
-    With ``implicit`` also what was being handled when an error without a cause was raised.
+    With ``implicit``, includes the exception that was being handled when an error without a cause was raised.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -11,9 +11,9 @@ from placer.errors import PlacerError
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise ``PlacerError`` if it is certain that a file cannot be written; None stands for no file.
+    """Raise ``PlacerError`` if a file certainly cannot be written; None stands for no file.
 
-    For the beginning of work that takes a while: `writing` has the last word.
+    To be called before work that takes a while; `writing` reports all other failures.
     """
     for path in paths:
         if path is None:

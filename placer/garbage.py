@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from looking at every object of the process while placer plans."""
+"""Keeps Python's garbage collector from scanning every object of the process while placer plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FROZEN_BY_PYTHON = 1_000  # objects at most; Python 3.12 freezes 375 when it st
 def only_new_garbage() -> Iterator[None]:
     """In this block, Python collects only garbage that was made in the block.
 
-    After ``import torch`` a process has some 400,000 objects, and looking at all of them takes up to 0.2
+    After ``import torch`` a process has some 400,000 objects, and scanning all of them takes up to 0.2
     seconds. Planning makes so many objects that Python would do this several times. Does nothing in a
     process that has frozen objects of its own (`gc.freeze`).
     """

@@ -1,8 +1,8 @@
-"""Rates of an NVIDIA H100 80GB HBM3: fitted to what one of them took (driver 580, torch 2.11, cuDNN 9.19).
+"""Rates of an NVIDIA H100 80GB HBM3, fitted to measurements of one (driver 580, torch 2.11, cuDNN 9.19).
 
-`benchmarks/gpu_times.py` made the numbers, from the times of every operation of 8 models and of 141
-convolutions by themselves; benchmarks/results/gpu_times.md shows how well they explain these, and
-steps of models that were kept out. Convolutions in fp32 run on TF32 tensor cores (torch's default).
+`benchmarks/gpu_times.py` fitted the numbers to the times of every operation of 8 models and of 141 single
+convolutions; benchmarks/results/gpu_times.md shows how well they fit these, and steps of models kept out of
+the fit. Convolutions in fp32 run on TF32 tensor cores (torch's default).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _FITTED = {
     ("pointwise", "half"): (1.17, 0, 3150, 0, 1),
     ("optimizer", "float32"): (20, 0, 2750, 0, 1),
 }
-# Seconds of the host per operation, and per one that chooses an algorithm: the medians of the
-# profiler's, times what explains whole steps best (2.9; Python and autograd around them). Xeon, 16 cores.
+# Seconds of the host per operation, and per operation that chooses an algorithm: the profiler's medians times
+# 2.9, the factor that fits whole steps best (Python and autograd around the operations). Xeon, 16 cores.
 _LAUNCH, _HEAVY_LAUNCH = 23e-6, 123e-6
 
 H100_RATES = with_launch(

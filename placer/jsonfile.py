@@ -1,4 +1,4 @@
-"""Reads JSON files that people write, and says what is wrong with one, and where."""
+"""Reads JSON files that people write, with errors that say what is wrong and where."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def read_json(path: Path) -> Any:
 def json_pointer(path: Iterable[int | str], data: Any) -> str:
     """The JSON pointer (RFC 6901) to ``path`` in ``data``, without steps that are not in it.
 
-    pydantic names its own tags among the steps of an error's place.
+    The paths of pydantic's errors also contain its own tags, which are left out.
 
     >>> json_pointer(["devices", 0, "DeviceSpec", "memory"], {"devices": [{"memory": 1}]})
     '/devices/0/memory'

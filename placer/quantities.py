@@ -21,7 +21,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 def parse_bytes(text: str | int) -> int:
     """The bytes that ``text`` stands for: an integer, or a number with a decimal (MB) or binary (MiB) unit.
 
-    Raises ``ValueError`` when the text is not a size, or one of 2**63 bytes and more.
+    Raises ``ValueError`` if the text is not a size, or if it is 2**63 bytes or more.
 
     >>> parse_bytes("16GiB"), parse_bytes("500 MB"), parse_bytes(1024)
     (17179869184, 500000000, 1024)
@@ -49,7 +49,7 @@ def _bounded(nbytes: float, text: str | int) -> int:
 def format_bytes(nbytes: int | float, *, enough: bool = False) -> str:
     """``nbytes`` in the binary unit that leaves one to three digits before the point.
 
-    Rounded to the nearest, or where it says what is ``enough``, up.
+    It is rounded to the nearest value, or with ``enough`` rounded up.
 
     >>> format_bytes(17179869184), format_bytes(1536), format_bytes(12), format_bytes(-2**20)
     ('16.00 GiB', '1.50 KiB', '12 B', '-1.00 MiB')

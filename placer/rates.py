@@ -1,14 +1,13 @@
-"""How long an operation takes on a device, by a few numbers for each class of operation and data type.
+"""Computes how long an operation takes on a device, from a few numbers per class of operation and dtype.
 
     seconds = overhead + FLOPs / (rate of FLOPs) + bytes / bandwidth
 
-A convolution or a product works on tiles: ``tile`` columns at a time, so that 32 channels take as
-long as 128 where a tile is 128 wide. A normalisation runs one block per row that it normalises
-(a channel, a group): few rows leave most of a GPU idle, and each row reads and writes at most
-``row_bandwidth`` bytes a second.
+A convolution or a matrix product works on tiles, ``tile`` columns at a time, so 32 channels take as long as
+128 if a tile is 128 wide. A normalisation runs one block per row that it normalises (a channel, a group): few
+rows leave most of a GPU idle, and each row reads and writes at most ``row_bandwidth`` bytes per second.
 
-What launching the operation takes on the host is counted apart: the device works meanwhile, so that
-a pass takes the longer of the two.
+The host's time to launch the operation is counted separately. The device works at the same time, so a pass
+takes the longer of the two.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CLASSES = (
     "transposed_convolution_weight",
     "depthwise_convolution",  # all three
     "product",
-    "unaligned_product",  # in half precision, of a size that is no multiple of 8
+    "unaligned_product",  # in half precision, with a size that is not a multiple of 8
     "attention",
     "attention_backward",
     "batch_norm",  # instance norm too
@@ -46,15 +45,16 @@ CLASSES = (
     "pointwise",  # and all others
     "optimizer",
 )
-DTYPES = ("float32", "half", "float64")  # half: bfloat16 and float16; whatever else: float32
-HEAVY = frozenset(CLASSES[: CLASSES.index("attention_backward") + 1])  # take long to launch
+DTYPES = ("float32", "half", "float64")  # half: bfloat16 and float16; all other types: float32
+HEAVY = frozenset(CLASSES[: CLASSES.index("attention_backward") + 1])  # slow to launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The numbers of one class: seconds, FLOP/s and bytes/s; ``launch`` are seconds of the host.
+    """The numbers of one class, in seconds, FLOP/s and bytes/s; ``launch`` is in seconds of the host.
 
-    ``tile`` 1: no padding. ``row_bandwidth`` 0: rows do not matter. ``flops`` 0: FLOPs take no time.
+    ``tile`` 1 means no padding, ``row_bandwidth`` 0 that rows do not matter, ``flops`` 0 that FLOPs take no
+    time.
     """
 
     overhead: float = 0.0
@@ -102,7 +102,7 @@ class Rates:
 
 
 def uniform_rates(*, flops: float, bandwidth: float) -> Rates:
-    """The same rate for every class, for a device of which only one speed is known."""
+    """The same rate for every class, for a device with only one known speed."""
     rate = Rate(flops=flops, bandwidth=bandwidth)
     return Rates({(name, dtype): rate for name in CLASSES for dtype in DTYPES})
 
@@ -120,8 +120,7 @@ class Peaks:
     def of(self, key: Key) -> float:
         """The peak FLOP/s that operations of this class and data type could reach.
 
-        By torch's default convolutions in fp32 run on TF32 tensor cores where there are some, and
-        products do not.
+        By default, torch runs fp32 convolutions on TF32 tensor cores if there are any, but not fp32 products.
         """
         name, dtype = key
         if dtype == "half":
@@ -132,9 +131,9 @@ class Peaks:
 
 
 def scaled_rates(known: Rates, of: Peaks, to: Peaks) -> Rates:
-    """The rates of a device with the peaks ``to``, if it reaches the same shares of them as ``known``.
+    """The rates of a device with the peaks ``to``, if it reaches the same fractions of them as ``known``.
 
-    A block's bandwidth, tiles and what does not depend on size are taken as they are.
+    The bandwidth of a block, tiles, and everything that does not depend on size stay the same.
     """
     return Rates(
         {
@@ -222,7 +221,7 @@ def complete_rates(measured: Mapping[Key, Rate], peaks: Peaks) -> Rates:
 
 
 def _of_share(rate: Rate, of: float, to: float) -> Rate:
-    """``rate`` with the FLOP/s that are the same share of the peak ``to`` as before of the peak ``of``."""
+    """``rate`` with FLOP/s that are the same fraction of the peak ``to`` as before of the peak ``of``."""
     return replace(rate, flops=rate.flops / of * to)
 
 

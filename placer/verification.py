@@ -97,12 +97,12 @@ def verify(
 ) -> Verification:
     """Run one training step of ``model``, placed and plain, and compare everything it computes.
 
-    Compared are outputs, the loss, the gradient of every parameter and of inputs that require one,
-    buffers, and parameters after one SGD step. The plain model runs the same slices of the batch one
-    after the other (one slice: the whole batch), with the same seed and under the autocast that the
-    spec's ``precision`` means. ``model`` itself is not changed.
-    ``tolerance`` (relative) is by default that of the parameters' dtype. With
-    ``ignore_device_moves`` the plain model runs where its tensors are, too.
+    Outputs, the loss, the gradient of every parameter and of inputs that require one, buffers, and parameters
+    after one SGD step are compared. The plain model runs the same slices of the batch one
+    after the other (one slice: the whole batch), with the same seed and under autocast for the
+    spec's ``precision``. ``model`` itself is not changed.
+    The default of ``tolerance`` (relative) depends on the parameters' dtype. With
+    ``ignore_device_moves``, the plain model ignores device moves too.
     """
     args, kwargs = example_call(args, kwargs)
     placed = compile(
@@ -111,7 +111,7 @@ def verify(
     plain = copy_module(model)
     wanted = loss_fn or stand_in_loss
     with _seeded(seed), IgnoreDeviceMoves() if ignore_device_moves else nullcontext():
-        theirs, cuts = _run_plain(plain, placed, args, kwargs, wanted)
+        theirs, slices = _run_plain(plain, placed, args, kwargs, wanted)
     with _seeded(seed):
         ours = _run_placed(placed, args, kwargs, wanted)
     allowed = tolerance or max(
@@ -122,7 +122,7 @@ def verify(
     return Verification(
         comparisons=tuple(_compare(ours, theirs, allowed)),
         reference="the plain model"
-        + (f" on the same {cuts} slices of the batch" * (cuts > 1))
+        + (f" on the same {slices} slices of the batch" * (slices > 1))
         + _where(placed),
     )
 
@@ -158,9 +158,9 @@ def _run_plain(
     kwargs: Any,
     loss_fn: Callable[[Any], Tensor],
 ) -> tuple[_Step, int]:
-    """The reference: the plain model on each cut in turn, results joined, one loss, one backward.
+    """The reference: the plain model on each slice in turn, results joined, one loss, one backward.
 
-    And how many cuts there are: fewer than the plan has where the batch has few rows.
+    Also returns the number of slices, which is lower than the plan's if the batch has few rows.
     """
     args, kwargs = _fresh((args, kwargs))
     call, plan = placed.staged.call, placed.plan
@@ -170,23 +170,23 @@ def _run_plain(
         output = _call_plain(plain, args, kwargs, plan.precision)
     else:
         statistics = DeferredStatistics() if defers_statistics(plan) else None
-        output = _run_cuts(plain, placed.staged, batch, statistics, plan.precision)
+        output = _run_slices(plain, placed.staged, batch, statistics, plan.precision)
     loss = loss_fn(output)
     loss.backward()
     return _collect(plain, output, loss, (args, kwargs)), len(batch.slices)
 
 
-def _run_cuts(
+def _run_slices(
     plain: nn.Module,
     staged: StagedModel,
     batch: ScatteredBatch,
     statistics: DeferredStatistics | None,
     precision: str,
 ) -> Any:
-    """The result of the cuts, per replica and micro-batch so many rows, one after the other.
+    """The joined results of the slices of ``batch``, which run one after the other.
 
     Every replica starts from the same buffers. Those of later replicas are not kept, as with
-    ``nn.DataParallel``. With ``statistics``, running statistics are updated once, in the end.
+    ``nn.DataParallel``. With ``statistics``, running statistics are updated once, at the end.
     """
     call = staged.call
     buffers = dict(plain.named_buffers())
@@ -226,9 +226,9 @@ def _call_plain(
     precision: str,
     place: tuple[int, int] | None = None,
 ) -> Any:
-    """The plain model's result, under the autocast that ``precision`` means for the placed one.
+    """The plain model's result under the same autocast as the placed model.
 
-    ``place`` says which slice of the batch the arguments are, of how many; None: they are all of it.
+    ``place`` is (number of the slice, number of slices) for error messages; None if it is the whole batch.
     """
     device = next((tensor.device.type for tensor in plain.parameters()), "cpu")
     try:
@@ -246,7 +246,7 @@ def _call_plain(
 
 
 def _leaves(output: Any) -> list[Any]:
-    """All leaves of a result, including those inside of objects."""
+    """All leaves of a result, including those inside objects."""
     return flatten_result(output)[0]
 
 

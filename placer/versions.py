@@ -1,7 +1,8 @@
-"""The releases of packages with which placer was tested, and the errors for other releases.
+"""The releases of packages that placer was tested with, and the errors for other releases.
 
-A release outside its range is not refused for its number: what it can do goes on working. `require`
-refuses what this torch cannot do, by looking for the names that are needed.
+A release outside its range is not refused for its number: everything that it supports keeps working.
+`require` raises an error for a feature that this torch lacks, by looking up the names that the feature
+needs.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables that configure torch's allocator; which is read depends on torch's release."""
+"""Environment variables that configure torch's allocator; the release of torch decides which one it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The lowest and the highest release of a package with which the test suite was run.
+    """The lowest and the highest release of a package that the test suite was run with.
 
     ``pyproject.toml`` allows all releases from ``lowest`` up to, not including, ``below``.
     """

@@ -77,7 +77,7 @@ class Reference:
 class ReachableState:
     """The state that the code of modules can reach.
 
-    ``cached`` are the slots of ``functools.lru_cache`` functions, ``variables`` those of global and
+    ``cached`` are references to ``functools.lru_cache`` functions, ``variables`` those of global and
     closure variables that are None or tensors, ``containers`` dicts, lists and sets, ``codes`` the
     code of functions.
     """

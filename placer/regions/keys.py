@@ -1,4 +1,4 @@
-"""Find the nodes that form regions: those of the layers that a spec names, if in-place writes allow it."""
+"""Finds the nodes that form regions: those of the layers that a spec names, if in-place writes allow it."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def region_boundaries(program: Program) -> RegionBoundaries:
 
 
 def _no_region_ends(program: Program) -> Callable[[Sequence[int], int], bool]:
-    """A function of a group and a position: may no region end there, between nodes of the group?
+    """A predicate of a group and a position: must no region end there, between nodes of the group?
 
-    None may if the group has a constant, or if nodes after the position write to parameters or
-    buffers: the nodes before it, when run again, would read what was written.
+    None may end there if the group has a constant, or if nodes after the position write to parameters or
+    buffers: when the nodes before it run again, they would read the written values.
     """
     writers = {i for i, name in enumerate(program.order) if name in program.mutated_state_of}
     constants = {i for i, name in enumerate(program.order) if name in program.constants}
@@ -82,13 +82,13 @@ def _groups(program: Program) -> tuple[list[list[int]], set[int]]:
 def whole_groups(program: Program, keys: Sequence[RegionKey | None]) -> Keys:
     """``keys`` with None for nodes that cannot be in a region without the others of their group.
 
-    The nodes of a group share memory that one of them writes. A region with only some of them, when
-    run again, would read values that were written later. So regions with nodes of one group are joined
-    if both are recomputed or offloaded in the same way; otherwise these nodes are in no region. There
-    is one exception: a recomputed region may have the first nodes of a group if the others are not
-    recomputed, because it allocates the memory anew when it is run again (for example a ``BatchNorm``
-    in the region and an in-place ``ReLU`` after it). A group that reads the model's inputs is in no
-    region, since it may write to them.
+    The nodes of a group share memory that one of them writes. A region with only some of them would read
+    values that were written later when it runs again. So regions with nodes of one group are joined if both
+    are recomputed or offloaded in the same way; otherwise these nodes are in no region. There is one
+    exception: a recomputed region may have the first nodes of a group if the others are not recomputed,
+    because it allocates the memory anew when it runs again (for example a ``BatchNorm`` in the region and an
+    in-place ``ReLU`` after it). A group that reads the model's inputs is in no region, since it may write to
+    them.
     """
     groups, unsafe = _groups(program)
     cannot_end = _no_region_ends(program)
@@ -116,7 +116,7 @@ def whole_groups(program: Program, keys: Sequence[RegionKey | None]) -> Keys:
 
 
 def _is_split(group: Sequence[int], keys: Sequence[RegionKey | None], runs: Sequence[int]) -> bool:
-    """Are some nodes of the group in a region, and not all of them in the same one?"""
+    """Are some nodes of the group in a region, but not all of them in the same one?"""
     inside = [keys[i] is not None for i in group]
     return any(inside) and (not all(inside) or len({runs[i] for i in group}) > 1)
 
@@ -127,7 +127,7 @@ def _ends_in(
     runs: Sequence[int],
     cannot_end: Callable[[Sequence[int], int], bool],
 ) -> bool:
-    """Does a recomputed region end between nodes of the group, where it may, with none recomputed after?"""
+    """Does a recomputed region end between nodes of the group, at an allowed place, with none after it?"""
     members = sorted(group)
     first = keys[members[0]]
     after = [i for i in members if runs[i] != runs[members[0]]]
@@ -157,7 +157,7 @@ def find_regions(
 
 
 def with_overlap(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """``regions`` in which offloaded values are copied while kernels run (``overlapped``)."""
+    """``regions`` with ``overlapped`` set: offloaded values are copied while kernels run."""
     return tuple(replace(region, overlapped=region.offload) for region in regions)
 
 

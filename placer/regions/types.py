@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionKey:
-    """What is done with the activations that a node saves; neighbours with equal keys are one region.
+    """What happens to the activations that a node saves. Neighbours with equal keys form one region.
 
-    With ``recompute`` only the inputs of the region are kept, and backward runs its forward again.
-    With ``offload`` the tensors that are kept are in host memory until backward. ``label``, a layer's
-    path, keeps neighbouring regions apart.
+    With ``recompute``, only the inputs of the region are kept, and backward runs its forward again. With
+    ``offload``, the kept tensors are in host memory until backward. ``label``, such as a layer's path,
+    distinguishes neighbouring regions.
     """
 
     label: str
@@ -24,7 +24,7 @@ class RegionKey:
 class Region:
     """The nodes of a stage from ``first`` to ``last``, in the stage's order; see `RegionKey`.
 
-    ``overlapped``: offloaded tensors are copied on a CUDA stream of their own while kernels run.
+    ``overlapped``: offloaded tensors are copied on a separate CUDA stream while kernels run.
     """
 
     first: str

@@ -56,8 +56,8 @@ class DeviceSpec(BaseModel):
     name: DeviceName = Field(description="Torch's name of the device, such as cuda:0 or cpu.")
     memory: DeviceMemory | None = Field(
         default=None,
-        description="Memory that may be used: '16GiB', '500 MB' or a number of bytes. By default that "
-        "of the kind, or of the device if this machine has it.",
+        description="Memory that may be used: '16GiB', '500 MB' or a number of bytes. Default: the "
+        "memory of the kind, or of the device if this machine has it.",
     )
     kind: KindName | None = Field(
         default=None,
@@ -205,8 +205,8 @@ class PlacementSpec(BaseModel):
     )
     offload_overlap: StrictBool = Field(
         default=False,
-        description="Copy offloaded activations on a CUDA stream of their own, while kernels run. A "
-        "device then holds one more of them in forward, and one in backward.",
+        description="Copy offloaded activations on a separate CUDA stream while kernels run. A "
+        "device then has one more of them in memory in forward, and one in backward.",
     )
     batch_norm: BatchNormMode = Field(
         default="per_microbatch",
@@ -226,8 +226,8 @@ class PlacementSpec(BaseModel):
     )
     context: ByteSize | None = Field(
         default=None,
-        description="Bytes that a process takes of a device before it makes a tensor (the CUDA "
-        "context); by default that of the device kind.",
+        description="Bytes that a process takes on a device before it makes a tensor (the CUDA "
+        "context); the default depends on the device kind.",
     )
     host_memory: DeviceMemory | None = Field(
         default=None,

@@ -164,15 +164,15 @@ def topological_order(
     preds: Sequence[Iterable[int]], succs: Sequence[Iterable[int]], priority: Sequence[float]
 ) -> list[int]:
     """Kahn's algorithm; the ready unit with the least priority (then number) is next. O(E + n log n)."""
-    waiting = [len(set(p)) for p in preds]
-    ready = [(priority[u], u) for u, count in enumerate(waiting) if not count]
+    missing = [len(set(p)) for p in preds]
+    ready = [(priority[u], u) for u, count in enumerate(missing) if not count]
     heapq.heapify(ready)
     order = []
     while ready:
         _, unit = heapq.heappop(ready)
         order.append(unit)
         for reader in succs[unit]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
+            missing[reader] -= 1
+            if not missing[reader]:
                 heapq.heappush(ready, (priority[reader], reader))
     return order

@@ -202,14 +202,14 @@ def _deep_orders(lattice: Lattice) -> list[NDArray[np.int64]]:
 
 def newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) -> list[int]:
     """A depth-first topological order: the unit that became ready last comes next."""
-    waiting = [len(p) for p in preds]
-    ready = [u for u in reversed(range(len(preds))) if not waiting[u]]
+    missing = [len(p) for p in preds]
+    ready = [u for u in reversed(range(len(preds))) if not missing[u]]
     order = []
     while ready:
         unit = ready.pop()
         order.append(unit)
         for reader in reversed(succs[unit]):
-            waiting[reader] -= 1
-            if not waiting[reader]:
+            missing[reader] -= 1
+            if not missing[reader]:
                 ready.append(reader)
     return order
