@@ -48,13 +48,13 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
     for name in returned:
         if stage_of.get(name) != num_stages - 1:
             reads[-1][name] = None
-    last_use = {name: s for s, names in enumerate(reads) for name in names}
+    read_elsewhere = {name for names in reads for name in names}
 
     stages = []
     for index, planned in enumerate(plan.stages):
         own = [n for n in planned.nodes if n not in program.constants]
         _check_order(index, [nodes[name] for name in own])
-        crossing = tuple(name for name in own if name in last_use)
+        crossing = tuple(name for name in own if name in read_elsewhere)
         outputs = returned if index == num_stages - 1 else crossing
         stages.append(
             _emit_stage(
@@ -72,7 +72,6 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
         written_inputs=frozenset(program.mutated_inputs),
         result=result,
         batched_results=find_batched_results(program, result),
-        last_use=last_use,
         state_stage=_owners(program, stage_of),
         constants=dict(program.constants),
         constant_paths=program.constant_paths,

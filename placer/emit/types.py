@@ -65,7 +65,6 @@ class StagedModel:
     written_inputs: frozenset[str]
     result: tuple[tuple[str, Any], ...]
     batched_results: tuple[bool, ...]
-    last_use: Mapping[str, int]  # value -> the last stage that reads it
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
     constant_paths: Mapping[str, TensorPath]  # paths of the constants in attributes of modules
