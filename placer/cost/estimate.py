@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -25,42 +25,38 @@ from placer.program.alias import NodeFailure
 from placer.program.call import describe_shapes
 
 
+class CostOptions(TypedDict, total=False):
+    """How a micro-batch is run to find its costs."""
+
+    training: bool  # whether backward runs too, from `stand_in_loss`; True by default
+    precision: str  # "fp32" by default
+    # The device type whose kernels run, "cpu" or "cuda", for all nodes or by node name; by default the
+    # kernels of a CPU, without their workspaces.
+    kernels: str | Mapping[str, str]
+
+
 def estimate_costs(
-    program: Program,
-    inputs: Sequence[Tensor],
-    *,
-    training: bool = True,
-    precision: str = "fp32",
-    kernels: str | Mapping[str, str] = "",
+    program: Program, inputs: Sequence[Tensor], **options: Unpack[CostOptions]
 ) -> CostTable:
     """Bytes and FLOPs of every node of ``program`` for a micro-batch shaped like ``inputs``.
 
-    ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, including
-    ``meta``. Nothing is allocated, because the run is on fake CPU tensors. ``kernels`` is the device type
-    whose kernels run, "cpu" or "cuda", for all nodes or by node name; the default is the CPU's kernels
-    without their workspaces. With ``training``, backward runs too, from `stand_in_loss`. Raises
-    ``CaptureError`` if the model does not run on such a micro-batch.
+    ``inputs`` are the tensor inputs of one micro-batch of one replica, on any device, including ``meta``.
+    Nothing is allocated, because the run is on fake CPU tensors. Raises ``CaptureError`` if the model does
+    not run on such a micro-batch.
     """
-    recording = _record(
-        program, inputs, training=training, precision=precision, kernels=kernels, offloads=False
-    )
-    return _table(program, inputs, recording, training=training)
+    key = _key(inputs, **options)
+    return _table(program, inputs, _record(program, inputs, key), training=key.training)
 
 
 class Estimate(Protocol):
     """Finds the costs of a captured model for some micro-batch."""
 
     def __call__(
-        self,
-        inputs: Sequence[Tensor],
-        *,
-        training: bool = True,
-        precision: str = "fp32",
-        offloads: bool = False,
-        kernels: str | Mapping[str, str] = "",
+        self, inputs: Sequence[Tensor], *, offloads: bool = False, **options: Unpack[CostOptions]
     ) -> CostTable:
-        """Like `estimate_costs`. With ``offloads``, another forward measures the nodes with all saved tensors
-        moved to the host at once.
+        """Like `estimate_costs`.
+
+        With ``offloads``, another forward measures the nodes while saved tensors move to the host at once.
         """
 
 
@@ -73,79 +69,33 @@ class CostEstimates:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._tables: dict[Any, CostTable] = {}
-        self._scaled: dict[Any, CostTable] = {}
+        self._tables: dict[_Key, CostTable] = {}
+        self._scaled: dict[_Key, CostTable] = {}
 
-    def scaled(self) -> ScaledCosts:
-        """Estimates that scale a known table for more rows, if there is one, instead of running the model."""
-        return ScaledCosts(self, self._tables, self._scaled)
+    def scaled(
+        self, inputs: Sequence[Tensor], *, offloads: bool = False, **options: Unpack[CostOptions]
+    ) -> CostTable:
+        """Scales a known table for more rows (`with_fewer_rows`); if there is none, runs the model."""
+        key = _key(inputs, offloads=offloads, **options)
+        if key not in self._tables and key not in self._scaled:
+            shares = ((_share(key, other), other) for other in self._tables)
+            found = min(((s, o) for s, o in shares if s is not None), default=None)
+            if found is None:
+                return self(inputs, offloads=offloads, **options)
+            self._scaled[key] = with_fewer_rows(self._tables[found[1]], found[0])
+        return self._tables.get(key) or self._scaled[key]
 
     def __call__(
-        self,
-        inputs: Sequence[Tensor],
-        *,
-        training: bool = True,
-        precision: str = "fp32",
-        offloads: bool = False,
-        kernels: str | Mapping[str, str] = "",
+        self, inputs: Sequence[Tensor], *, offloads: bool = False, **options: Unpack[CostOptions]
     ) -> CostTable:
-        """Like `estimate_costs`."""
-        offloads = offloads and training
-        key = _key(inputs, training=training, precision=precision, kernels=kernels)
-        if (key, False) not in self._tables:
-            self._tables[key, False] = estimate_costs(
-                self._program, inputs, training=training, precision=precision, kernels=kernels
-            )
-        if offloads and (key, True) not in self._tables:
-            sent = _record(
-                self._program,
-                inputs,
-                training=True,
-                precision=precision,
-                kernels=kernels,
-                offloads=True,
-            )
-            self._tables[key, True] = _with_offloaded_transients(self._tables[key, False], sent)
-        return self._tables[key, offloads]
-
-
-class ScaledCosts:
-    """Like `CostEstimates`, but scales a known table for more rows if there is one (`with_fewer_rows`)."""
-
-    def __init__(
-        self, exact: CostEstimates, known: Mapping[Any, CostTable], scaled: dict[Any, CostTable]
-    ) -> None:
-        self._exact, self._known, self._scaled = exact, known, scaled
-
-    def __call__(
-        self,
-        inputs: Sequence[Tensor],
-        *,
-        training: bool = True,
-        precision: str = "fp32",
-        offloads: bool = False,
-        kernels: str | Mapping[str, str] = "",
-    ) -> CostTable:
-        """Like `estimate_costs`."""
-        key = _key(inputs, training=training, precision=precision, kernels=kernels)
-        wanted = (key, offloads and training)
-        if wanted in self._known:
-            return self._known[wanted]
-        if wanted not in self._scaled:
-            shares = (
-                (_share(key, other), other) for other, sent in self._known if sent == wanted[1]
-            )
-            share, source = min(((s, o) for s, o in shares if s is not None), default=(None, None))
-            if share is None:
-                return self._exact(
-                    inputs,
-                    training=training,
-                    precision=precision,
-                    offloads=offloads,
-                    kernels=kernels,
-                )
-            self._scaled[wanted] = with_fewer_rows(self._known[source, wanted[1]], share)
-        return self._scaled[wanted]
+        key = _key(inputs, offloads=offloads, **options)
+        if key not in self._tables:
+            if key.offloads:
+                plain, sent = self(inputs, **options), _record(self._program, inputs, key)
+                self._tables[key] = _with_offloaded_transients(plain, sent)
+            else:
+                self._tables[key] = estimate_costs(self._program, inputs, **options)
+        return self._tables[key]
 
 
 class _Key(NamedTuple):
@@ -156,14 +106,16 @@ class _Key(NamedTuple):
     training: bool
     precision: str
     kernels: str | tuple[tuple[str, str], ...]
+    offloads: bool
 
 
 def _key(
     inputs: Sequence[Tensor],
     *,
-    training: bool,
-    precision: str,
-    kernels: str | Mapping[str, str],
+    training: bool = True,
+    precision: str = "fp32",
+    kernels: str | Mapping[str, str] = "",
+    offloads: bool = False,
 ) -> _Key:
     return _Key(
         shapes=tuple((*t.shape, *t.stride()) for t in inputs),
@@ -171,6 +123,7 @@ def _key(
         training=training,
         precision=precision,
         kernels=kernels if isinstance(kernels, str) else tuple(sorted(kernels.items())),
+        offloads=offloads and training,
     )
 
 
@@ -187,15 +140,7 @@ def _share(few: _Key, many: _Key) -> float | None:
     return shares.pop() if len(shares) == 1 else None
 
 
-def _record(
-    program: Program,
-    inputs: Sequence[Tensor],
-    *,
-    training: bool,
-    precision: str,
-    kernels: str | Mapping[str, str],
-    offloads: bool,
-) -> Recording:
+def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
     """Run the program once on fake tensors. Raises ``CaptureError`` if it does not run."""
     converter = FakeConverter()
     model = converter.module(program.model)
@@ -208,15 +153,15 @@ def _record(
                 model,
                 [converter.tensor(t) for t in inputs],
                 constants,
-                training=training,
-                run_context=partial(precision_context, precision, "cpu"),
-                offloads=offloads,
-                kernels=_kernels_of(program, kernels),
-                half=precision != "fp32",
+                training=key.training,
+                run_context=partial(precision_context, key.precision, "cpu"),
+                offloads=key.offloads,
+                kernels=_kernels_of(program, key.kernels),
+                half=key.precision != "fp32",
                 visible=program.call.result.visible,
             )
     except NodeFailure as failure:
-        raise _does_not_run(program, failure, inputs, precision) from failure.__cause__
+        raise _does_not_run(program, failure, inputs, key.precision) from failure.__cause__
 
 
 def _with_offloaded_transients(table: CostTable, sent: Recording) -> CostTable:
@@ -248,11 +193,12 @@ def _does_not_run(
     )
 
 
-def _kernels_of(program: Program, kernels: str | Mapping[str, str]) -> list[str]:
+def _kernels_of(program: Program, kernels: str | tuple[tuple[str, str], ...]) -> list[str]:
     """The device type of every node and of the loss, which is on the last node's device."""
     if isinstance(kernels, str):
         return [kernels] * (len(program.order) + 1)
-    found = [kernels[name] for name in program.order]
+    kernel_of = dict(kernels)
+    found = [kernel_of[name] for name in program.order]
     return [*found, found[-1] if found else ""]
 
 

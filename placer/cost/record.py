@@ -7,7 +7,6 @@ them for backward, and `placer.cost.attribution` which node's backward is runnin
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -141,8 +140,35 @@ def _saving_hooks(
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class _Run:
-    """Runs a graph node by node, and frees each value after its last reader."""
+class NodeRunner(fx.Interpreter):
+    """Runs a captured graph with the weights of ``model``; frees each result after its last reader."""
+
+    def __init__(self, graph: fx.Graph, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
+        super().__init__(model, graph=graph)
+        self.extra_traceback = False
+        self._constants = constants
+
+    def results(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The leaves of the graph's result."""
+        leaves = list(self.run(*inputs, enable_io_processing=False))
+        self.env.clear()
+        return leaves
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "output"):
+            return super().run_node(n)
+        result = self.run_operation(n)
+        return result if n.users else None
+
+    def run_operation(self, node: fx.Node) -> Any:
+        """The result of ``node``."""
+        if node.name in self._constants:
+            return self._constants[node.name]
+        return super().run_node(node)
+
+
+class _Run(NodeRunner):
+    """Runs a graph node by node and tells the recorder which."""
 
     def __init__(
         self,
@@ -154,11 +180,10 @@ class _Run:
         saving: torch.autograd.graph.saved_tensors_hooks,
         run_context: Callable[[], Any],
     ) -> None:
-        self._graph = graph
+        super().__init__(graph, model, constants)
         self._position = {name: i for i, name in enumerate(order)}
         self._loss = len(order)  # the loss's position
         self._model = model
-        self._constants = constants
         self._recorder = recorder
         self._attribution = BackwardAttribution(recorder)
         self._saving = saving
@@ -168,48 +193,37 @@ class _Run:
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Any]:
         """Run every node. Returns the leaves of the result."""
-        values: dict[str, Any] = {}
-        leaves = iter(inputs)
-        last_reader = last_readers(self._graph)
-        for node in self._graph.nodes:
-            if node.op == "placeholder":
-                values[node.name] = next(leaves)
-                continue
-            if node.op == "output":
-                break
-            self._record_node(node, values)
-            for dead in last_reader.get(node.name, ()):
-                del values[dead]
+        leaves = self.results(inputs)
         self._recorder.start_node(self._loss)
-        return list(fx.node.map_arg(node.args[0], lambda n: values[n.name]))
+        return leaves
 
-    def _record_node(self, node: fx.Node, values: dict[str, Any]) -> None:
+    def run_operation(self, node: fx.Node) -> Any:
         position = self._position[node.name]
         self._recorder.start_node(position)
         with self._run_context():
             try:
-                result = self._run(node, values)
+                result = self._run_saving(node)
             except PlacerError:
                 raise
             except Exception as error:
                 raise NodeFailure(node) from error
-        values[node.name] = result
         tensors = tensors_of_tree(result)
         self.output_nbytes[position] = nbytes_of(*tensors)
         found = map(self._recorder.block_of, tensors)
         self.output_blocks[position] = tuple(block for block in found if block is not None)
         self._attribution.claim(result, position)
+        return result
 
-    def _run(self, node: fx.Node, values: dict[str, Any]) -> Any:
+    def _run_saving(self, node: fx.Node) -> Any:
         try:
-            return run_node(node, self._model, values, self._constants)
+            return super().run_operation(node)
         except RuntimeError as error:
             if _NO_HOOKS not in str(error):
                 raise
         # What such a node saves is found by what is still alive after forward.
         self._saving.__exit__(None, None, None)
         try:
-            return run_node(node, self._model, values, self._constants)
+            return super().run_operation(node)
         finally:
             self._saving.__enter__()
 
@@ -241,31 +255,3 @@ class _Run:
                 f"backward of a loss over all results fails: {type(error).__name__}: {error}",
                 'detach the results that have no derivative, or plan with "training": false',
             ) from error
-
-
-def run_node(node: fx.Node, model: nn.Module, values: dict[str, Any], constants: Any) -> Any:
-    """The result of ``node``, computed from the ``values`` of other nodes and the weights of ``model``."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
-    if node.op == "get_attr":
-        if node.name in constants:
-            return constants[node.name]
-        owner, _, leaf = str(node.target).rpartition(".")
-        return getattr(model.get_submodule(owner), leaf)
-    if node.op == "call_module":
-        return model.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
-
-
-def last_readers(graph: fx.Graph) -> dict[str, list[str]]:
-    """Node -> the values that no later node reads, including its own if nothing reads it."""
-    seen: set[str] = set()
-    dying: dict[str, list[str]] = defaultdict(list)
-    for node in reversed(list(graph.nodes)):
-        for source in (*node.all_input_nodes, *(() if node.op == "output" else (node,))):
-            if source.name not in seen:
-                seen.add(source.name)
-                dying[node.name].append(source.name)
-    return dying

@@ -19,20 +19,19 @@ from placer.program import (
     AttributeGuard,
     BoundCall,
     CallFormat,
-    SameProgram,
     bind_arguments,
     call_difference,
     call_tensors,
     capture_model,
     condition_key,
     failed_guard,
-    find_difference,
     hook_count,
     is_torch_leaf,
     must_stay_whole,
     rebuild_arguments,
     rebuild_call,
     row_counts,
+    same_program,
 )
 
 _MAX_GUARDS = 16  # programs kept per mode and size, for different values of plain attributes
@@ -166,8 +165,8 @@ class Programs:
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             if whole == self._whole and self._buffers == self._captured_buffers:
                 conditions, result = captured.conditions, captured.call.result
-                found = find_difference(self._model, conditions, result, args, kwargs, grad=grad)
-            if isinstance(found, SameProgram):
+                found = same_program(self._model, conditions, result, args, kwargs, grad=grad)
+            if found is not None:
                 program = _KnownProgram(found.guards, captured, found.grad, found.any_rows)
             else:
                 program = _known(self._capture(args, kwargs, grad=grad))

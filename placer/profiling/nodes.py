@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.autograd_graph import nodes_behind, nodes_of
-from placer.cost.record import last_readers, run_node, stand_in_loss
+from placer.cost.record import NodeRunner, stand_in_loss
 from placer.precision import precision_context
 from placer.profiling.clocks import Clock, time_call
 from placer.program import Program
@@ -107,7 +107,7 @@ def _scaled(rounds: Sequence[Mapping[str, float]], total: float) -> dict[str, fl
     return {name: seconds * scale for name, seconds in found.items()}
 
 
-class _Run:
+class _Run(NodeRunner):
     """Runs steps of a captured model, with or without marks between its nodes."""
 
     def __init__(
@@ -118,9 +118,8 @@ class _Run:
         context: Callable[[], AbstractContextManager[Any]],
         clock: Clock,
     ) -> None:
-        self._program, self._model, self._constants = program, model, constants
-        self._context, self._clock = context, clock
-        self._dying = last_readers(program.graph)
+        super().__init__(program.graph, model, constants)
+        self._program, self._context, self._clock = program, context, clock
 
     def with_marks(self, leaves: Sequence[Tensor]) -> Passes:
         """Seconds of every node of one step, forward and backward."""
@@ -165,23 +164,14 @@ class _Run:
         self, leaves: Sequence[Tensor], between: Callable[[str, Callable[[], Any]], Any]
     ) -> Tensor:
         """Run all nodes, each through ``between(name, run)``. Returns a stand-in loss of the results."""
-        values: dict[str, Any] = {}
-        rest = iter(leaves)
-        for node in self._program.graph.nodes:
-            if node.op == "placeholder":
-                values[node.name] = next(rest)
-            elif node.op == "output":
-                results = fx.node.map_arg(node.args[0], lambda n: values[n.name])
-                break
-            else:
-                with self._context():
-                    run = partial(run_node, node, self._model, values, self._constants)
-                    values[node.name] = between(node.name, run)
-                for dead in self._dying.get(node.name, ()):
-                    del values[dead]
-        visible = self._program.call.result.visible(list(results))
+        self._between = between
+        visible = self._program.call.result.visible(self.results(leaves))
         loss: Tensor = between(LOSS, partial(stand_in_loss, visible))
         return loss
+
+    def run_operation(self, node: fx.Node) -> Any:
+        with self._context():
+            return self._between(node.name, partial(super().run_operation, node))
 
 
 class _BackwardMarks:

@@ -66,10 +66,9 @@ from placer.program.types import (
     training_flags,
 )
 from placer.program.validity import (
-    SameProgram,
     condition_key,
-    find_difference,
     row_counts,
+    same_program,
 )
 
 __all__ = [
@@ -82,7 +81,6 @@ __all__ = [
     "FakeConverter",
     "IgnoreDeviceMoves",
     "Program",
-    "SameProgram",
     "TensorPath",
     "WholeModule",
     "bind_arguments",
@@ -93,7 +91,6 @@ __all__ = [
     "copy_guarded_attributes",
     "copy_module",
     "failed_guard",
-    "find_difference",
     "find_tensor",
     "first_names",
     "flatten_call",
@@ -109,6 +106,7 @@ __all__ = [
     "rebuild_call",
     "result_tensors",
     "row_counts",
+    "same_program",
     "tensors_of",
     "training_flags",
     "unflatten_output",

@@ -314,15 +314,12 @@ def _assemble(
             whole=frozenset(capture.whole),
             guess=capture.guess,
             lines=tuple(graph_lines(graph)),
-            locations=tuple(recording.location_of.get(node.name, "") for node in graph.nodes),
             guards=recording.guards,
             ignore_device_moves=capture.ignore_device_moves,
             grad=recording.grad,
             hooked_by_forward=capture.forgotten.hooks,
         ),
-        training=model.training,
         fixed_batch_reason=capture.fixed_batch_reason,
-        location_of=recording.location_of,
         notes=_side_effect_notes(recording),
     )
 

@@ -57,7 +57,6 @@ class Conditions:
     whole: frozenset[str]  # paths of the modules that are a single node
     guess: int  # 0 or 1: the value that these modules get where they read values of fake tensors
     lines: tuple[str, ...]  # the graph as text, a line per node
-    locations: tuple[str, ...]  # the source line of each line of the graph: "file.py:123", or ""
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     grad: bool | None = (
@@ -97,11 +96,9 @@ class Program:
     whole_modules: tuple[WholeModule, ...]
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
     conditions: Conditions
-    training: bool  # ``model.training`` at capture; the graph is for that mode
     fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
     constant_paths: Mapping[str, TensorPath] = field(default_factory=dict)
-    location_of: Mapping[str, str] = field(default_factory=dict)  # node -> "file.py:123" or ""
     notes: tuple[str, ...] = ()  # sentences that tell the user what the graph leaves out
 
 

@@ -21,14 +21,6 @@ from placer.program.watch import RECORDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """Where the model's operations first differ from the captured graph."""
-
-    location: str  # "file.py:123", "" if unknown
-    operation: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SameProgram:
     """The model's operations are those of the captured graph. The fields describe the new recording."""
 
@@ -55,7 +47,7 @@ def row_counts(call: CallFormat, tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(tensor.size(0) for tensor, batched in pairs if batched)
 
 
-def find_difference(
+def same_program(
     model: nn.Module,
     conditions: Conditions,
     result: ResultFormat,
@@ -63,8 +55,8 @@ def find_difference(
     kwargs: Mapping[str, Any] | None = None,
     *,
     grad: bool = True,
-) -> Difference | SameProgram:
-    """Record ``model`` called with these arguments, and compare with the graph in ``conditions``.
+) -> SameProgram | None:
+    """Record ``model`` called with these arguments; None if this is not the graph in ``conditions``.
 
     The result must have the captured ``result`` format too, since the same graph may end in a dict with
     other keys. This takes one forward on fake tensors; nothing is allocated. A model that is a single node
@@ -72,7 +64,7 @@ def find_difference(
     `capture_model`. Raises ``CaptureError`` if the model itself fails.
     """
     if "" in conditions.whole:
-        return Difference(location="", operation="")
+        return None
     bound = bind_call(model, args, kwargs)
     converter = FakeConverter()
     inputs = [converter.tensor(tensor) for tensor in bound.tensors]
@@ -92,18 +84,11 @@ def find_difference(
             f"on inputs of {describe_shapes(inputs)}",
             f"the model was captured with {describe_shapes(conditions.shapes)}",
         ) from failure.__cause__
-    except TraceFailure as failure:
-        return Difference(location=failure.location, operation=failure.reason)
-    nodes = list(recording.graph.nodes)
-    lines = graph_lines(recording.graph)
-    for index, (was, now) in enumerate(zip(conditions.lines, lines, strict=False)):
-        if was != now:
-            location = conditions.locations[index] or recording.location_of.get(
-                nodes[index].name, ""
-            )
-            return Difference(location=location, operation=nodes[index].name)
-    if len(lines) != len(conditions.lines) or recording.result != result:
-        return Difference(location="", operation=nodes[-1].name)
+    except TraceFailure:
+        return None
+    same = tuple(graph_lines(recording.graph)) == tuple(conditions.lines)
+    if not same or recording.result != result:
+        return None
     if recording.sizes.readings == conditions.readings:
         reads_rows = conditions.reads_rows
     else:

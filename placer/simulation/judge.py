@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from placer.cost import CostEstimates
 from placer.executor.place import HOST
 from placer.garbage import only_new_garbage
 from placer.partition import TableCache
-from placer.plan.types import DevicePeak, Plan, StageMemory, everything_fits
+from placer.plan.types import DevicePeak, Plan, everything_fits
 from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
@@ -35,16 +37,19 @@ _MAX_ROUNDS = 3  # of planning with corrections
 # dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
 _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
-_NO_BYTES = StageMemory(
-    parameters=0,
-    gradients=0,
-    optimizer=0,
-    buffers=0,
-    saved=0,
-    boundary=0,
-    transient=0,
-    peak=0,
-)
+_PLAN = TypeAdapter(Plan)
+# What a dry run does not depend on; it may depend on any other field.
+_STAGE_COSTS = {
+    *("layers", "memory", "budget", "reserve", "host_copy_seconds", "host_copy_nbytes"),
+    *("forward_seconds", "backward_seconds", "forward_launch_seconds", "backward_launch_seconds"),
+}
+_DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
+_COSTS: Any = {
+    **dict.fromkeys(("fits", "objective", "step_seconds", "optimizer_seconds", "transfers"), True),
+    **dict.fromkeys(("notes", "optimality", "extra_time", "boundaries", "host"), True),
+    "stages": {"__all__": _STAGE_COSTS},
+    "devices": {"__all__": _DEVICE_COSTS},
+}
 
 
 class JudgingPlanner:
@@ -76,7 +81,7 @@ class JudgingPlanner:
         self._program, self._inputs = program, inputs
         self._processes, self._verdict_only = processes, verdict_only
         self._tables = TableCache()
-        self._runs: list[tuple[Plan, _DryRun]] = []
+        self._runs: dict[bytes, _DryRun] = {}
 
     def __call__(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec``; see `PlanMaker`."""
@@ -93,7 +98,7 @@ class JudgingPlanner:
             self._program,
             spec,
             self._inputs,
-            estimate=self.costs.scaled(),
+            estimate=self.costs.scaled,
             processes=self._processes,
             tables=self._tables,
             enough=_CLEAR_SHARE,
@@ -176,13 +181,10 @@ class JudgingPlanner:
 
     def _dry_run(self, plan: Plan) -> _DryRun:
         """The dry run of ``plan``; cached."""
-        key = _without_costs(plan)
-        for known, run in self._runs:
-            if known == key:
-                return run
-        run = self._new_dry_run(plan)
-        self._runs.append((key, run))
-        return run
+        key = _PLAN.dump_json(plan, exclude=_COSTS)
+        if key not in self._runs:
+            self._runs[key] = self._new_dry_run(plan)
+        return self._runs[key]
 
     def _new_dry_run(self, plan: Plan) -> _DryRun:
         if self._processes:
@@ -248,44 +250,6 @@ def _with_notes(plan: Plan) -> Plan:
 
 def _is_doubtful(device: DevicePeak) -> bool:
     return device.headroom is not None and abs(device.headroom) <= _DOUBTFUL_SHARE * device.peak
-
-
-def _without_costs(plan: Plan) -> Plan:
-    """``plan`` with only what a dry run depends on, as a key for dry runs."""
-    stages = tuple(
-        replace(
-            stage,
-            layers=(),
-            memory=_NO_BYTES,
-            budget=None,
-            reserve=0,
-            forward_seconds=0.0,
-            backward_seconds=0.0,
-            forward_launch_seconds=0.0,
-            backward_launch_seconds=0.0,
-            host_copy_seconds=0.0,
-            host_copy_nbytes=0,
-        )
-        for stage in plan.stages
-    )
-    return replace(
-        plan,
-        fits=True,
-        objective="memory",
-        step_seconds=0.0,
-        optimizer_seconds=0.0,
-        stages=stages,
-        devices=tuple(
-            DevicePeak(device=d.device, peak=0, budget=None, reserve=0, allocator=d.allocator)
-            for d in plan.devices
-        ),
-        transfers=(),
-        notes=(),
-        optimality=None,
-        extra_time=None,
-        boundaries=(),
-        host=None,
-    )
 
 
 def _with_devices(plan: Plan, devices: tuple[DevicePeak, ...], waits: HostUsage) -> Plan:

@@ -265,13 +265,13 @@ def test_changes_of_tensors_that_are_not_buffers(change: str) -> None:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one each time a placed model's program is looked up again."""
     found: list[int] = []
-    find = programs.find_difference
+    find = programs.same_program
 
     def count(*args: Any, **kwargs: Any) -> Any:
         found.append(1)
         return find(*args, **kwargs)
 
-    monkeypatch.setattr(programs, "find_difference", count)
+    monkeypatch.setattr(programs, "same_program", count)
     return found
 
 

@@ -157,7 +157,7 @@ def test_a_placed_model_equals_the_plain_one_whatever_was_called_before(
         model(x)
     placed = placer.compile(model, SPEC, batch(4, 6, 8))
     recorded: list[None] = []
-    for name in ("capture_model", "find_difference"):
+    for name in ("capture_model", "same_program"):
         original = getattr(placer.executor.programs, name)
         monkeypatch.setattr(
             placer.executor.programs,

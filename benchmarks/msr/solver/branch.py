@@ -22,7 +22,7 @@ from benchmarks.msr.solver.assign import assign_isolated
 from benchmarks.msr.solver.conditions import partial_conditions
 from benchmarks.msr.solver.lattice import PartialLattice
 from benchmarks.msr.solver.pairs import PartialFamily, StagePairs, stage_pairs
-from placer.partition.solver.lattice import WeightLookup, Words, unpack
+from placer.partition.solver.lattice import BitSums, Words, unpack
 from placer.partition.solver.problem import Vector, stage_loads
 from placer.partition.solver.search import Answer
 from placer.partition.solver.work import Work
@@ -87,7 +87,9 @@ class _Search:
         lattice, rows = family.lattice, family.rows
         self._lattice, self._problem, self._rows = lattice, lattice.problem, rows
         self._costs, self._limit, self._work = family.isolated, limit, work
-        self._held = [WeightLookup(s.nbytes[lattice.order])(rows) for s in self._problem.slots]
+        self._held = [
+            BitSums(s.nbytes[lattice.order][:, None])(rows)[:, 0] for s in self._problem.slots
+        ]
         self._budgets = [
             np.inf if s.budget is None else s.budget * (1 + 1e-12) for s in self._problem.slots
         ]

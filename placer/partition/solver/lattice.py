@@ -115,25 +115,6 @@ def unpack(rows: Words, bits: int) -> NDArray[np.uint8]:
     return np.unpackbits(packed, axis=1, count=bits, bitorder="little")
 
 
-class WeightLookup:
-    """Sums of weights over bitsets, eight bits at a time: O(bits / 8) per row."""
-
-    def __init__(self, weights: Vector) -> None:
-        bits = len(weights)
-        padded = np.zeros((num_words(bits) * 8, 8))
-        padded.reshape(-1)[:bits] = weights
-        patterns = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        self._used = np.flatnonzero(padded.any(axis=1))
-        self._table = padded @ patterns.T.astype(np.float64)
-
-    def __call__(self, rows: Words) -> Vector:
-        packed = np.ascontiguousarray(rows).astype("<u8", copy=False).view(np.uint8)
-        total = np.zeros(len(rows))
-        for column in self._used:
-            total += self._table[column][packed[:, column]]
-        return total
-
-
 class BitSums:
     """Sums of several weights over bitsets, eight bits at a time, skipping bytes that are 0 in all rows."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.solver.conditions import BoundaryConditions
-from placer.partition.solver.lattice import Flags, Lattice, WeightLookup, Words, unpack
+from placer.partition.solver.lattice import BitSums, Flags, Lattice, Words, unpack
 from placer.partition.solver.problem import StageSlot, Vector
 from placer.partition.solver.work import Work
 
@@ -65,7 +65,7 @@ class Family:
     def sums(self, weights: Vector) -> Vector:
         key = weights.tobytes()
         if key not in self._sums:
-            self._sums[key] = WeightLookup(weights)(self.rows)
+            self._sums[key] = BitSums(weights[:, None])(self.rows)[:, 0]
         return self._sums[key]
 
     def loads(self, before: Indices, after: Indices, slot: StageSlot) -> Vector:
