@@ -13,9 +13,7 @@ from placer.cli.output import human_console, plain_table, print_json, progress, 
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import Tensor
 
-    from placer.cli.loaded_model import LoadedModel
     from placer.cost import CostTable
     from placer.profiling import Measured
     from placer.program import Program
@@ -92,7 +90,13 @@ def profile(
     with progress(console, "importing torch and the model"):
         from placer.cost import estimate_costs
         from placer.kindfile import save_kind
-        from placer.profiling import check_output, device_here, file_values
+        from placer.profiling import (
+            check_output,
+            device_here,
+            file_values,
+            known_kind,
+            profile_model,
+        )
 
         check_output(output)
         loaded = model_options.load(allocate=measures)
@@ -102,16 +106,16 @@ def profile(
     if measures:
         place = device_here(device or "")
         with round_progress(console, f"running steps on {place}") as report_round:
-            measured = _measure(
-                loaded,
+            measured = profile_model(
                 program,
+                loaded.model,
                 leaves,
-                place,
-                kind,
-                precision,
-                rounds,
-                report_round,
+                base=known_kind(place, kind),
+                device=place,
+                precision=precision,
                 training=training,
+                rounds=rounds,
+                each_round=lambda number: report_round(number, rounds, "steps"),
             )
         values = file_values(measured.kind, place, inputs=leaves)
         costs = measured.costs
@@ -137,33 +141,6 @@ def profile(
             found["optimizer_seconds"] = measured.times.optimizer
             found["step_seconds"] = measured.times.step
         print_json(found)
-
-
-def _measure(
-    loaded: LoadedModel,
-    program: Program,
-    leaves: list[Tensor],
-    place: str,
-    kind: str | None,
-    precision: str,
-    rounds: int,
-    report_round: Any,
-    *,
-    training: bool,
-) -> Measured:
-    from placer.profiling import known_kind, profile_model
-
-    return profile_model(
-        program,
-        loaded.model,
-        leaves,
-        base=known_kind(place, kind),
-        device=place,
-        precision=precision,
-        training=training,
-        rounds=rounds,
-        each_round=lambda number: report_round(number, rounds, "steps"),
-    )
 
 
 _LOSS = "(the loss)"

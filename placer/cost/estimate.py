@@ -305,7 +305,6 @@ def _state(program: Program, *, training: bool) -> tuple[StateTensor, ...]:
             readers[alias[used]].add(node)
     return tuple(
         StateTensor(
-            name=name,
             nbytes=nbytes_of(tensor),
             readers=tuple(sorted(readers[name])),
             is_buffer=not isinstance(tensor, nn.Parameter),

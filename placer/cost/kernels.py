@@ -41,7 +41,6 @@ aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256  # the largest that flash attention supports
 _MASK_ALIGNMENT = 16  # elements; efficient attention pads a mask's rows to multiples of it
-_RNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # as cuDNN numbers them
 # Values kept per step and unit: gates, cell state and its tanh, inputs
 _RNN_KEPT = {"rnn_relu": 2, "rnn_tanh": 2, "lstm": 7, "gru": 6}
 

@@ -91,7 +91,6 @@ class NodeCost:
 class StateTensor:
     """A parameter or buffer of the model. A tied one appears once, under its first name."""
 
-    name: str
     nbytes: int
     readers: tuple[int, ...]  # the nodes that read it, by position; ascending
     is_buffer: bool

@@ -35,7 +35,6 @@ _AROUND_LAUNCH = 2.9
 _LAUNCHES = 200
 _COPIED = 2**28  # bytes
 _IMAGE_OPERATIONS = ("batch_norm", "group_norm", "layer_norm", "pooling", "upsampling")
-_FORWARD_ONLY = ("reduction", "copy", "pointwise")
 _DTYPES = {"float32": torch.float32, "half": torch.bfloat16, "float64": torch.float64}
 
 

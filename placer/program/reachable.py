@@ -156,10 +156,7 @@ class _Search:
             if holder is not None:
                 self.found.cached.append(Reference(holder, key, value, wrap))
             self.add(wrapped)
-        elif (
-            isinstance(value, (FunctionType, MethodType, type, functools.partial, tuple))
-            or type(value) in _CONTAINERS
-        ):
+        elif isinstance(value, _CODE) or type(value) in _CONTAINERS:
             self.add(value)
         elif not isinstance(value, (ModuleType, *_ATOMS)):
             self.add(type(value))
