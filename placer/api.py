@@ -1,4 +1,4 @@
-"""What users call. Every function here is a part of the way spec -> program -> plan -> placed module."""
+"""The functions that users call: parts of the way from a spec to a program, a plan and a placed module."""
 
 from __future__ import annotations
 

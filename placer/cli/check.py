@@ -232,7 +232,7 @@ def _kept_free(memory: int) -> int:
     from placer.spec import DeviceSpec, PlacementSpec
 
     device = DeviceSpec(name="cuda:0", memory=memory)
-    return device_slot(device, PlacementSpec(devices=(device,))).kept
+    return device_slot(device, PlacementSpec(devices=(device,))).withheld
 
 
 def _sizes(texts: list[str]) -> list[tuple[str, int]]:

@@ -183,7 +183,6 @@ class _Run(NodeRunner):
         super().__init__(graph, model, constants)
         self._position = {name: i for i, name in enumerate(order)}
         self._loss = len(order)  # the loss's position
-        self._model = model
         self._recorder = recorder
         self._attribution = BackwardAttribution(recorder)
         self._saving = saving
@@ -244,7 +243,7 @@ class _Run(NodeRunner):
     def backward(self, loss: Tensor) -> None:
         """Run the backward of ``loss``. Raises ``CaptureError`` if it fails."""
         self._recorder.start_backward()
-        for parameter in self._model.parameters():
+        for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._attribution.mark_gradient)
         try:

@@ -31,5 +31,5 @@ def place_model(
     staged = emit_stages(program, plan)
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     with torch.inference_mode(False):  # weights that are made under it could not be trained
-        placed = materialize(model, homes, weights=weights, initialize=initialize)
-    return PlacedModule(placed, plan=plan, staged=staged, places=places)
+        own = materialize(model, homes, weights=weights, initialize=initialize)
+    return PlacedModule(own, plan=plan, staged=staged, places=places)

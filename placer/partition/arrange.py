@@ -99,7 +99,7 @@ def device_chains(
     runs = [name for name, _ in itertools.groupby(p for p in pinned if p is not None)]
     fixed = [by_name[name] for name in runs]
     free = [slot for slot in devices if slot.name not in runs]
-    kinds = {(s.kind.name, s.budget, s.kept) for s in free}
+    kinds = {(s.kind.name, s.budget, s.withheld) for s in free}
     arrangements = itertools.permutations(free) if len(kinds) > 1 else iter([tuple(free)])
     tried = 0
     for arrangement in arrangements:

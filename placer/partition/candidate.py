@@ -214,7 +214,7 @@ def peak_share(peak: Bytes, slot: DeviceSlot, reference: float) -> Bytes:
     """
     if slot.budget is None:
         return peak / reference
-    return (peak + slot.kept) / max(slot.budget, 1)
+    return (peak + slot.withheld) / max(slot.budget, 1)
 
 
 def boundary_alternatives(

@@ -396,6 +396,6 @@ def _most_bytes(best: Candidate, options: PlanningOptions) -> list[float | None]
     for slot in best.slots:
         most = near * (slot.budget or reference_bytes(best.slots))
         if slot.budget is not None:
-            most = min(most, slot.budget) - slot.kept
+            most = min(most, slot.budget) - slot.withheld
         found.append(most if np.isfinite(most) else None)
     return found

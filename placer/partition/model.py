@@ -116,8 +116,8 @@ def relaxed_chain(chains: Sequence[Sequence[DeviceSlot]]) -> tuple[DeviceSlot, .
     kind = fastest_kind(slot.kind for slot in slots)
     budgets = [slot.budget for slot in slots]
     most = None if None in budgets else max(b for b in budgets if b is not None)
-    kept = min(slot.kept for slot in slots)
-    best = DeviceSlot(name="any", kind=kind, budget=most, reserve=kept)
+    withheld = min(slot.withheld for slot in slots)
+    best = DeviceSlot(name="any", kind=kind, budget=most, reserve=withheld)
     return (best,) * max(map(len, chains))
 
 

@@ -28,14 +28,14 @@ class DeviceSlot:
     allocator: AllocatorName | None = None
 
     @property
-    def kept(self) -> int:
+    def withheld(self) -> int:
         """The bytes of the budget that an estimated peak may not use."""
         return self.context + self.reserve + self.correction
 
     @property
     def room(self) -> int | None:
         """The bytes of the budget that an estimated peak may use; negative if there are none."""
-        return None if self.budget is None else self.budget - self.kept
+        return None if self.budget is None else self.budget - self.withheld
 
     def fits(self, peak: float) -> bool:
         """Whether an estimated ``peak`` is within the budget."""

@@ -76,11 +76,10 @@ def build_plan(
 
     ``pins`` has nodes and the devices they must be on, in addition to the spec's layers. ``estimate`` (by
     default a new `CostEstimates`) and ``tables`` are caches that plans of one capture share, so that the
-    model runs once per size of micro-batch. ``processes`` asks for a plan
-    with one process per device. ``corrections`` has, for a device of the first replica or for the host
-    (`HOST_NAME`), the bytes that it is known to need beyond its estimate. With ``enough`` the plan only has
-    to fit: the search ends with the first plan that fills no device beyond this share of its budget, and
-    otherwise minimizes memory.
+    model runs once per size of micro-batch. ``processes`` asks for a plan with one process per device.
+    ``corrections`` has, for a device of the first replica or for the host (`HOST_NAME`), the bytes that it
+    is known to need beyond its estimate. With ``enough`` the plan only has to fit: the search ends with the
+    first plan that fills no device beyond this share of its budget, and otherwise minimizes memory.
 
     A plan that exceeds a budget is returned with ``fits`` False. Raises ``SpecError`` if the spec's layers
     or devices do not match the model, ``PlacerError`` for what is not supported.

@@ -144,7 +144,7 @@ def lacks_room(spec: PlacementSpec) -> str:
     if most.context < budget:
         remedy += ', or write a smaller "reserve" into the spec'
     return (
-        f"the context and the reserve alone take up {most.name}: {format_bytes(most.kept)} of its "
+        f"the context and the reserve alone take up {most.name}: {format_bytes(most.withheld)} of its "
         f"{format_bytes(budget)}, and no device has more: {remedy}"
     )
 

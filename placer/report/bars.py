@@ -43,7 +43,7 @@ def legend(plan: Plan) -> str:
         f'<span title="{escape(_MEANING[kind])}"><i class="k-{kind}"></i>{kind}</span>'
         for kind in present
     ]
-    if any(device.budget is not None and _kept(device) for device in plan.devices):
+    if any(device.budget is not None and _withheld(device) for device in plan.devices):
         items.append(
             '<span title="not for tensors"><i class="k-reserve"></i>context and reserve</span>'
         )
@@ -62,8 +62,8 @@ def _row(stage: StagePlan, device: DevicePeak, scale: float) -> str:
             left += nbytes * scale
     limit = ""
     if budget is not None:
-        free = max(0, budget - _kept(device))
-        reserve = f"context and reserve: {format_bytes(_kept(device))}"
+        free = max(0, budget - _withheld(device))
+        reserve = f"context and reserve: {format_bytes(_withheld(device))}"
         pieces.append(bar_part("reserve", free * scale, (budget - free) * scale, reserve))
         pieces.append(bar_part("budget", budget * scale, 0, f"budget: {format_bytes(budget)}"))
         limit = f" <small>of {format_bytes(budget)}</small>"
@@ -72,7 +72,7 @@ def _row(stage: StagePlan, device: DevicePeak, scale: float) -> str:
     return bar_row(label, pieces, f"{figure}{limit}")
 
 
-def _kept(device: DevicePeak) -> int:
+def _withheld(device: DevicePeak) -> int:
     """The bytes of a budget that are not for tensors."""
     return device.context + device.reserve
 
