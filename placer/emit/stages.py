@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -181,9 +181,11 @@ def _emit_segment(
     values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
     modules: dict[str, None] = {}
     attributes: dict[str, None] = {}
+    containers: dict[str, fx.Node] = {}
+    taken = {*inputs, *(node.name for node in own)}
     for node in own:
         if tree is None or _is_plain(node):
-            copied = graph.node_copy(node, lambda n: values[n.name])
+            copied = _copy(graph, node, values, containers, taken)
         else:
             copied = _copy_without_names(graph, node, values, tree)
         values[node.name] = _follow_stage_device(node, copied, device)
@@ -208,6 +210,30 @@ def _emit_segment(
         forward=forward,
         source=source,
     )
+
+
+def _copy(
+    graph: fx.Graph,
+    node: fx.Node,
+    values: Mapping[str, fx.Node],
+    containers: dict[str, fx.Node],
+    taken: Collection[str],
+) -> fx.Node:
+    """A copy of ``node`` in ``graph``; the layers of a block share the line that looks the block up.
+
+    ``nn.Module`` finds a child in 0.3 µs, and a path has several. ``containers`` are the blocks so far, by
+    path; their names are none of ``taken``.
+    """
+    owner, _, leaf = str(node.target).rpartition(".")
+    if node.op != "call_module" or "." not in owner or not is_plain(leaf):
+        return graph.node_copy(node, lambda n: values[n.name])
+    if owner not in containers:
+        name = owner.replace(".", "_")
+        while name in taken:
+            name += "_"
+        containers[owner] = graph.create_node("get_attr", owner, name=name)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+    return graph.create_node("call_method", leaf, (containers[owner], *args), kwargs, name=node.name)
 
 
 def _is_plain(node: fx.Node) -> bool:

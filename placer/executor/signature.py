@@ -22,19 +22,27 @@ class MethodWithSignature:
     ) -> None:
         self._method = method
         self._signature_of = signature_of
+        # The last signature and the function that has it: a placed module asks at every call.
+        self._latest: tuple[inspect.Signature, Callable[..., Any]] | None = None
         self.__doc__ = method.__doc__
 
     def __get__(self, module: Any, owner: type[Any] | None = None) -> Any:
-        method = self._method
         if module is None:
-            return method
+            return self._method
+        signature = self._signature_of(module)
+        if self._latest is None or self._latest[0] is not signature:
+            self._latest = signature, self._function(signature)
+        return MethodType(self._latest[1], module)
+
+    def _function(self, signature: inspect.Signature) -> Callable[..., Any]:
+        """A function that calls the method and has ``signature``, with ``self`` before it."""
+        method = self._method
 
         @functools.wraps(method)
         def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             return method(self, *args, **kwargs)
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = self._signature_of(module)
         others = [p for name, p in signature.parameters.items() if name != "self"]
         vars(forward)["__signature__"] = signature.replace(parameters=[own, *others])
-        return MethodType(forward, module)
+        return forward

@@ -108,3 +108,35 @@ def test_names_of_the_roots_own_parameters(name: str) -> None:
     placed = assert_same(Root(name).double(), _SPEC, (torch.randn(4, 4).double(),))
     assert placed.get_parameter(name) is placed._parameters[name]
     assert placed.get_buffer(f"{name}_seen") is placed._buffers[f"{name}_seen"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class NamedAsABlock(nn.Module):
+    """A layer, and with it a node, has the name by which generated code would call a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks_0 = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[1](self.blocks[0](x))
+        return self.head(self.blocks_0(y) + y)  # type: ignore[no-any-return]
+
+
+def test_generated_code_looks_up_a_block_once() -> None:
+    spec = {**_SPEC, "layers": {"blocks": "cpu:0", "blocks_0": "cpu:0", "head": "cpu:1"}}
+    placed = assert_same(NamedAsABlock().double(), spec, (torch.randn(4, 4).double(),))
+    source = placed.staged.stages[0].segments[0].source
+    assert source.count('getattr(self.blocks, "0")') == 1
+    assert "blocks_0_.second(blocks_0_first)" in source
+    assert "blocks_0 = self.blocks_0(" in source
