@@ -44,12 +44,14 @@ class Case:
     split: bool = True
 
 
-class _GPT2(nn.Module):
+class GPT2(nn.Module):
     """12 blocks of width 768, 12 heads, 50,257 words: the size of GPT-2, with dropout."""
 
-    def __init__(self, *, width: int = 768, depth: int = 12, heads: int = 12) -> None:
+    def __init__(
+        self, *, width: int = 768, depth: int = 12, heads: int = 12, words: int = 50257
+    ) -> None:
         super().__init__()
-        self.words = nn.Embedding(50257, width)
+        self.words = nn.Embedding(words, width)
         self.places = nn.Embedding(1024, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
@@ -58,7 +60,7 @@ class _GPT2(nn.Module):
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 50257, bias=False)
+        self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens) + self.places(torch.arange(tokens.size(1), device=tokens.device))
@@ -74,7 +76,7 @@ def cube(name: str, edge: int) -> Build:
 
 
 def gpt2() -> tuple[nn.Module, Tensor]:
-    return _GPT2(), torch.zeros(8, 512, dtype=torch.long)
+    return GPT2(), torch.zeros(8, 512, dtype=torch.long)
 
 
 CASES: dict[str, Case] = {

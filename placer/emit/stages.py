@@ -233,7 +233,9 @@ def _copy(
             name += "_"
         containers[owner] = graph.create_node("get_attr", owner, name=name)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
-    return graph.create_node("call_method", leaf, (containers[owner], *args), kwargs, name=node.name)
+    return graph.create_node(
+        "call_method", leaf, (containers[owner], *args), kwargs, name=node.name
+    )
 
 
 def _is_plain(node: fx.Node) -> bool:
