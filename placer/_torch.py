@@ -533,5 +533,17 @@ def set_expandable_segments() -> None:
 
 def has_expandable_segments() -> bool:
     """Does torch's CUDA allocator use expandable segments for new memory?"""
-    settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    return bool(settings.get("expandable_segments", False))
+    return bool(_allocator_settings().get("expandable_segments", False))
+
+
+def given_allocator_settings() -> str:
+    """The settings that torch's CUDA allocator was given last, by a variable or by the program; or ""."""
+    return str(_allocator_settings().get("PYTORCH_CUDA_ALLOC_CONF", ""))
+
+
+def _allocator_settings() -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
+    except RuntimeError:  # the backend cudaMallocAsync has no segments, and no snapshot
+        return {}
+    return settings

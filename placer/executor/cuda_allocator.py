@@ -8,7 +8,11 @@ from collections.abc import Iterable
 
 import torch
 
-from placer._torch import has_expandable_segments, set_expandable_segments
+from placer._torch import (
+    given_allocator_settings,
+    has_expandable_segments,
+    set_expandable_segments,
+)
 from placer.executor.place import Place
 from placer.plan.types import Plan
 from placer.quantities import format_bytes
@@ -22,15 +26,18 @@ class AllocatorWarning(UserWarning):
 def prepare_allocator(plan: Plan, places: Iterable[Place]) -> None:
     """Turn expandable segments on if ``plan`` assumes them for a CUDA device among ``places``.
 
-    Does not override an environment variable that the user has set, and changes nothing once the
-    allocator has reserved memory. Asks torch afterwards whether segments are expandable, because some
-    releases ignore a variable (pytorch#183387), and gives an ``AllocatorWarning`` if they are not.
+    Does not override what the user has set, by an environment variable or in the program, and changes
+    nothing once the allocator has reserved memory. Asks torch afterwards whether segments are
+    expandable, because some releases ignore a variable (pytorch#183387), and gives an
+    ``AllocatorWarning`` if they are not.
     """
     wanted = {d.device: d for d in plan.devices if d.allocator == "expandable"}
     used = {p.name: p.device for p in places if p.device.type == "cuda" and p.name in wanted}
     if not used or has_expandable_segments():
         return
     given = [f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if name in os.environ]
+    if not given and (settings := given_allocator_settings()):
+        given = [f"the setting {settings}"]
     reserved = {name: torch.cuda.memory_reserved(device) for name, device in used.items()}
     if not given and not any(reserved.values()):
         set_expandable_segments()

@@ -250,20 +250,22 @@ def _make_kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -
     if others:
         other = torch.empty(_COPIED, dtype=torch.uint8, device=f"cuda:{others[0]}")
         link = _COPIED / timer(lambda: other.copy_(there, non_blocking=True))
+    memory, context = gpu_memory(place)
     return DeviceKind(
         name=name,
-        memory=torch.cuda.get_device_properties(place).total_memory,
+        memory=memory,
         rates=rates,
         link_bandwidth=link,
         host_bandwidth=to_host,
-        context=_context(place),
+        context=context,
     )
 
 
-def _context(place: torch.device) -> int:
-    """Bytes of the CUDA context: those that are neither free nor reserved by torch's allocator.
+def gpu_memory(place: torch.device) -> tuple[int, int]:
+    """The bytes of a GPU, and of the CUDA context: neither free nor reserved by torch's allocator.
 
-    Memory of other processes is counted too, so the device should be idle.
+    Memory of other processes counts as context too, so the device should be idle.
     """
     free, total = torch.cuda.mem_get_info(place)
-    return max(0, total - free - torch.cuda.memory_reserved(place))
+    context = max(0, total - free - torch.cuda.memory_reserved(place))
+    return torch.cuda.get_device_properties(place).total_memory, context

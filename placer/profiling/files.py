@@ -42,6 +42,8 @@ def profile(
     changed. Raises ``PlacerError`` if the device or the kind does not exist, the model does not run, or the
     file cannot be written.
     """
+    if rounds < 1:
+        raise PlacerError("rounds", f"{rounds} steps cannot be measured", "measure at least one")
     path = None if output is None else Path(output)
     check_output(path)
     place = device_here(device or "")
@@ -81,8 +83,11 @@ def device_here(name: str) -> str:
 
 
 def known_kind(device: str, kind: str | None) -> DeviceKind:
-    """The device kind that measurements are added to. Raises ``ValueError`` for an unknown ``kind``."""
-    return device_kind(device, None if kind is None else device_kind_name(kind))
+    """The device kind that measurements are added to. Raises ``PlacerError`` for an unknown ``kind``."""
+    try:
+        return device_kind(device, None if kind is None else device_kind_name(kind))
+    except ValueError as error:
+        raise PlacerError("--kind", str(error)) from None
 
 
 def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ()) -> dict[str, Any]:

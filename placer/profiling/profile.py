@@ -17,6 +17,7 @@ from placer.executor.module import PlacedModule
 from placer.executor.place_model import place_model
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.planner.build import build_plan
+from placer.profiling.calibration import gpu_memory
 from placer.profiling.clocks import Clock, clock_for
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.program import Program
@@ -48,9 +49,9 @@ def profile_model(
 ) -> Measured:
     """Measure a copy of ``model`` on ``device`` with `measure_nodes`; the model must have its data.
 
-    The kind in the result is ``base`` with the profile. For other batch sizes of the model, measured
-    times are scaled in proportion to the estimates. Raises ``DeviceError`` if the device does not exist
-    or is too small.
+    The kind in the result is ``base`` with the profile, and on a GPU with its memory and context. For
+    other batch sizes of the model, measured times are scaled in proportion to the estimates. Raises
+    ``DeviceError`` if the device does not exist or is too small.
     """
     place = torch.device(device)
     try:
@@ -75,6 +76,7 @@ def profile_model(
             rounds=rounds,
             each_round=each_round,
         )
+        base = of_device(base, place)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             device,
@@ -93,6 +95,14 @@ def profile_model(
     return Measured(
         kind=_with_profile(base, program, costs, times, precision), times=times, costs=costs
     )
+
+
+def of_device(kind: DeviceKind, place: torch.device) -> DeviceKind:
+    """``kind`` with the memory and the context of this GPU; the same kind on a CPU."""
+    if place.type != "cuda":
+        return kind
+    memory, context = gpu_memory(place)
+    return replace(kind, memory=memory, context=context)
 
 
 def _placed(

@@ -80,6 +80,7 @@ CASES = [
     (("auto", "net.py:Net", *X, "-d", "cuda:0:16GiB"), "did you mean cuda:0=16GiB?"),
     (("auto", "net.py:Net", *X, "-d", "cda:0"), "error: --device cda:0: "),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--kind", "h1000"), "error: --kind: "),
+    (("profile", "net.py:Net", *X, "--device", "cpu", "--kind", "h1000"), "error: --kind: "),
     (("verify", "net.py:Net", "fits.json", *X, "--run-on", "gpu"), "did you mean 'cuda'?"),
     (("check", "net.py:Net", "fits.json", "--memory", "16GB"), "error: --memory: cannot be given"),
     (

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from plans import make_plan
+from torch import nn
 
+from placer import _torch
 from placer.executor import cuda_allocator
 from placer.executor.cuda_allocator import AllocatorWarning, prepare_allocator
+from placer.executor.distributed import launch
+from placer.executor.distributed.job.assignment import Job
 from placer.executor.place import Place
 from placer.plan.types import Plan
 from placer.versions import ALLOCATOR_VARIABLES
@@ -23,9 +29,10 @@ class Torch:
     """Stands for torch's allocator on a machine that has a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, can: bool = True, reserved: int = 0):
-        self.expandable, self.can, self.asked = False, can, 0
+        self.expandable, self.can, self.asked, self.given = False, can, 0, ""
         monkeypatch.setattr(cuda_allocator, "has_expandable_segments", lambda: self.expandable)
         monkeypatch.setattr(cuda_allocator, "set_expandable_segments", self._turn_on)
+        monkeypatch.setattr(cuda_allocator, "given_allocator_settings", lambda: self.given)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
         for name in ALLOCATOR_VARIABLES:
             monkeypatch.delenv(name, raising=False)
@@ -73,6 +80,54 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         prepare_allocator(plan(), GPU)
     assert not fake.asked
+
+
+def test_what_the_program_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turning expandable segments on would reset all other settings to their defaults."""
+    fake = Torch(monkeypatch)
+    fake.given = "max_split_size_mb:128"
+    with pytest.warns(AllocatorWarning, match="the setting max_split_size_mb:128 is set"):
+        prepare_allocator(plan(), GPU)
+    assert not fake.asked
+
+
+def test_settings_are_read_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "expandable_segments": True}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": settings})
+    assert _torch.has_expandable_segments()
+    assert _torch.given_allocator_settings() == "expandable_segments:True"
+
+
+def test_another_backend_has_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``backend:cudaMallocAsync`` torch refuses to tell its settings."""
+
+    def refuse() -> None:
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful.")
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", refuse)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert not _torch.has_expandable_segments()
+    with pytest.warns(AllocatorWarning, match="backend:cudaMallocAsync is set"):
+        prepare_allocator(plan(), GPU)
+
+
+def test_a_rank_does_it_before_it_talks_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a process group with only NCCL, messages are in the GPU's memory: it would be in use."""
+    order: list[str] = []
+
+    class Talks(Exception):
+        pass
+
+    def talk(*args: Any, **options: Any) -> None:
+        order.append("talk")
+        raise Talks
+
+    monkeypatch.setattr(launch, "prepare_allocator", lambda *args: order.append("prepare"))
+    monkeypatch.setattr(launch, "join_job", talk)
+    job = Job(rank=0, world_size=2, local_rank=0)
+    with pytest.raises(Talks):
+        launch.launch(nn.Linear(1, 1), MagicMock(), plan(), job, failures=MagicMock(), run_on="cpu")
+    assert order == ["prepare", "talk"]
 
 
 def test_memory_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

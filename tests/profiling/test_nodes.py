@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from placer.errors import PlacerError, SpecError
 from placer.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import NodeTimes, measure_nodes, profile_model
 from placer.profiling.clocks import HostClock
+from placer.profiling.profile import of_device
 from placer.program import Program, capture_model, flatten_call
 
+GIB = 2**30
 SECONDS = {"addmm": 5.0, "mm": 7.0, "relu": 2.0, "threshold_backward": 3.0, "_foreach_add_": 0.0}
 
 
@@ -148,6 +151,27 @@ def test_stages_are_cut_where_it_was_measured(saved: str) -> None:
     plan = placer.make_plan(Net(), spec, (torch.randn(64, 8),))
     # first 5 + 7, relu 2 + 3, second 5 + 14: the relu goes with the first.
     assert [stage.nodes for stage in plan.stages] == [("first", "relu"), ("second",)]
+
+
+def test_a_gpus_profile_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a --kind the rates are an A100's; the memory must not be."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda place: 3 * GIB)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda place: SimpleNamespace(total_memory=24 * GIB)
+    )
+    found = of_device(CATALOGUE["a100"], torch.device("cuda:0"))
+    assert (found.memory, found.context) == (24 * GIB, GIB)
+    assert of_device(CATALOGUE["cpu"], torch.device("cpu")) is CATALOGUE["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"kind": "h1000"}, "--kind: .*did you mean 'h100'?"), ({"rounds": 0}, "at least one")],
+)
+def test_what_cannot_be_profiled_is_told(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlacerError, match=message):
+        placer.profile(Net(), torch.randn(16, 8), device="cpu", **wrong)
 
 
 def test_a_profile_of_another_model_or_precision_is_refused(saved: str) -> None:

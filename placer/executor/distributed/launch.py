@@ -53,6 +53,9 @@ def launch(
     _check_norms(model, plan)
     assignment = assign_rank(plan, job)
     device = choose_device(plan, job, run_on)
+    # Before ranks talk to each other: a process group with only NCCL does that in the GPU's memory.
+    own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
+    prepare_allocator(plan, [Place(own, device)])
     join_job(
         device,
         job,
@@ -63,8 +66,6 @@ def launch(
     failures.set_limit(default_timeout(device))
     with lost_peers(failures):
         name = compare_plans(plan, model)
-    own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
-    prepare_allocator(plan, [Place(own, device)])
     staged = emit_stages(program, plan)
     ownership = find_ownership(model, staged, assignment.device_of)
     build = partial(
