@@ -29,9 +29,13 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """A type of device: memory in bytes, rates of its operations, and bandwidths of its links in bytes/s."""
+    """A type of device: memory in bytes, rates of its operations, and bandwidths of its links in bytes/s.
+
+    ``device_type`` is whose kernels it runs, "cuda" or "cpu".
+    """
 
     name: str
+    device_type: str
     memory: int | None
     rates: Rates
     link_bandwidth: float  # to another device of the machine
@@ -54,37 +58,39 @@ _HOST_EFFICIENCY = 0.65
 
 _SHEETS = {
     # name: memory GiB; TFLOP/s in fp32, in fp32 convolutions, in half precision, in fp64; memory GB/s, link
-    # GB/s to another device (one way), host GB/s: PCIe 3.0 x16 is 16, 4.0 is 32, 5.0 is 64. Rates are
-    # dense: half the number where a sheet counts structured sparsity. The comment names the vendor's data
-    # sheet. For a40, a6000, b200, rtx5090 and rtx6000ada, the numbers were taken from pages that quote the
-    # sheet. The columns fp64, fp32 convolutions and links, and the rows a30 and mi300x, have not been
-    # checked against a sheet.
-    "p100": (16, 9.3, 9.3, 18.7, 4.7, 732, 16, 16),  # "NVIDIA Tesla P100", PCIe
-    "t4": (16, 8.1, 8.1, 65, 0.25, 320, 16, 16),  # "NVIDIA T4 Tensor Core GPU"
-    "v100": (32, 15.7, 15.7, 125, 7.8, 900, 150, 16),  # "NVIDIA V100", SXM2
-    "a10": (24, 31.2, 62.5, 125, 0.98, 600, 32, 32),  # "NVIDIA A10"
-    "a30": (24, 10.3, 82, 165, 5.2, 933, 100, 32),  # "NVIDIA A30"
-    "a40": (48, 37.4, 74.8, 149.7, 0.58, 696, 56, 32),  # "NVIDIA A40"
-    "a6000": (48, 38.7, 77.4, 154.8, 0.6, 768, 56, 32),  # "NVIDIA RTX A6000"
-    "a100": (80, 19.5, 156, 312, 9.7, 2039, 300, 32),  # "NVIDIA A100", 80 GB SXM
-    "l4": (24, 30.3, 60, 121, 0.49, 300, 32, 32),  # "NVIDIA L4"
-    "l40s": (48, 91.6, 183, 362, 1.4, 864, 32, 32),  # "NVIDIA L40S"
+    # GB/s to another device (one way), host GB/s: PCIe 3.0 x16 is 16, 4.0 is 32, 5.0 is 64.
+    # Memory is what torch finds, which is less than the sheet says (14.56 GiB of 16 on a T4): the least
+    # "total capacity" seen in public out-of-memory errors; p100, rtx3090 and mi300x have no such source.
+    # Rates are dense: half the number where a sheet counts structured sparsity. The comment names the
+    # vendor's data sheet. For a40, a6000, b200, rtx5090 and rtx6000ada, the numbers were taken from pages
+    # that quote the sheet. The columns fp64, fp32 convolutions and links, and the rows a30 and mi300x, have
+    # not been checked against a sheet.
+    "p100": (15.89, 9.3, 9.3, 18.7, 4.7, 732, 16, 16),  # "NVIDIA Tesla P100", PCIe
+    "t4": (14.56, 8.1, 8.1, 65, 0.25, 320, 16, 16),  # "NVIDIA T4 Tensor Core GPU"
+    "v100": (31.73, 15.7, 15.7, 125, 7.8, 900, 150, 16),  # "NVIDIA V100", SXM2
+    "a10": (22.03, 31.2, 62.5, 125, 0.98, 600, 32, 32),  # "NVIDIA A10"
+    "a30": (23.5, 10.3, 82, 165, 5.2, 933, 100, 32),  # "NVIDIA A30"
+    "a40": (44.34, 37.4, 74.8, 149.7, 0.58, 696, 56, 32),  # "NVIDIA A40"
+    "a6000": (47.4, 38.7, 77.4, 154.8, 0.6, 768, 56, 32),  # "NVIDIA RTX A6000"
+    "a100": (79.1, 19.5, 156, 312, 9.7, 2039, 300, 32),  # "NVIDIA A100", 80 GB SXM
+    "l4": (22.03, 30.3, 60, 121, 0.49, 300, 32, 32),  # "NVIDIA L4"
+    "l40s": (44.34, 91.6, 183, 362, 1.4, 864, 32, 32),  # "NVIDIA L40S"
     # GeForce and RTX Ada: from the white papers of the architectures; half precision with fp32 accumulation
-    "rtx3090": (24, 35.6, 35.6, 71, 0.56, 936, 32, 32),  # "GA102 GPU Architecture"
-    "rtx4090": (24, 82.6, 82.6, 165, 1.3, 1008, 32, 32),  # "Ada GPU Architecture"
-    "rtx5090": (32, 104.8, 104.8, 209.5, 1.6, 1792, 64, 64),  # "RTX Blackwell GPU Architecture"
-    "rtx6000ada": (48, 91.1, 182.1, 364.2, 1.4, 960, 32, 32),  # "NVIDIA RTX 6000 Ada Generation"
-    "h100": (80, 67, 494.5, 989, 34, 3350, 450, 64),  # "NVIDIA H100", SXM
-    "h200": (141, 67, 494.5, 989, 34, 4800, 450, 64),  # "NVIDIA H200", SXM
-    "b200": (180, 75, 1100, 2250, 37, 7700, 900, 64),  # "NVIDIA HGX B200", per GPU
+    "rtx3090": (23.69, 35.6, 35.6, 71, 0.56, 936, 32, 32),  # "GA102 GPU Architecture"
+    "rtx4090": (23.6, 82.6, 82.6, 165, 1.3, 1008, 32, 32),  # "Ada GPU Architecture"
+    "rtx5090": (31.36, 104.8, 104.8, 209.5, 1.6, 1792, 64, 64),  # "RTX Blackwell GPU Architecture"
+    "rtx6000ada": (44.4, 91.1, 182.1, 364.2, 1.4, 960, 32, 32),  # "NVIDIA RTX 6000 Ada Generation"
+    "h100": (79.1, 67, 494.5, 989, 34, 3350, 450, 64),  # "NVIDIA H100", SXM
+    "h200": (139.8, 67, 494.5, 989, 34, 4800, 450, 64),  # "NVIDIA H200", SXM
+    "b200": (178.3, 75, 1100, 2250, 37, 7700, 900, 64),  # "NVIDIA HGX B200", per GPU
     # "AMD Instinct MI300X"; PyTorch for ROCm does not use TF32 by default.
-    "mi300x": (192, 163.4, 163.4, 1307.4, 81.7, 5300, 64, 64),
+    "mi300x": (191.5, 163.4, 163.4, 1307.4, 81.7, 5300, 64, 64),
 }
 
 
 def _from_sheet(
     name: str,
-    memory: int,
+    memory: float,
     fp32: float,
     tensor: float,
     half: float,
@@ -103,7 +109,8 @@ def _from_sheet(
     )
     return DeviceKind(
         name=name,
-        memory=memory * _GIB,
+        device_type="cuda",
+        memory=int(memory * _GIB),
         rates=scaled_rates(H100_RATES, H100_PEAKS, peaks),
         link_bandwidth=link * 1e9 * _EFFICIENCY,
         host_bandwidth=host * 1e9 * _HOST_EFFICIENCY,
@@ -115,6 +122,7 @@ CATALOGUE = {
     **{name: _from_sheet(name, *row) for name, row in _SHEETS.items()},
     "cpu": DeviceKind(
         name="cpu",
+        device_type="cpu",
         memory=None,
         rates=uniform_rates(
             flops=5e10, bandwidth=1e10

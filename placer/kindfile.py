@@ -131,6 +131,7 @@ def _kind(found: _KindFile) -> DeviceKind:
         )
     return DeviceKind(
         name=found.name,
+        device_type=found.device_type,
         memory=found.memory,
         rates=Rates(
             {

@@ -16,7 +16,7 @@ from placer.plan.types import Plan
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
 from placer.planner.devices import (
-    check_profiles,
+    check_kinds,
     device_slot,
     likely_kernels,
     memory_uses,
@@ -85,7 +85,7 @@ def build_plan(
     or devices do not match the model, ``PlacerError`` for what is not supported.
     """
     check_supported(spec)
-    check_profiles(spec, program.fingerprint)
+    check_kinds(spec, program.fingerprint)
     for use in memory_uses(spec):
         spec = with_known_memory(spec, use)
     if enough:

@@ -38,20 +38,27 @@ def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
     )
 
 
-def check_profiles(spec: PlacementSpec, fingerprint: str) -> None:
-    """Raise ``SpecError`` for devices whose profile was measured for another model or precision."""
+def check_kinds(spec: PlacementSpec, fingerprint: str) -> None:
+    """Raise ``SpecError`` for devices whose kind is of another type of device, or of another model.
+
+    A CPU's kind has no context and no reserve, so a plan for a GPU would seem to fit. A profile is of one
+    model, whose ``fingerprint`` is compared, and of one precision.
+    """
     problems = []
     for index, device in enumerate(spec.devices):
-        profile = device_kind(device.name, device.kind).profile
-        if profile is None:
+        kind, given = device_kind(device.name, device.kind), device.kind
+        remedy = f"measure this one: placer profile MODEL --precision {spec.precision} -o FILE"
+        if given and (kind.device_type == "cpu") != device.name.startswith("cpu"):
+            problem = f"{given} is the kind of a {kind.device_type} device, and this is {device.name}"
+            remedy = f"leave it out, or measure: placer calibrate --device {device.name} -o FILE"
+        elif kind.profile is None:
             continue
-        if profile.fingerprint != fingerprint:
-            problem = f"{device.kind} is the profile of another model"
-        elif profile.precision != spec.precision:
-            problem = f"{device.kind} was measured in {profile.precision}, not {spec.precision}"
+        elif kind.profile.fingerprint != fingerprint:
+            problem = f"{given} is the profile of another model"
+        elif kind.profile.precision != spec.precision:
+            problem = f"{given} was measured in {kind.profile.precision}, not {spec.precision}"
         else:
             continue
-        remedy = f"measure this one: placer profile MODEL --precision {spec.precision} -o FILE"
         problems.append((f"/devices/{index}/kind", problem, remedy))
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)

@@ -235,6 +235,7 @@ def _make_kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -
     if place.type != "cuda":
         return DeviceKind(
             name=name,
+            device_type=place.type,
             memory=None,
             rates=rates,
             link_bandwidth=bandwidth / 2,  # a copy reads and writes
@@ -253,6 +254,7 @@ def _make_kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -
     memory, context = gpu_memory(place)
     return DeviceKind(
         name=name,
+        device_type=place.type,
         memory=memory,
         rates=rates,
         link_bandwidth=link,

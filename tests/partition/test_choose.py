@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -20,11 +22,19 @@ from placements import assert_valid_plan
 from torch import Tensor, nn
 
 import placer
+from placer.catalogue import CATALOGUE
 
 
 @pytest.fixture(autouse=True)
 def _one_capture() -> Iterator[None]:
     with captured_once():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _cpus_of_unequal_speed() -> Iterator[None]:
+    fast, slow = (replace(CATALOGUE[name], device_type="cpu") for name in ("l40s", "p100"))
+    with mock.patch.dict(CATALOGUE, {"l40s": fast, "p100": slow}):
         yield
 
 
@@ -67,7 +77,7 @@ def cases(draw: Any) -> tuple[nn.Module, dict[str, Any]]:
         device: dict[str, Any] = {"name": f"cpu:{i}"}
         if draw(st.booleans()):
             device["memory"] = draw(st.sampled_from([6_000, 20_000, 100_000]))
-        device["kind"] = draw(st.sampled_from(["a100", "t4"]))
+        device["kind"] = draw(st.sampled_from(["l40s", "p100"]))
         devices.append(device)
     layers = {}
     for name in ("first", "blocks.0", "sides.0", "last"):

@@ -193,11 +193,23 @@ def test_auto_uses_as_few_devices_as_it_needs() -> None:
 
 def test_budget_comes_from_the_named_kind() -> None:
     (device,) = _small(devices=[{"name": "cuda:0", "kind": "H100"}]).devices
-    assert device.budget == 80 * GIB
-    assert device.reserve == int(0.02 * 80 * GIB)
+    found = int(79.1 * GIB)  # of the 80 GiB in its name
+    assert device.budget == found
+    assert device.reserve == int(0.02 * found)
     assert device.context == parse_bytes("520MiB")
     with pytest.raises(SpecError, match="did you mean 'h100'"):
         _small(devices=[{"name": "cuda:0", "kind": "h10"}])
+
+
+@pytest.mark.parametrize("kinds", [("cuda:0", "cpu"), ("cpu:0", "a100")])
+def test_a_kind_of_another_type_of_device_is_refused(kinds: tuple[str, str]) -> None:
+    """A CPU's kind has neither context nor reserve: plans for a GPU would seem to fit."""
+    name, kind = kinds
+    with pytest.raises(SpecError) as error:
+        _small(devices=[{"name": name, "memory": "2GiB", "kind": kind}])
+    ((where, problem, remedy),) = error.value.problems
+    assert where == "/devices/0/kind"
+    assert kind in problem and name in problem and f"calibrate --device {name}" in remedy
 
 
 @pytest.mark.parametrize(
@@ -225,7 +237,7 @@ def test_what_memory_decides_needs_the_memory_of_every_device(field: str) -> Non
     ((where, problem, remedy),) = error.value.problems
     assert where == "/devices/1"
     assert "the memory of 'cuda:7' is not known" in problem and f'"{field}": "auto"' in problem
-    assert '"memory": "16GiB"' in remedy and "p100 (16.00 GiB)" in remedy and "h200" in remedy
+    assert '"memory": "16GiB"' in remedy and "p100 (15.89 GiB)" in remedy and "h200" in remedy
 
 
 def test_automatic_specs_need_it_too_and_cpus_share_the_machines() -> None:
