@@ -49,7 +49,9 @@ def check_kinds(spec: PlacementSpec, fingerprint: str) -> None:
         kind, given = device_kind(device.name, device.kind), device.kind
         remedy = f"measure this one: placer profile MODEL --precision {spec.precision} -o FILE"
         if given and (kind.device_type == "cpu") != device.name.startswith("cpu"):
-            problem = f"{given} is the kind of a {kind.device_type} device, and this is {device.name}"
+            problem = (
+                f"{given} is the kind of a {kind.device_type} device, and this is {device.name}"
+            )
             remedy = f"leave it out, or measure: placer calibrate --device {device.name} -o FILE"
         elif kind.profile is None:
             continue
