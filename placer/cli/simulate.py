@@ -35,8 +35,8 @@ def simulate(
     """Run a training step on simulated devices and show their peaks; nothing is allocated."""
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
-    from placer.plan.types import Plan
-    from placer.report import host_text, host_verdict, moment_text
+    from placer.plan.types import Plan, everything_fits
+    from placer.report import host_text, moment_text, verdict, verdict_style, with_simulation
 
     wanted = load_spec_or_plan(spec)
     model_options.check()
@@ -64,14 +64,13 @@ def simulate(
         console.print(f"\n{waits}", markup=False)
     if isinstance(wanted, Plan) and _far_off(report):
         console.print(f"note: {_OTHER_INPUTS.format(spec)}", style="dim", markup=False)
-    over = _overflows(plan, report) + host_verdict(report.host)
-    for line in over:
-        console.print(line, style="bold red")
-    if not over:
-        console.print(_verdict(plan), style="bold green")
+    judged = with_simulation(plan, report)
+    judged = replace(judged, host=report.host, fits=everything_fits(judged.devices, report.host))
+    for line in verdict(judged):
+        console.print(line, style=verdict_style(judged), markup=False)
     if as_json:
         print_json(found)
-    if over:
+    if not judged.fits:
         raise typer.Exit(EXIT_NO_FIT)
 
 
@@ -118,32 +117,7 @@ def _moment(device: Mapping[str, Any]) -> Table:
     return table
 
 
-def _verdict(plan: Plan) -> str:
-    """A sentence that says whether the plan fits; this is unknown for devices without a budget."""
-    from placer.report import unknown_memory_text
-
-    unknown = [device.device for device in plan.devices if device.budget is None]
-    if not unknown:
-        return "fits on every device"
-    fits = "" if len(unknown) == len(plan.devices) else "fits on the other devices; "
-    return f"{fits}{unknown_memory_text(unknown)}"
-
-
 def _far_off(report: SimulationReport) -> bool:
     return any(
         abs(device.predicted - device.peak) > _FAR_OFF * device.peak for device in report.devices
     )
-
-
-def _overflows(plan: Plan, report: SimulationReport) -> list[str]:
-    """A sentence for each device that needs more than its budget in the dry run."""
-    from placer.report import overflow_text
-
-    lines = []
-    limits = {device.device: device for device in plan.devices}
-    for device in report.devices:
-        limit = limits[device.device]
-        found = replace(limit, peak=device.peak, reserved=device.reserved, context=device.context)
-        if not found.fits:
-            lines.append(overflow_text(found))
-    return lines

@@ -18,7 +18,7 @@ def summarize_plan(plan: Plan) -> str:
         f"{format_count(plan.microbatches, 'micro-batch', 'micro-batches')} ({plan.schedule})",
         plan.precision,
         f"training with {optimizer}" if plan.training else "inference",
-        f"estimated step ~ {format_seconds(plan.step_seconds)}",
+        f"estimated step {describe_step(plan)}",
     ]
     lines = [f"Plan({', '.join(words)})"]
     lines += [f"  {summarize_stage(stage)}" for stage in plan.stages[:_STAGES_SHOWN]]
@@ -39,6 +39,11 @@ def summarize_stage(stage: StagePlan) -> str:
         f"({format_count(len(stage.layers), 'layer')}, {format_count(len(stage.nodes), 'node')}), "
         f"peak {format_bytes(stage.memory.peak)}{budget}"
     )
+
+
+def describe_step(plan: Plan) -> str:
+    """The estimated seconds of a step, which takes longer if kernels are starved."""
+    return f"~ {format_seconds(plan.step_seconds)}" + " or more" * bool(plan.starved)
 
 
 def describe_host(host: HostPeak) -> str:

@@ -282,6 +282,11 @@ class Plan:
         return max(0, -(self.tightest.headroom or 0), -host)
 
     @property
+    def starved(self) -> int:
+        """The kernels of a step, on all devices, that find no room for the workspace that they want."""
+        return sum(device.starved for device in self.devices)
+
+    @property
     def overlaps(self) -> bool:
         """Are any offloaded activations copied while kernels run?"""
         return any(region.overlapped for stage in self.stages for region in stage.regions)

@@ -23,23 +23,27 @@ def choose_spec(
 ) -> PlacementSpec:
     """``wanted`` with its layers resolved, on the shortest prefix of its devices that suffices.
 
-    ``make`` plans a spec for ``program`` and ``inputs``. Devices named in ``wanted.layers`` are always used.
-    CPU devices without a given memory share the memory of this machine. Raises ``SpecError`` if the memory of
-    a device is not known. Raises ``BudgetError`` if no placement fits, with the fullest device of the closest
-    placement, the missing bytes, and the changes that were tried.
+    A prefix suffices if the model fits and no kernel is starved of its workspace; if there is none, the
+    first on which it fits does. ``make`` plans a spec for ``program`` and ``inputs``. Devices named in
+    ``wanted.layers`` are always used. CPU devices without a given memory share the memory of this machine.
+    Raises ``SpecError`` if the memory of a device is not known. Raises ``BudgetError`` if no placement fits,
+    with the fullest device of the closest placement, the missing bytes, and the changes that were tried.
     """
     wanted = with_known_memory(wanted, "how few devices suffice")
     pinned = set(wanted.layers.values())
     least = max((i for i, d in enumerate(wanted.devices, 1) if d.name in pinned), default=1)
     counts = range(least, len(wanted.devices) + 1)
-    plans: list[Plan] = []
+    plans: list[tuple[PlacementSpec, Plan]] = []
     for count in counts:
         spec = wanted.with_devices(wanted.devices[:count])
         plan = make(spec)
+        if plan.fits and not plan.starved:
+            return _with_resolved_layers(program, spec, plan, make)
+        plans.append((spec, plan))
+    for spec, plan in plans:
         if plan.fits:
             return _with_resolved_layers(program, spec, plan, make)
-        plans.append(plan)
-    closest = min(plans, key=lambda plan: plan.overflow_bytes)
+    closest = min((plan for _, plan in plans), key=lambda plan: plan.overflow_bytes)
     error = misfit_error(program, wanted, inputs, closest, make)
     devices = format_count(len(wanted.devices), "device")
     error.problem = f"no placement on {devices} fits: {error.problem}"
@@ -52,12 +56,13 @@ def _with_resolved_layers(
     """``spec`` with the layers placed as in ``plan``, if planning it again gives a plan that is no worse.
 
     Layers are coarser than nodes, so the position of a boundary inside a layer is left to the compiler. If
-    the new plan does not fit or has a higher peak, the result is ``spec`` itself, which gives ``plan``
-    again.
+    the new plan does not fit, has a higher peak or starves more kernels, the result is ``spec`` itself, which
+    gives ``plan`` again.
     """
     resolved = spec.with_layers({**spec.layers, **whole_layers(program, plan)})
     again = make(resolved)
-    worse = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
+    higher = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
+    worse = higher or again.starved > plan.starved
     return resolved if again.fits and not worse else spec
 
 

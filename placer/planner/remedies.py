@@ -124,6 +124,7 @@ def try_remedies(
     if lacks_room(spec):
         return
     rows = program.call.batch_size or 1
+    yield from _expandable(make, spec)
     yield from _own_placement(make, spec)
     yield from _microbatches(make, spec, rows)
     yield from _lighter(make, spec)
@@ -147,6 +148,17 @@ def lacks_room(spec: PlacementSpec) -> str:
         f"the context and the reserve alone take up {most.name}: {format_bytes(most.withheld)} of its "
         f"{format_bytes(budget)}, and no device has more: {remedy}"
     )
+
+
+def _expandable(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
+    """Expandable segments on every device for which the spec asks for torch's own default."""
+    devices = [
+        d.model_copy(update={"allocator": "expandable"}) if d.allocator == "default" else d
+        for d in spec.devices
+    ]
+    if devices != list(spec.devices):
+        change = 'leave out "allocator": "default" (segments that grow lose less memory)'
+        yield from _try(change, make, spec.with_devices(devices))
 
 
 def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:

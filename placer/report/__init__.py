@@ -3,29 +3,28 @@
 from placer.report.figures import (
     LARGEST_HEADERS,
     host_text,
-    host_verdict,
     largest_rows,
     moment_text,
     needs_text,
-    overflow_text,
     relative_difference,
-    unknown_memory_text,
+    verdict,
+    with_simulation,
 )
 from placer.report.html import write_html
-from placer.report.text import plan_table
+from placer.report.text import plan_table, verdict_style
 from placer.report.timeline import write_trace
 
 __all__ = [
     "LARGEST_HEADERS",
     "host_text",
-    "host_verdict",
     "largest_rows",
     "moment_text",
     "needs_text",
-    "overflow_text",
     "plan_table",
     "relative_difference",
-    "unknown_memory_text",
+    "verdict",
+    "verdict_style",
+    "with_simulation",
     "write_html",
     "write_trace",
 ]

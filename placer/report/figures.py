@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from placer.plan.step_spans import step_spans
 from placer.plan.summary import describe_host
 from placer.plan.types import DevicePeak, HostPeak, Plan, StageMemory, Transfer
-from placer.quantities import format_bytes
+from placer.quantities import format_bytes, format_count
 from placer.timeline import idle_share
 
 if TYPE_CHECKING:
     from placer.simulation import SimulationReport
 
+_SIMULATED = ("peak", "workspaces", "reserved", "context", "starved")
 KINDS = (
     "parameters",
     "gradients",
@@ -89,11 +90,29 @@ def verdict(plan: Plan) -> list[str]:
     found += host_verdict(plan.host)
     if limited and not found:
         least = min(limited, key=lambda d: d.headroom or 0)
+        slow = ", but expect slow steps" * bool(plan.starved)
         headroom = format_bytes(least.headroom or 0)
-        found.append(f"fits: {least.device} has the least headroom, {headroom}")
+        found.append(f"fits{slow}: {least.device} has the least headroom, {headroom}")
+        found += starved_text(plan)
     if unknown:
         found.append(unknown_memory_text(unknown))
     return found
+
+
+def starved_text(plan: Plan) -> list[str]:
+    """A sentence on the kernels that will be slower than estimated, or an empty list."""
+    starved = [
+        f"{format_count(device.starved, 'kernel')} of a step on {device.device}"
+        for device in plan.devices
+        if device.starved
+    ]
+    if not starved:
+        return []
+    verb = "finds" if plan.starved == 1 else "find"
+    return [
+        f"{' and '.join(starved)} {verb} no room for the workspace that they want, so slower ones run "
+        "instead; more memory or a smaller input would help"
+    ]
 
 
 def host_text(host: HostPeak | None) -> str:
@@ -169,12 +188,13 @@ def memory_rule(plan: Plan) -> str:
     return f"a plan fits when {taken}{context}{reserve} stay within the budget"
 
 
-def with_peaks(plan: Plan, simulated: Mapping[str, int]) -> Plan:
-    """``plan`` with each device's peak raised to the simulated one, if that is larger."""
-    devices = (
-        replace(device, peak=max(device.peak, simulated.get(device.device, 0)))
-        for device in plan.devices
-    )
+def with_simulation(plan: Plan, simulation: SimulationReport | Mapping[str, Any] | None) -> Plan:
+    """``plan`` with what every device needs in the simulation, if there is one."""
+    simulated = simulated_devices(simulation)
+    devices = []
+    for device in plan.devices:
+        found = simulated.get(device.device, {})
+        devices.append(replace(device, **{k: found[k] for k in _SIMULATED if k in found}))
     return replace(plan, devices=tuple(devices))
 
 

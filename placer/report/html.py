@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from placer.errors import PlanError
 from placer.files import writing
+from placer.plan.summary import describe_step
 from placer.plan.types import Plan, everything_fits
 from placer.quantities import format_bytes, format_seconds
 from placer.report.bars import legend, memory_bars
@@ -24,7 +25,7 @@ from placer.report.figures import (
     simulated_devices,
     simulated_peaks,
     verdict,
-    with_peaks,
+    with_simulation,
 )
 from placer.report.layers import compact_layers, stage_layers
 from placer.report.style import STYLE
@@ -55,8 +56,10 @@ def write_html(
 def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None) -> str:
     """The page of ``plan`` as HTML text; the same plan gives the same text."""
     simulated = simulated_peaks(simulation)
-    judged = with_peaks(plan, simulated)
-    state = "good" if everything_fits(judged.devices, plan.host) else "bad"
+    judged = with_simulation(plan, simulation)
+    state = "bad"
+    if everything_fits(judged.devices, plan.host):
+        state = "slow" if judged.starved else "good"
     sections = [
         "<h1>Placement plan</h1>",
         *(f'<p class="verdict {state}">{escape(line)}</p>' for line in verdict(judged)),
@@ -99,7 +102,7 @@ def _facts(plan: Plan) -> str:
         "objective": plan.objective,
         "precision": plan.precision,
         "optimizer": optimizer if plan.training else "none (inference)",
-        "estimated step": f"~ {format_seconds(plan.step_seconds)}",
+        "estimated step": describe_step(plan),
         "bubble": f"{bubble(plan):.0%}",
     }
     items = (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())

@@ -3,12 +3,14 @@
 STYLE = """
 :root { --ink: #1d2129; --dim: #667085; --page: #ffffff; --line: #e2e5ea; --panel: #f6f7f9;
   --good: #12703f; --bad: #b42318; --good-back: #e7f5ec; --bad-back: #fdecea;
+  --slow-back: #fdf3d7;
   --parameters: #2f5fb3; --gradients: #7aa3e5; --optimizer: #b9cdf0; --buffers: #8a93a3;
   --saved: #e08a1e; --boundary: #2a9d8f; --transient: #d8c3a5;
   --forward: #7aa3e5; --backward: #2f5fb3; --transfer: #2a9d8f; --step: #e08a1e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ec; --dim: #98a2b3; --page: #14171c;
   --line: #2c323b; --panel: #1c2027; --good: #5fd394; --bad: #ff8f83; --good-back: #14301f;
-  --bad-back: #3a1916; --parameters: #5b8def; --gradients: #3e62a8; --optimizer: #2c4474;
+  --bad-back: #3a1916; --slow-back: #3a3010;
+  --parameters: #5b8def; --gradients: #3e62a8; --optimizer: #2c4474;
   --buffers: #7b8494; --saved: #f0a345; --boundary: #3fb8a9; --transient: #7d6c50;
   --forward: #3e62a8; --backward: #5b8def; --transfer: #3fb8a9; --step: #f0a345; } }
 * { box-sizing: border-box; }
@@ -19,6 +21,7 @@ h1 { font-size: 24px; margin: 0 0 12px; }
 h2 { font-size: 17px; margin: 32px 0 10px; }
 .verdict { font-weight: 600; padding: 9px 14px; border-radius: 6px; margin: 0 0 8px; }
 .verdict.good { background: var(--good-back); }
+.verdict.slow { background: var(--slow-back); }
 .verdict.bad { background: var(--bad-back); }
 .good { color: var(--good); } .bad { color: var(--bad); }
 .facts { display: flex; flex-wrap: wrap; gap: 10px 28px; margin: 18px 0 0; }

@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from placer.plan.summary import describe_step
 from placer.plan.types import DevicePeak, Plan, StagePlan
-from placer.quantities import format_bytes, format_count, format_seconds
+from placer.quantities import format_bytes, format_count
 from placer.report.figures import (
     bubble,
     data_transfers,
@@ -49,9 +50,15 @@ def plan_table(
     if plan.transfers:
         parts.append(_transfers(plan))
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
-    style = "bold green" if plan.fits else "bold red"
-    parts += [Text(line, style=style) for line in verdict(plan)]
+    parts += [Text(line, style=verdict_style(plan)) for line in verdict(plan)]
     return Group(*parts)
+
+
+def verdict_style(plan: Plan) -> str:
+    """The style of the plan's verdict in a terminal."""
+    if not plan.fits:
+        return "bold red"
+    return "bold yellow" if plan.starved else "bold green"
 
 
 def _headline(plan: Plan) -> Text:
@@ -66,7 +73,7 @@ def _headline(plan: Plan) -> Text:
         f"{plan.precision}, {step}",
         *["one process per device"] * plan.processes,
     ]
-    times = [f"estimated step ~ {format_seconds(plan.step_seconds)}", f"bubble {bubble(plan):.0%}"]
+    times = [f"estimated step {describe_step(plan)}", f"bubble {bubble(plan):.0%}"]
     return Text(" · ".join(words) + "\n" + " · ".join(times), style="bold")
 
 
@@ -95,7 +102,7 @@ def _stages(plan: Plan) -> Table:
 def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
     reserved = shows_reserved(plan)
     compared = ["simulated"] if simulated else []
-    taken = ["reserved", "context"] if reserved else []
+    taken = ["workspaces", "reserved", "context"] if reserved else []
     columns = ["device", "stages", "peak", *compared, *taken, "budget"]
     table = _table(*columns, "headroom", "")
     for column in (0, 1, len(columns) + 1):
@@ -107,7 +114,9 @@ def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
             peak = simulated.get(device.device)
             cells.append("-" if peak is None else format_bytes(peak))
         if reserved:
-            cells.append("-" if device.reserved is None else format_bytes(device.reserved))
+            of_allocator = device.reserved is not None
+            cells.append(format_bytes(device.workspaces) if of_allocator else "-")
+            cells.append(format_bytes(device.reserved or 0) if of_allocator else "-")
             cells.append(format_bytes(device.context) if device.context else "-")
         cells += [_budget(device.budget), _headroom(device), _bar(device)]
         table.add_row(*cells)

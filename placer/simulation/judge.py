@@ -19,7 +19,6 @@ from placer.plan.types import DevicePeak, Plan, everything_fits
 from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
-from placer.quantities import format_count
 from placer.simulation.ranks import rank_timelines, ranks_host_usage
 from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import (
@@ -32,6 +31,7 @@ from placer.simulation.usage import (
 from placer.spec import PlacementSpec
 from placer.timeline import HostUsage, host_usage
 
+_REGION_FIELDS = "checkpoint", "offload"
 _MAX_ROUNDS = 3  # of planning with corrections
 # In 126 placements of four MONAI networks outside the test suite, the worst estimate was 14% below the
 # dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
@@ -57,8 +57,10 @@ class JudgingPlanner:
 
     If a plan does not fit in a dry run, or if kernels are starved (they find no room for the workspace
     that they want), the planner tries again with corrections: the bytes by which the dry run exceeded the
-    estimates. This heuristic is repeated a few times. The best plan is one that fits and starves no
-    kernel, otherwise one that fits, otherwise the one that exceeds its budgets the least.
+    estimates. This heuristic is repeated a few times. The best plan is one that fits and starves the fewest
+    kernels, otherwise the one that exceeds its budgets the least. If a spec leaves both to the planner, what
+    to recompute and what to offload, plans with only one of them are judged too: the search for both is a
+    heuristic, and one alone is sometimes better.
 
     In one process on CPUs there is a dry run only if the estimate of a device is near its budget; the
     plan then keeps the estimated peaks, unless the dry run gives another verdict. On CUDA devices there
@@ -85,7 +87,10 @@ class JudgingPlanner:
 
     def __call__(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec``; see `PlanMaker`."""
-        return self._plan(spec)
+        plans = [self._plan(spec)]
+        if spec.training and spec.checkpoint == spec.offload == "auto":
+            plans += [self._plan(spec.model_copy(update={field: ()})) for field in _REGION_FIELDS]
+        return min(plans, key=partial(_rank, spec.objective))
 
     def try_out(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` that was made in less time; see `PlanMaker`."""
@@ -127,9 +132,9 @@ class JudgingPlanner:
             doubtful = self._processes or limited or any(map(_is_doubtful, plan.devices))
             return self.judge(plan) if plan.fits and doubtful else plan
         judged = self._rounds(build, plan, starving=False)
-        if not any(p.fits for p in judged) and any(map(_starved, judged)):
+        if not any(p.fits for p in judged) and any(p.starved for p in judged):
             judged += self._rounds(build, plan, starving=True)
-        return _with_notes(min(judged, key=lambda p: (not p.fits, _starved(p), p.overflow_bytes)))
+        return min(judged, key=_verdict)
 
     def _rounds(self, build: Callable[..., Plan], plan: Plan, *, starving: bool) -> list[Plan]:
         """Judge ``plan``, then plans with corrections, until one fits.
@@ -143,7 +148,7 @@ class JudgingPlanner:
                 plan = build(corrections=beyond)
             found, run = self._judge(plan)
             judged.append(found)
-            if run is None or (found.fits and (starving or not _starved(found))):
+            if run is None or (found.fits and (starving or not found.starved)):
                 break
             if any(
                 d.headroom is not None and d.headroom < 0
@@ -229,23 +234,15 @@ def _corrections(
     return beyond
 
 
-def _starved(plan: Plan) -> bool:
-    return any(device.starved for device in plan.devices)
+def _verdict(plan: Plan) -> tuple[bool, int, int]:
+    """The smaller, the better: does it not fit, how many kernels starve, by how many bytes is it over."""
+    return not plan.fits, plan.starved if plan.fits else 0, plan.overflow_bytes
 
 
-def _with_notes(plan: Plan) -> Plan:
-    """``plan`` with a note about devices whose kernels are starved."""
-    starved = {device.device: device.starved for device in plan.devices if device.starved}
-    if not starved or not plan.fits:
-        return plan
-    names = " and ".join(
-        f"{format_count(count, 'kernel')} of a step on {name}" for name, count in starved.items()
-    )
-    note = (
-        f"It fits, but {names} will find no room for the workspace that they want and run slower. "
-        "More memory, a smaller input or more recomputation would help."
-    )
-    return replace(plan, notes=(*plan.notes, note))
+def _rank(objective: str, plan: Plan) -> tuple[bool, int, int, float]:
+    """`_verdict`, and then what the objective minimizes."""
+    peak = max(device.peak for device in plan.devices)
+    return *_verdict(plan), peak if objective == "memory" else plan.step_seconds
 
 
 def _is_doubtful(device: DevicePeak) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torchvision
 from captured import captured_once
 from torch import nn
+from unet3d import unet3d
 
 import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
@@ -238,6 +239,17 @@ def test_what_memory_decides_needs_the_memory_of_every_device(field: str) -> Non
     assert where == "/devices/1"
     assert "the memory of 'cuda:7' is not known" in problem and f'"{field}": "auto"' in problem
     assert '"memory": "16GiB"' in remedy and "p100 (15.89 GiB)" in remedy and "h200" in remedy
+
+
+def test_auto_takes_one_more_device_rather_than_starve_kernels() -> None:
+    """On one device of 620 MiB the model fits, but kernels find no room for their workspaces."""
+    with torch.device("meta"):
+        model, x = unet3d(width=4), torch.empty(1, 1, 64, 64, 64)
+    devices = [{"name": f"cuda:{i}", "memory": "620MiB"} for i in range(2)]
+    alone = placer.make_plan(model, placer.auto_spec(model, (x,), devices=devices[:1]), (x,))
+    assert alone.fits and alone.starved
+    both = placer.make_plan(model, placer.auto_spec(model, (x,), devices=devices), (x,))
+    assert both.fits and not both.starved and both.num_devices == 2
 
 
 def test_automatic_specs_need_it_too_and_cpus_share_the_machines() -> None:

@@ -81,6 +81,17 @@ def test_more_host_memory_is_a_remedy(offload: Any) -> None:
     assert plan.fits and plan.host is not None
 
 
+def test_expandable_segments_are_a_remedy() -> None:
+    """Segments of fixed sizes lose memory that tensors of other sizes cannot use."""
+    with torch.device("meta"):
+        model, x = unet3d(), torch.empty(1, 1, 192, 192, 192)
+    device = {"name": "cuda:0", "memory": "7GiB", "allocator": "default"}
+    with pytest.raises(placer.BudgetError) as caught:
+        placer.compile(model, {"devices": [device], "checkpoint": "auto"}, x, run_on="meta")
+    (change,) = [tried for tried in caught.value.tried if "allocator" in tried.change]
+    assert change.fits and change.change.startswith('leave out "allocator": "default"')
+
+
 def test_where_nothing_helps_the_nearest_is_named() -> None:
     with pytest.raises(placer.BudgetError) as caught:
         placer.auto_spec(MODEL, X, devices=_spec(20_000)["devices"], reserve=0, optimizer="sgd")

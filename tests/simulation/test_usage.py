@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import placer
+from placer.plan.summary import describe_step
 from placer.plan.types import DevicePeak
+from placer.report import verdict
 from placer.simulation.usage import DeviceTimeline, comfortable_nbytes, measure
 from placer.timeline import Block, Recorder
 
@@ -105,7 +107,25 @@ def test_a_plan_near_the_edge_prefers_to_leave_kernels_their_workspaces() -> Non
     tight = f"{(found.needed - 20 * MIB) // MIB}MiB"
     starved = _plan(tight, reserve=0)
     assert starved.fits and starved.devices[0].starved
-    assert starved.notes[-1].startswith("It fits, but ")
+    first, second = verdict(starved)
+    assert first.startswith("fits, but expect slow steps: cuda:0 has")
+    assert "of a step on cuda:0 find no room for the workspace that they want" in second
+    assert describe_step(starved).endswith(" or more")
     lighter = _plan(tight, reserve=0, checkpoint="auto")
     assert lighter.fits and not lighter.devices[0].starved
-    assert lighter.checkpoint and not any("starve" in note for note in lighter.notes)
+    assert lighter.checkpoint and len(verdict(lighter)) == 1
+    assert not describe_step(lighter).endswith(" or more")
+
+
+def test_recomputing_or_offloading_alone_is_judged_too() -> None:
+    """The search for both at once ends with a plan that starves kernels; one alone starves none."""
+    (found,) = _plan("16GiB").devices
+    for share in (0.7, 0.8, 0.9):
+        tight = f"{int(share * found.needed) // MIB}MiB"
+        both = _plan(tight, reserve=0, checkpoint="auto", offload="auto")
+        alone = [_plan(tight, reserve=0, **{f: "auto"}) for f in ("checkpoint", "offload")]
+        known = [(not p.fits, p.starved) for p in alone]
+        assert (not both.fits, both.starved) <= min(known)
+        same = [p.step_seconds for p, rank in zip(alone, known, strict=True)
+                if rank == (not both.fits, both.starved)]  # fmt: skip
+        assert both.step_seconds <= min(same, default=both.step_seconds)
