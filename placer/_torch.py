@@ -252,16 +252,22 @@ def is_transformed() -> bool:
     return level >= 0 or bool(torch._C._are_functorch_transforms_active())
 
 
-def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
-    """The hooks on the gradient of ``tensor`` that ``register_hook`` registered."""
-    return list((tensor._backward_hooks or {}).values())
+def gradient_hook_tables(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks on the gradient of ``tensor`` by id: those that may change it, and those after it is added.
+
+    Autograd reads these tables whenever it computes the gradient, so what is taken out does not run.
+    """
+    tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    changing, telling = ({} if table is None else table for table in tables)
+    return changing, telling
 
 
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
     """Register the hooks of ``source`` on its gradient on ``target``, too."""
-    for hook in gradient_hooks(source):
+    changing, telling = gradient_hook_tables(source)
+    for hook in changing.values():
         target.register_hook(hook)
-    for hook in (source._post_accumulate_grad_hooks or {}).values():
+    for hook in telling.values():
         target.register_post_accumulate_grad_hook(hook)
 
 

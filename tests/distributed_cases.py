@@ -178,7 +178,11 @@ def fail_in_a_step(
         elif fault == "hook":
             placed.get_submodule("blocks.2.mlp.0").register_forward_pre_hook(_explode)
         elif fault == "backward":
-            next(placed.parameters()).register_hook(_explode)
+            placed.tokens.register_forward_hook(
+                lambda _, inputs, output: hook_with(output, _explode)
+            )
+        elif fault == "parameter":
+            placed.positions.register_hook(_explode)
         elif fault == "killed":
             os._exit(3)
     if fault == "loss":
@@ -192,6 +196,13 @@ def fail_in_a_step(
     except placer.PeerError as error:
         _require_end(placed)
         return "PeerError", str(error)
+    if (
+        fault == "parameter"
+    ):  # its hook runs at the end of the step, when the others need it no more
+        try:
+            placed.clip_grad_norm_(1.0)
+        except placer.PeerError as error:
+            return "PeerError", str(error)
     return ("none",)
 
 
@@ -203,6 +214,10 @@ def _require_end(placed: placer.PlacedModule) -> None:
         assert "an earlier call failed" in str(error)
     else:
         raise AssertionError("clipped over ranks that have failed")
+
+
+def hook_with(tensor: Tensor, hook: Callable[..., None]) -> None:
+    tensor.register_hook(hook)
 
 
 def _explode(*_: Any) -> None:
@@ -281,6 +296,33 @@ def accumulate_and_clip(spec: placer.PlacementSpec) -> None:
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     assert_close(norm, expected, "norm")
     compare_state(placed, plain, "clipped")
+
+
+def hook_gradients(spec: placer.PlacementSpec) -> None:
+    """Hooks see and change the gradient of the whole batch, summed over ranks, slices and tied stages."""
+    torch.manual_seed(0)
+    model = models.TiedTransformer().double().eval()
+    ids = torch.randint(0, 17, (8, 6))
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, ids)
+    seen: dict[str, dict[str, Tensor]] = {"placed": {}, "plain": {}}
+    for kind, module in (("placed", placed), ("plain", plain)):
+        for name, parameter in module.named_parameters():
+
+            def keep(p: Tensor, found: dict[str, Tensor] = seen[kind], name: str = name) -> None:
+                assert p.grad is not None
+                found[name] = p.grad.clone()
+
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            parameter.register_post_accumulate_grad_hook(keep)
+    for _ in range(2):  # the second step adds to the gradients of the first
+        placed.step(ids, target=ids, loss_fn=token_loss, reduction="mean")
+        token_loss(plain(ids), ids).backward()
+        compare_state(placed, plain, "with hooks")
+    assert seen["placed"]
+    for name, found in seen["placed"].items():
+        wanted = seen["plain"].get(name, seen["plain"]["tokens.weight"])  # tied: one of two names
+        assert_close(found, wanted, f"what the hook of {name} saw")
 
 
 def step_on_own_rows(spec: placer.PlacementSpec) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import models
 import torch
 import torch.distributed as dist
-from distributed_cases import make_spec
+from distributed_cases import hook_with, make_spec
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.nn import functional as F
@@ -330,7 +330,9 @@ def raise_oddly(what: str, folder: Path) -> tuple[str, str]:
     if path and dist.get_rank() == int(path) // 2:
         placed.get_submodule(path).register_forward_hook(hook)
     if what == "backward" and dist.get_rank() == 1:
-        placed.get_parameter("2.weight").register_hook(_raise_from_itself)
+        placed.get_submodule("2").register_forward_hook(
+            lambda _, inputs, output: hook_with(output, _raise_from_itself)
+        )
     if what == "state" and dist.get_rank() == 1:
         placed.register_state_dict_post_hook(_divide)
     extra = {"value": Unreducible()} if dist.get_rank() == 1 else {}
@@ -424,9 +426,7 @@ def fail_in_backward(
     here = dist.get_rank() == rank
     if here:
         block: Any = placed.get_submodule(str(2 * rank))
-        if fault == "parameter":
-            block.last.weight.register_hook(_boom)
-        elif fault == "module":
+        if fault == "module":
             block.act.register_full_backward_hook(_boom)
         elif fault == "tensor":
             block.first.register_forward_hook(_hook_output)

@@ -14,6 +14,7 @@ from torch import nn
 from placer.emit import StagedModel
 from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
+from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.hooks import (
     compile_error,
     refuse_backward_hooks,
@@ -379,7 +380,9 @@ class PlacedModule(nn.Module):
         counts = self._count(loss_of, target, targets, batch.total)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
         losses = []
-        with self._deferred_statistics():
+        in_parts = len(batch.slices) > 1 or len(self.plan.stages) > 1
+        hooked = self._tree.parameters() if in_parts else ()
+        with self._deferred_statistics(), hooks_run_once(hooked):
             for index, runs in enumerate(self._runs(programs, batch, targets, counts)):
                 losses += self._replica_step(runs, loss_of, scale)
                 if index == 0:

@@ -31,9 +31,10 @@ SPLIT = "InterleavedZeroBubble"
             "backward",
             0,
             "0",
-            "positions",
+            "tokens",
             "backward: ArithmeticError: boom",
         ),
+        ("1F1B", "parameter", 0, "0", "positions", "backward: ArithmeticError: boom"),
         ("1F1B", "loss", 1, "1", "", "loss_fn: IndexError: Target"),
         ("1F1B", "rows", 1, "1", "", "loss_fn: returned a tensor of [2, 1], not a scalar"),
     ],
@@ -68,7 +69,6 @@ def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
         ("1F1B", "function", 0, "1.odd", ()),  # a backward of the model's own
         ("1F1B", "tensor", 1, "2.first", ("*",)),  # a hook, where all is recomputed
         ("1F1B", "module", 0, "0.act", ()),
-        (SPLIT, "parameter", 1, "2.last", ()),  # of the half for weights
         (SPLIT, "overwritten", 1, "2.last", ()),  # of the half for inputs, out of torch's kernels
         ("1F1B", "loss", 1, "", ()),
     ],

@@ -26,6 +26,11 @@ def test_accumulation_and_clipping(job_of: Callable[[int], Job], shape: tuple[in
     job_of(shape[0] * shape[1]).run(cases.accumulate_and_clip, cases.make_spec(*shape, 2, "1F1B"))
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+def test_hooks_on_gradients_run_once(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
+    job_of(shape[0] * shape[1]).run(cases.hook_gradients, cases.make_spec(*shape, 2, "1F1B"))
+
+
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 def test_every_replica_is_given_its_own_rows(
     job_of: Callable[[int], Job], shape: tuple[int, int]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import default_timeout
 from placer.emit import StagedModel
-from placer.errors import PlacerError
+from placer.errors import PlacerError, StageError
 from placer.executor.caller_graph import CallerGraph
 from placer.executor.distributed.checks import (
     check_inference,
@@ -56,6 +56,7 @@ from placer.executor.distributed.reduction.norm import total_norm
 from placer.executor.distributed.reduction.statistics import SharedMoments
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
+from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.place import Place
 from placer.executor.programs import Programs
@@ -278,23 +279,28 @@ class DistributedModule(PartialModule):
                     total=agreement.total,
                     counted=agreement.counted,
                 )
-                reducer.prepare(len(share.microbatches))
-                results = self._execute(
-                    share.microbatches,
-                    partial(self._loss_of_slice, loss_of),
-                    scale=scale,
-                )
-                reducer.send_rest()  # before the next messages, which use the same groups
-                losses = LossReduction(
-                    results.losses,
-                    loss_of=loss_of,
-                    source=self._last_device if self.num_replicas == 1 else None,
-                    world=self.process_groups.world,
-                    device=self.device,
-                )
-                moments = self._share_moments(share.largest)
-                written = self._share_written(share.largest)
-                reducer.finish()
+                with hooks_run_once(
+                    self.parameters(), keep=reducer.hook_ids, explain=self._hook_failure
+                ):
+                    reducer.prepare(len(share.microbatches))
+                    results = self._execute(
+                        share.microbatches,
+                        partial(self._loss_of_slice, loss_of),
+                        scale=scale,
+                    )
+                    reducer.send_rest()  # before the next messages, which use the same groups
+                    losses = LossReduction(
+                        results.losses,
+                        loss_of=loss_of,
+                        source=self._last_device if self.num_replicas == 1 else None,
+                        world=self.process_groups.world,
+                        device=self.device,
+                    )
+                    moments = self._share_moments(share.largest)
+                    written = self._share_written(share.largest)
+                    reducer.finish()
+        except StageError as error:  # of a hook on this rank
+            self._connection.fail(error)
         except PlacerError as error:
             if own_rows and agreement.alike:  # other ranks may not have failed, so tell them
                 self._connection.fail(error)
@@ -317,6 +323,21 @@ class DistributedModule(PartialModule):
                 moments.wait()
             losses.check()
             return loss
+
+    def _hook_failure(self, parameter: Tensor, error: Exception) -> StageError:
+        """The error for a hook on the gradient of ``parameter`` that raised ``error``."""
+        name = next(n for n, p in self.named_parameters() if p is parameter)
+        layer, rank = name.rpartition(".")[0] or name, self.assignment.rank
+        reads = (i for i in self.stage_indices if name in self._staged.stages[i].state)
+        stage = next(reads, self.stage_indices[0])
+        return StageError(
+            f"stage {stage}, layer {layer!r}, rank {rank} (replica {self.replica_index}), backward",
+            f"{type(error).__name__}: {error}",
+            f"a hook on the gradient of {name!r} raised the exception above",
+            stage=stage,
+            layer=layer,
+            rank=rank,
+        )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.

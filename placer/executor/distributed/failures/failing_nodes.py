@@ -32,7 +32,6 @@ from torch.utils.hooks import BackwardHook
 from placer._torch import (
     EngineCall,
     failed_engine_call,
-    gradient_hooks,
     has_run,
     run_engine,
     sequence_number,
@@ -79,11 +78,9 @@ def find_failing_nodes(
     held = next((i for i, node in enumerate(order) if i > last and ran[node] is False), len(order))
     window = _running(call.frames, order) or order[last + 1 : held + 1]
     names = parameter_names(part)
-    if call.frames:  # a hook, or a user-defined backward
-        owners = _hooked_leaves(order[max(last, 0) : held], call.frames[0], names)
-        if owners:
-            return FailingNodes(modules=tuple(owners))
-    elif window and ran[window[-1]] is False:
+    if (
+        not call.frames and window and ran[window[-1]] is False
+    ):  # no hook, and no backward in Python
         window = window[-1:]
     index = {node: position for position, node in enumerate(graph)}
     return FailingNodes(
@@ -129,26 +126,6 @@ def _needed(graph: Sequence[Node], inputs: Sequence[Tensor | GradientEdge]) -> l
         if any(f in wanted or f in nodes or id(leaf_of(f)) in leaves for f in following):
             wanted.add(node)
     return [node for node in graph if node in wanted]
-
-
-def _hooked_leaves(nodes: Iterable[Node], frame: FrameType, names: Mapping[int, str]) -> list[str]:
-    """The owners of parameters that get gradients from ``nodes`` and whose hook runs in ``frame``.
-
-    An owner is the path of a module, or the name of a parameter of the root module.
-    """
-    leaves = [leaf_of(f) for node in nodes for f, _ in node.next_functions if f is not None]
-    hooked = [
-        names[id(leaf)]
-        for leaf in leaves
-        if leaf is not None and id(leaf) in names and _has_hook(leaf, frame)
-    ]
-    return list(dict.fromkeys(name.rpartition(".")[0] or name for name in hooked))
-
-
-def _has_hook(leaf: Tensor, frame: FrameType) -> bool:
-    return any(
-        getattr(hook, "__code__", frame.f_code) is frame.f_code for hook in gradient_hooks(leaf)
-    )
 
 
 def number_of(node: Node) -> int:

@@ -148,6 +148,11 @@ class GradientReducer:
 
         self._hooks = [p.register_post_accumulate_grad_hook(tell) for p in self._home]
 
+    @property
+    def hook_ids(self) -> set[int]:
+        """The ids of the hooks by which this learns of gradients."""
+        return {hook.id for hook in self._hooks}
+
     def prepare(self, microbatches: int) -> None:
         """Prepare a step of ``microbatches`` backwards.
 
