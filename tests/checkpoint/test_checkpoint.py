@@ -229,3 +229,24 @@ def test_an_empty_parameter_of_the_optimizer_has_nothing_to_save(tmp_path: Path)
     momenta = [other.state[p]["momentum_buffer"] for p in again.parameters()]
     expected = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     assert all(map(torch.equal, momenta, expected))
+
+
+def test_tensors_of_several_gpus_are_copied_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP can copy ahead on a stream, but then waits for that of the current device alone.
+
+    There is no GPU here, so the test is that no stream is asked for where there seems to be one.
+    """
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("copies ahead")
+
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", refuse)
+    placer.save(model, None, tmp_path / "last")
+    monkeypatch.undo()
+    again = nn.Linear(2, 2)
+    placer.load(again, None, tmp_path / "last")
+    _same_state(again, model)
