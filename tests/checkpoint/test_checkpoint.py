@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 import placer
 from placer.checkpoint import checkpoint
 from placer.checkpoint import folder as folders
+from placer.executor.place import Place
 
 
 def _place(stages: int, replicas: int = 1, microbatches: int = 2) -> placer.PlacedModule:
@@ -250,3 +251,18 @@ def test_tensors_of_several_gpus_are_copied_before_they_are_written(
     again = nn.Linear(2, 2)
     placer.load(again, None, tmp_path / "last")
     _same_state(again, model)
+
+
+def test_random_states_of_all_replicas_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are on the first replica's devices, and the others draw random numbers on theirs."""
+    placed = _place(1, replicas=2)
+    placed._replicas[1].places = (Place("cuda:1", torch.device("cuda:1")),)
+    states = {torch.device("cuda:1"): torch.tensor([7], dtype=torch.uint8)}
+    restored: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda s, d: restored.append((s.item(), d)))
+    placer.save(placed, None, tmp_path / "last")
+    placer.load(placed, None, tmp_path / "last")
+    assert restored == [(7, torch.device("cuda:1"))]
