@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import models
+import pytest
 import torch
 import torch.distributed as dist
 from oracle import assert_close, gradient_noise, mean_square, reference_step
@@ -323,6 +324,30 @@ def hook_gradients(spec: placer.PlacementSpec) -> None:
     for name, found in seen["placed"].items():
         wanted = seen["plain"].get(name, seen["plain"]["tokens.weight"])  # tied: one of two names
         assert_close(found, wanted, f"what the hook of {name} saw")
+
+
+def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:
+    """The groups, and the other ranks of messages, that are used in a step and were not in compile."""
+    model, (ids,), _ = CASES["tied transformer"](8)
+    used: dict[tuple[Any, ...], None] = {}
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, group: Any = None, **options: Any) -> Any:
+            other = options.get("group_dst", options.get("group_src"))
+            used[None if group is None else group.group_name, other] = None
+            return function(*args, group=group, **options)
+
+        return record
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("all_reduce", "broadcast", "all_gather", "send", "recv", "isend", "irecv"):
+            patched.setattr(dist, name, recorded(getattr(dist, name)))
+        placed = placer.compile(model, spec, (ids,))
+        known = list(used)
+        placed.step(ids, loss_fn=mean_square)
+        placed.clip_grad_norm_(1.0)
+    assert any(other is not None for _, other in used), "no messages"
+    return [use for use in used if use not in known]
 
 
 def step_on_own_rows(spec: placer.PlacementSpec) -> None:

@@ -15,6 +15,7 @@ from placer.checkpoint.entries import Contents, contents_of, module_state
 from placer.errors import PlacerError
 from placer.executor.distributed.job.groups import gather_objects
 from placer.executor.distributed.partial import PartialModule
+from placer.executor.module import PlacedModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,5 +87,9 @@ def checkpoint_group(
 
 
 def _devices(module: nn.Module) -> tuple[torch.device, ...]:
+    """The devices that ``module`` has tensors on, and those that stages of its replicas run on."""
     tensors = [t for t in module_state(module).values() if isinstance(t, torch.Tensor)]
-    return tuple(dict.fromkeys(t.device for t in tensors))
+    found = dict.fromkeys(t.device for t in tensors)
+    if isinstance(module, PlacedModule):
+        found |= {place.device: None for r in module._replicas for place in r.places}
+    return tuple(found)

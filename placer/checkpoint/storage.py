@@ -39,7 +39,14 @@ class _DamageError(Exception):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, which keeps the position of each entry in ``places``."""
+    """DCP's writer, which keeps the position of each entry in ``places``.
+
+    It copies nothing ahead of writing: DCP waits for such copies on one device only, and would write
+    tensors of the other devices before they have been copied.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = super().write_data(plan, planner)

@@ -149,7 +149,7 @@ def offload_saved(
 
     def pack(tensor: Tensor) -> Tensor | _Saved:
         storage = tensor.untyped_storage()
-        elsewhere = tensor.device.type != place.device.type or tensor.layout != torch.strided
+        elsewhere = tensor.device != place.device or tensor.layout != torch.strided
         if id(storage) in keep or elsewhere or not storage.nbytes():
             return tensor.detach()
         data = tensor.detach()

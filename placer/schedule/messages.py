@@ -1,9 +1,10 @@
 """The messages that ranks send each other during a step, in one order that all ranks share.
 
 Messages are ordered by the action that makes the value, in the order of `linearize`. Each rank handles
-its messages in that order: it starts a receive only after it has sent every earlier message of the same
-pair of ranks. So no wait is circular, even if a message leaves its sender only when the receiver is ready
-for it: the first message that has not arrived depends only on actions that come before it.
+its messages in that order: it starts a receive only after it has sent every earlier message. So no wait
+is circular, even if a rank's messages are carried one after the other, and each only when its other end
+is ready for it (NCCL with one communicator): the first message that has not arrived depends only on
+actions that come before it.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ def find_messages(
 def take_due_receives(
     upcoming: deque[Message], rank: int, *, position: int, following: int
 ) -> list[Message]:
-    """Remove from ``upcoming``, the messages of a pair, those that ``rank`` starts to receive now.
+    """Remove from ``upcoming``, the messages of ``rank``, those that it starts to receive now.
 
-    ``rank`` is about to do its action at ``position``; ``following`` is the position of its next one.
+    It is about to do its action at ``position``; ``following`` is the position of its next one.
     Due are all receives that come before the messages that the action sends, and those that are needed
     for the next action; but none after a message that ``rank`` has not sent.
     """

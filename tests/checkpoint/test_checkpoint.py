@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 import placer
 from placer.checkpoint import checkpoint
 from placer.checkpoint import folder as folders
+from placer.executor.place import Place
 
 
 def _place(stages: int, replicas: int = 1, microbatches: int = 2) -> placer.PlacedModule:
@@ -229,3 +230,39 @@ def test_an_empty_parameter_of_the_optimizer_has_nothing_to_save(tmp_path: Path)
     momenta = [other.state[p]["momentum_buffer"] for p in again.parameters()]
     expected = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
     assert all(map(torch.equal, momenta, expected))
+
+
+def test_tensors_of_several_gpus_are_copied_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP can copy ahead on a stream, but then waits for that of the current device alone.
+
+    There is no GPU here, so the test is that no stream is asked for where there seems to be one.
+    """
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("copies ahead")
+
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", refuse)
+    placer.save(model, None, tmp_path / "last")
+    monkeypatch.undo()
+    again = nn.Linear(2, 2)
+    placer.load(again, None, tmp_path / "last")
+    _same_state(again, model)
+
+
+def test_random_states_of_all_replicas_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are on the first replica's devices, and the others draw random numbers on theirs."""
+    placed = _place(1, replicas=2)
+    placed._replicas[1].places = (Place("cuda:1", torch.device("cuda:1")),)
+    states = {torch.device("cuda:1"): torch.tensor([7], dtype=torch.uint8)}
+    restored: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda s, d: restored.append((s.item(), d)))
+    placer.save(placed, None, tmp_path / "last")
+    placer.load(placed, None, tmp_path / "last")
+    assert restored == [(7, torch.device("cuda:1"))]

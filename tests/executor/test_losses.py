@@ -637,3 +637,15 @@ def test_what_is_said_of_a_loss_and_holds_is_not_warned_of() -> None:
         return F.cross_entropy(F.dropout(output[0]), target)
 
     placed.step(x.double(), target=y, loss_fn=draws, reduction="mean")
+
+
+def test_several_gpus_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns where random states are kept without saying of which GPUs. There is none here."""
+    x = torch.randn(8, 4)
+    placed = placer.compile(TwoHeads(), {"devices": ["cpu"], "microbatches": 2}, x)
+    restored = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: f"state of {device}")
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append(state))
+    placed.step(x, loss_fn=lambda output: output[0].square().mean(), reduction="mean")
+    assert restored == ["state of 0", "state of 1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import pytest
@@ -20,42 +20,49 @@ STAGES = 4
 
 
 class StrictChannels:
-    """A pair of ranks handles its messages one by one; a message moves when both have come to it."""
+    """A rank's messages go one by one, as over NCCL with one communicator: when both ends came to one."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queues: dict[tuple[tuple[int, int], int], list[Tensor]] = defaultdict(list)
+        # For each rank what it has started and what is not through: the two ends, and the tensor.
+        self._queues: dict[int, deque[tuple[tuple[int, int], Tensor]]] = defaultdict(deque)
 
     def of(self, rank: int) -> Any:
         channels = self
 
         class Channel:
             def send(self, tensor: Tensor, peer: int) -> Any:
-                return channels._add(tensor, rank, peer, sends=True)
+                return channels._add(rank, (rank, peer), tensor)
 
             def receive(self, tensor: Tensor, peer: int) -> Any:
-                return channels._add(tensor, rank, peer, sends=False)
+                return channels._add(rank, (peer, rank), tensor)
 
         return Channel()
 
-    def _add(self, tensor: Tensor, rank: int, peer: int, *, sends: bool) -> Any:
-        pair = (min(rank, peer), max(rank, peer))
+    def _add(self, rank: int, ends: tuple[int, int], tensor: Tensor) -> Any:
         with self._changed:
-            mine, others = self._queues[pair, rank], self._queues[pair, peer]
-            place = len(mine)
-            mine.append(tensor)
-            if len(others) > place:
-                source, target = (tensor, others[place]) if sends else (others[place], tensor)
-                assert source.shape == target.shape
-                target.copy_(source)
-                self._changed.notify_all()
+            self._queues[rank].append((ends, tensor))
+            self._deliver()
+            self._changed.notify_all()
 
         def wait() -> None:
             with self._changed:
-                there = lambda: len(self._queues[pair, peer]) > place  # noqa: E731
-                assert self._changed.wait_for(there, timeout=20), "waits for ever"
+                through = lambda: all(t is not tensor for _, t in self._queues[rank])  # noqa: E731
+                assert self._changed.wait_for(through, timeout=20), "waits for ever"
 
         return wait
+
+    def _deliver(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for sender, receiver in [q[0][0] for q in self._queues.values() if q]:
+                heads = [q[0] for q in (self._queues[sender], self._queues[receiver]) if q]
+                if [ends for ends, _ in heads] == 2 * [(sender, receiver)]:
+                    heads[1][1].copy_(heads[0][1])
+                    self._queues[sender].popleft()
+                    self._queues[receiver].popleft()
+                    moved = True
 
 
 class Numbers:

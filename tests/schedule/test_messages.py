@@ -45,27 +45,33 @@ def random_flows(rng: random.Random, stages: int) -> list[Flow]:
 
 
 def run_ranks(order: Sequence[Action], messages: Sequence[Message], rank_of: Sequence[int]) -> None:
-    """Run every rank on its own, as far as it gets, where a message leaves only when it is awaited.
+    """Run every rank on its own, as far as it gets, where a rank's messages go one by one.
 
-    That is how NCCL does it, and harder than gloo: the two ends of a pair handle their messages one by
-    one, and one is through when both have come to it. A rank does an action when it has received
-    what it needs, and never waits for a send.
+    That is how NCCL does it with one communicator, and harder than gloo: a message is through when both
+    its ends have come to it, and nothing that a rank starts overtakes what it started before. A rank does
+    an action when it has received what it needs, and never waits for a send.
     """
     ranks = max(rank_of) + 1
     position = {action: index for index, action in enumerate(order)}
     todo = [deque(a for a in order if rank_of[a.stage_index] == rank) for rank in range(ranks)]
-
-    pairs: dict[frozenset[int], list[Message]] = {}
-    for message in messages:
-        pairs.setdefault(frozenset((message.sender, message.receiver)), []).append(message)
-    # The messages of a pair that a rank has not yet started to send or to receive.
-    upcoming = {(pair, rank): deque(queue) for pair, queue in pairs.items() for rank in pair}
+    # For each rank the messages that it has not yet started to send or to receive, and those not through.
+    upcoming = [deque(m for m in messages if r in (m.sender, m.receiver)) for r in range(ranks)]
+    started: list[deque[Message]] = [deque() for _ in range(ranks)]
     done: set[Message] = set()
 
     def deliver() -> None:
-        for pair, queue in pairs.items():
-            left = max(len(upcoming[pair, rank]) for rank in pair)
-            done.update(queue[: len(queue) - left])
+        ready = deque(range(ranks))
+        while ready:
+            rank = ready.popleft()
+            while started[rank]:
+                message = started[rank][0]
+                other = message.sender + message.receiver - rank
+                if not started[other] or started[other][0] is not message:
+                    break
+                started[rank].popleft()
+                started[other].popleft()
+                done.add(message)
+                ready.append(other)
 
     while any(todo):
         progress = False
@@ -73,14 +79,9 @@ def run_ranks(order: Sequence[Action], messages: Sequence[Message], rank_of: Seq
             while todo[rank]:
                 action = todo[rank][0]
                 following = position[todo[rank][1] if len(todo[rank]) > 1 else action]
-                for pair in pairs:
-                    if rank in pair:
-                        take_due_receives(
-                            upcoming[pair, rank],
-                            rank,
-                            position=position[action],
-                            following=following,
-                        )
+                started[rank] += take_due_receives(
+                    upcoming[rank], rank, position=position[action], following=following
+                )
                 deliver()
                 needed = [
                     m
@@ -93,9 +94,9 @@ def run_ranks(order: Sequence[Action], messages: Sequence[Message], rank_of: Seq
                 sent = [
                     m for m in messages if m.sender == rank and m.sent_after == position[action]
                 ]
-                for message in sent:  # it is the next one of its pair
-                    pair = frozenset((message.sender, message.receiver))
-                    assert upcoming[pair, rank].popleft() is message
+                for message in sent:  # it is the rank's next one
+                    assert upcoming[rank].popleft() is message
+                    started[rank].append(message)
                 progress = True
         deliver()
         assert progress, f"ranks wait for each other: {[str(q[0]) for q in todo if q]}"

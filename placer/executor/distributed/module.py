@@ -31,7 +31,7 @@ from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.failures.fake_forward import find_failure_site
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
-from placer.executor.distributed.job.groups import Groups, make_groups
+from placer.executor.distributed.job.groups import Groups, connect, make_groups
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.executor.distributed.messages.batch import (
@@ -41,7 +41,7 @@ from placer.executor.distributed.messages.batch import (
     gather_result,
     take_share,
 )
-from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
+from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, find_pairs
 from placer.executor.distributed.messages.pipeline import LossOf, Microbatch, Pipeline, Results
 from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.partial import PartialModule
@@ -112,6 +112,7 @@ class DistributedModule(PartialModule):
         self._calls = self._finder.calls
         self._programs = self._calls.captured
         groups = make_groups(mesh, ownership, device)
+        connect(groups, find_pairs(staged, assignment.device_of), device)
         self._connection = Connection(
             groups,
             FailureBroadcast(

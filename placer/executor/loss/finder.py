@@ -119,7 +119,7 @@ class CombinationFinder:
             given = _rows_to_try(output, rows, target, total)
             (first,) = try_rows(loss_fn, given, TargetFill(), TargetFill(), "", rule)
             # With another seed, so that a random loss gives another value.
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(range(torch.cuda.device_count())):
                 torch.manual_seed(torch.initial_seed() + 1)
                 (again,) = try_rows(loss_fn, given, TargetFill(), TargetFill(), "", rule)
         except Exception:  # the caller may have given the rule because the loss cannot be tried

@@ -80,6 +80,24 @@ def make_groups(mesh: DeviceMesh, ownership: Ownership, device: torch.device) ->
     return Groups(dp=dp, pp=pp, world=world, tied=tied)
 
 
+def connect(groups: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
+    """Use each of ``groups`` once, and ``pairs`` of ranks of ``pp`` for a message; a collective call.
+
+    NCCL connects ranks when they first communicate, which waits for all of them. In a step that would be
+    too late: with tied weights, one rank would wait in its backward for another, which waits for the
+    gradient that comes out of it.
+    """
+    for group in groups.each():
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    rank = dist.get_rank(groups.pp)
+    for first, second in sorted(pairs):
+        if rank == first:
+            dist.send(torch.zeros(1, device=device), group=groups.pp, group_dst=second)
+        elif rank == second:
+            dist.recv(torch.zeros(1, device=device), group=groups.pp, group_src=first)
+
+
 def find_lost(group: dist.ProcessGroup) -> list[int]:
     """The ranks of ``group`` that have closed their connection to this one, perhaps by ending (gloo only)."""
     return _probe_connections(group)[1]

@@ -125,6 +125,16 @@ def find_value_readers(staged: StagedModel) -> Mapping[str, tuple[int, tuple[int
     }
 
 
+def find_pairs(staged: StagedModel, rank_of: Sequence[int]) -> set[tuple[int, int]]:
+    """The pairs of ranks between which values cross, the lower rank first."""
+    return {
+        (min(ends), max(ends))
+        for maker, readers in find_value_readers(staged).values()
+        for reader in readers
+        if len(ends := {rank_of[maker], rank_of[reader]}) == 2
+    }
+
+
 class CrossingFinder:
     """Finds `Crossings` by running a copy of the whole model on fake tensors; caches them by shape.
 

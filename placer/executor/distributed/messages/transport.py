@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,11 @@ from placer.schedule import Action, Message, take_due_receives
 
 
 class Channel(Protocol):
-    """Sends and receives tensors; a pair of ranks must make their calls in the same order."""
+    """Sends and receives tensors.
+
+    The calls of all ranks must agree with one order of all messages: a channel may let a call wait until
+    every earlier call of its rank has been met by that of the other rank.
+    """
 
     def send(self, tensor: Tensor, rank: int) -> Wait:
         """Start to send ``tensor``; do not change it until the returned function has been called."""
@@ -89,14 +93,6 @@ class _Awaited:
     present: Tensor | None = None  # a flag per gradient, if some may be missing
 
 
-@dataclass(slots=True)
-class _Peer:
-    """The messages between this rank and another one: those still to come, and those being sent."""
-
-    upcoming: deque[Message] = field(default_factory=deque)
-    sent: deque[_Sent] = field(default_factory=deque)
-
-
 class MessageTransport:
     """The `Transport` of one rank for one run of a batch.
 
@@ -126,16 +122,15 @@ class MessageTransport:
         own = [action for action in order if rank_of[action.stage_index] == rank]
         # For each action of this rank the position of its next one, whose receives are started early.
         self._next = {a: self._at[b] for a, b in itertools.pairwise(own)}
-        self._peers: dict[int, _Peer] = {}
+        self._upcoming: deque[Message] = deque()  # that have not been started
+        self._sent: dict[int, deque[_Sent]] = {}  # for each other rank, what is being sent to it
         self._needed: dict[int, list[Message]] = {}
         self._made: dict[int, list[Message]] = {}
         for message in messages:
             if rank not in (message.sender, message.receiver):
                 continue
-            incoming = message.receiver == rank
-            peer = message.sender if incoming else message.receiver
-            self._peers.setdefault(peer, _Peer()).upcoming.append(message)
-            if incoming:
+            self._upcoming.append(message)
+            if message.receiver == rank:
                 self._needed.setdefault(message.needed_before, []).append(message)
             else:
                 self._made.setdefault(message.sent_after, []).append(message)
@@ -148,13 +143,11 @@ class MessageTransport:
                 made_here = self._rank_of[value.maker] == self._rank
                 if action.stage_index in value.readers and not made_here:
                     run.put(value.name, value.rebuild({}), self._place)
-        for peer in self._peers:
-            following = self._next.get(action, position)
-            upcoming = self._peers[peer].upcoming
-            due = take_due_receives(upcoming, self._rank, position=position, following=following)
-            self._awaited.update((message, self._start(message)) for message in due)
-            if peer not in self._answering:
-                self._release(peer, position)
+        following = self._next.get(action, position)
+        due = take_due_receives(self._upcoming, self._rank, position=position, following=following)
+        self._awaited.update((message, self._start(message)) for message in due)
+        for peer in self._sent.keys() - self._answering:
+            self._release(peer, position)
         for message in self._needed.pop(position, ()):
             awaited = self._awaited.pop(message)
             for wait in awaited.waits:
@@ -172,17 +165,17 @@ class MessageTransport:
 
     def send(self, action: Action, run: MicrobatchRun) -> None:
         for message in self._made.pop(self._at[action], ()):
-            peer = self._peers[message.receiver]
-            assert peer.upcoming[0] is message, "a message is sent out of its turn"
-            peer.upcoming.popleft()
+            assert self._upcoming[0] is message, "a message is sent out of its turn"
+            self._upcoming.popleft()
             tensors = self._tensors_of(message, run)
             waits = [self._channel.send(tensor, message.receiver) for tensor in tensors]
-            peer.sent.append(_Sent(message, tensors, waits))
+            sent = self._sent.setdefault(message.receiver, deque())
+            sent.append(_Sent(message, tensors, waits))
 
     def finish(self) -> None:
-        for peer in self._peers.values():
-            while peer.sent:
-                self._wait_for(peer.sent.popleft())
+        for sent in self._sent.values():
+            while sent:
+                self._wait_for(sent.popleft())
 
     def _start(self, message: Message) -> _Awaited:
         specs = self._specs(message)
@@ -259,7 +252,7 @@ class MessageTransport:
         The wait is not circular: everything that ``peer`` needs before them comes earlier in the order
         and has been sent.
         """
-        sent = self._peers[peer].sent
+        sent = self._sent.get(peer, deque())
         while sent and sent[0].message.needed_before <= position:
             self._wait_for(sent.popleft())
 
