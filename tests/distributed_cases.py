@@ -179,9 +179,8 @@ def fail_in_a_step(
         elif fault == "hook":
             placed.get_submodule("blocks.2.mlp.0").register_forward_pre_hook(_explode)
         elif fault == "backward":
-            placed.tokens.register_forward_hook(
-                lambda _, inputs, output: hook_with(output, _explode)
-            )
+            layer = placed.get_submodule("blocks.0.mlp.0")
+            layer.register_forward_hook(lambda _, inputs, output: hook_with(output, _explode))
         elif fault == "parameter":
             placed.positions.register_hook(_explode)
         elif fault == "killed":

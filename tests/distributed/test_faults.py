@@ -31,7 +31,7 @@ SPLIT = "InterleavedZeroBubble"
             "backward",
             0,
             "0",
-            "tokens",
+            "blocks.0.mlp.0",
             "backward: ArithmeticError: boom",
         ),
         ("1F1B", "parameter", 0, "0", "positions", "backward: ArithmeticError: boom"),

@@ -26,15 +26,14 @@ def test_accumulation_and_clipping(job_of: Callable[[int], Job], shape: tuple[in
     job_of(shape[0] * shape[1]).run(cases.accumulate_and_clip, cases.make_spec(*shape, 2, "1F1B"))
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
 def test_hooks_on_gradients_run_once(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
     job_of(shape[0] * shape[1]).run(cases.hook_gradients, cases.make_spec(*shape, 2, "1F1B"))
-=======
+
+
 def test_every_connection_is_made_before_the_first_step(job_of: Callable[[int], Job]) -> None:
     """NCCL makes it at the first use, where it waits for the other ranks: with tied weights for ever."""
     assert job_of(4).run(cases.connect_in_a_step, cases.make_spec(2, 2, 2, "1F1B")) == [[]] * 4
->>>>>>> h-accel
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
