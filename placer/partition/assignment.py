@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import numpy as np
 
@@ -58,13 +59,13 @@ def nested_devices(
     best[:-1, 1:] = np.where(np.tri(n - 1, dtype=bool).T, single, np.inf)
     np.fill_diagonal(best, 0.0)
     choices: list[dict[Span, Span]] = []
+    pair = cache(partial(_pair, shared, at))  # the same for all devices
     for j in range(devices - 2, -1, -1):
         outer, choice = np.full((n, n), np.inf), {(x, x): (x, x) for x in range(n)}
         np.fill_diagonal(outer, 0.0)
         spans = [(0, n - 1)] if j == 0 else itertools.combinations(range(n), 2)
         for x, y in spans:
-            pair = share(j, _pair(shared, at, x, y))
-            value = np.maximum(pair, best[x : y + 1, x : y + 1])
+            value = np.maximum(share(j, pair(x, y)), best[x : y + 1, x : y + 1])
             value[~np.tri(y - x + 1, dtype=bool).T] = np.inf
             least = int(np.argmin(value))
             outer[x, y] = value.flat[least]
@@ -119,39 +120,86 @@ def improved_devices(
 
         terms = {pair: term(share, pair[1]) for pair, share in known.items()}
 
+        def exact(pair: _DeviceSpans, terms: dict[_DeviceSpans, float] = terms) -> float:
+            if pair not in terms:
+                known[pair] = load(*pair) / scale
+                terms[pair] = term(known[pair], pair[1])
+            return terms[pair]
+
         def value(
-            tried: Sequence[int], limit: float, terms: dict[_DeviceSpans, float] = terms
+            changed: Mapping[int, tuple[Span, ...]],
+            kept: Sequence[float],
+            limit: float,
+            terms: dict[_DeviceSpans, float] = terms,
         ) -> float:
-            """The sum of powers of the loads, or inf as soon as it is known to reach ``limit``."""
-            bound = 0.0
-            unknown: list[tuple[_DeviceSpans, float]] = []
-            for pair in enumerate(spans_of(tried, cuts, devices)):
+            """The sum of powers of the loads, or inf as soon as it is known to reach ``limit``.
+
+            ``kept`` are the terms of all devices, of which those of ``changed`` have other stages now.
+            """
+            now = list(kept)
+            unknown: list[_DeviceSpans] = []
+            for pair in changed.items():
                 found = terms.get(pair)
                 if found is None:
                     if pair not in floors:
                         floors[pair] = at_least(*pair) / scale * (1 - _ROUNDING)
                     found = term(floors[pair], pair[1])
-                    unknown.append((pair, found))
-                bound += found
-            for pair, found in unknown:
+                    unknown.append(pair)
+                now[pair[0]] = found
+            bound = sum(now)
+            for pair in unknown:
                 if bound >= limit:
                     return math.inf
-                known[pair] = load(*pair) / scale
-                terms[pair] = term(known[pair], pair[1])
-                bound += terms[pair] - found
+                bound += exact(pair) - now[pair[0]]
             return bound
 
-        least = value(best, math.inf)
+        spans = spans_of(best, cuts, devices)
+        kept = [exact(pair) for pair in enumerate(spans)]
+        least = sum(kept)
         for _ in range(_MAX_STEPS):
-            better: list[int] | None = None
-            for tried in _moves(best, free, devices):
-                found = value(tried, least)
+            better: tuple[int, int, int] | None = None
+            for move in _moves(best, free, devices):
+                found = value(_after(move, best, spans, cuts), kept, least)
                 if found < least * (1 - 1e-9):
-                    better, least = tried, found
+                    better, least = move, found
             if better is None:
                 break
-            best = better
+            x, y, device = better
+            best[x:y] = [device] * (y - x)
+            spans = spans_of(best, cuts, devices)
+            kept = [exact(pair) for pair in enumerate(spans)]
     return _with_fewer_stages(best, cuts, free, devices, load)
+
+
+def _after(
+    move: tuple[int, int, int],
+    device_of: Sequence[int],
+    spans: Sequence[tuple[Span, ...]],
+    cuts: Sequence[int],
+) -> dict[int, tuple[Span, ...]]:
+    """The stages of the devices that ``move`` changes, after it; ``spans`` are those of all before it."""
+    x, y, device = move
+    first, last = cuts[x], cuts[y]
+    changed: dict[int, tuple[Span, ...]] = {}
+    for owner in set(device_of[x:y]):
+        left: list[Span] = []
+        for begin, end in spans[owner]:
+            if begin < first:
+                left.append((begin, min(end, first)))
+            if end > last:
+                left.append((max(begin, last), end))
+        changed[owner] = tuple(left)
+    begin, end = first, last
+    others: list[Span] = []
+    for span in changed.get(device, spans[device]):
+        if span[1] == begin:
+            begin = span[0]
+        elif span[0] == end:
+            end = span[1]
+        else:
+            others.append(span)
+    changed[device] = tuple(sorted([*others, (begin, end)]))
+    return changed
 
 
 def _with_fewer_stages(
@@ -176,9 +224,10 @@ def _with_fewer_stages(
         device_of = least[1]
 
 
-def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[list[int]]:
-    """All assignments that move one run of free intervals to another device."""
-    found = []
+def _moves(
+    device_of: Sequence[int], free: Sequence[bool], devices: int
+) -> Iterator[tuple[int, int, int]]:
+    """All moves of a run of free intervals to another device: first interval, end, device."""
     count = len(device_of)
     for x in range(count):
         for y in range(x + 1, count + 1):
@@ -188,8 +237,7 @@ def _moves(device_of: list[int], free: Sequence[bool], devices: int) -> list[lis
                 if (
                     device_of[x] != device != device_of[y - 1]
                 ):  # otherwise moving a shorter run gives the same
-                    found.append(device_of[:x] + [device] * (y - x) + device_of[y:])
-    return found
+                    yield x, y, device
 
 
 def spans_of(device_of: Sequence[int], cuts: Sequence[int], devices: int) -> list[tuple[Span, ...]]:

@@ -129,7 +129,12 @@ class NoncontiguousChains:
 def find_noncontiguous(
     best: Candidate, costs: CostTable, pinned: Sequence[str | None], options: PlanningOptions
 ) -> Candidate | None:
-    """A placement along the order of ``best`` with repeated devices, if it is better by `GAIN`."""
+    """A placement along the order of ``best`` with repeated devices, if it is better by `GAIN`.
+
+    None is searched for where ``best`` has as many boundaries as such a search would try.
+    """
+    if len(best.cuts) > MOST_CUTS:
+        return None
     names = {slot.name for slot in best.slots}
     if len(names) < len(best.slots) or not may_be_noncontiguous(options, best.slots):
         return None

@@ -18,7 +18,7 @@ from unet3d import unet3d
 import placer
 from placer.cost import device_kind, estimate_costs
 from placer.partition import choose
-from placer.partition.assignment import improved_devices, nested_devices, spans_of
+from placer.partition.assignment import _after, _moves, improved_devices, nested_devices, spans_of
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -316,3 +316,27 @@ def test_moves_that_a_bound_rules_out_would_not_have_been_made(seed: int) -> Non
     loads.clear()
     assert improved_devices(start, cuts, free, 3, load, lambda *_: 0.0) == found
     assert looked < len(loads)
+
+
+def test_a_move_changes_the_stages_of_its_devices_only() -> None:
+    """The stages after every move, found from those before it, are those of the new assignment."""
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        devices, count = int(generator.integers(2, 5)), int(generator.integers(1, 9))
+        device_of = generator.integers(0, devices, count).tolist()
+        cuts = np.cumsum(generator.integers(1, 4, count + 1)).tolist()
+        before = spans_of(device_of, cuts, devices)
+        for x, y, device in _moves(device_of, [True] * count, devices):
+            wanted = spans_of([*device_of[:x], *[device] * (y - x), *device_of[y:]], cuts, devices)
+            changed = _after((x, y, device), device_of, before, cuts)
+            assert [changed.get(d, before[d]) for d in range(devices)] == wanted
+
+
+def test_as_many_devices_as_a_search_has_boundaries() -> None:
+    """A model that fits on none of up to 64 devices, where there is no room to fold stages."""
+    layers = [layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    with torch.device("meta"):
+        model, x = nn.Sequential(*layers), torch.empty(64, 8)
+    devices = [{"name": f"cpu:{i}", "memory": 3000} for i in range(50)]
+    plan = estimated_plan(model, {"devices": devices, "objective": "memory"}, (x,))
+    assert not plan.fits and len(plan.stages) == 50
