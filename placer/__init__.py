@@ -64,6 +64,11 @@ _HOME_OF = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME_OF)
 
 
+def __dir__() -> list[str]:
+    """The public names, also those that have not been imported yet."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import public names when first used, so that reading a spec does not import torch.
 

@@ -9,6 +9,7 @@ from placer.program import Program, placeholder_names
 from placer.quantities import format_count
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers
+from placer.spec.rows import shifted_rows
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -26,7 +27,11 @@ def placement_notes(
     ``replicas`` and ``microbatches`` are the numbers asked for; ``options.microbatches`` is at most the
     number of rows.
     """
-    notes = [*_cut_notes(program, replicas, microbatches), *_shared_notes(program, spec)]
+    notes = [
+        *_cut_notes(program, replicas, microbatches),
+        *_replica_notes(spec, replicas),
+        *_shared_notes(program, spec),
+    ]
     is_split = options.microbatches > 1 or replicas > 1
     has_batch_norm = any(isinstance(m, _BATCH_NORMS) for m in program.model.modules())
     if is_split and program.call.batch_size is not None:
@@ -78,6 +83,18 @@ def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:
             f"{format_count(len(cuts[0]), 'micro-batch', 'micro-batches')}, not {microbatches}."
         )
     return notes
+
+
+def _replica_notes(spec: PlacementSpec, replicas: int) -> list[str]:
+    """A note on the devices of replicas that the spec does not name."""
+    if replicas == 1 or spec.replica_devices:
+        return []
+    rows = shifted_rows([device.name for device in spec.devices], replicas)
+    first, *others = [", ".join(row) for row in rows]
+    return [
+        f"{format_count(replicas - 1, 'more replica')} on {'; '.join(others[:3])}{' …' * (len(others) > 3)}: "
+        f"these devices are taken to be like {first}."
+    ]
 
 
 def _shared_notes(program: Program, spec: PlacementSpec) -> list[str]:

@@ -113,7 +113,7 @@ def _wrong_rows(rows: list[list[str | None]], first: list[str]) -> list[Problem]
     for i, row in enumerate(rows):
         for j, name in enumerate(row):
             if name is not None and _torch_name(name) in seen:
-                problem = f"{name!r} is already used for something else"
+                problem = f"{name!r} is already a device of this or an earlier replica"
                 remedy = "name a different device for every stage of every replica"
                 problems.append((f"/replica_devices/{i}/{j}", problem, remedy))
             seen |= {_torch_name(name)} if name else set()

@@ -14,23 +14,35 @@ from placer.spec.check import Problem
 def resolve_layers(
     layers: Mapping[str, str], paths: Iterable[str]
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Path -> device for every path that a pattern covers, and a problem for each pattern without a match.
+    """Path -> device for every path that a pattern covers, and a problem for each pattern without effect.
 
-    A pattern covers the subtree of every path that it matches; later patterns win. Takes
-    O(paths x patterns).
+    A pattern covers the subtree of every path that it matches; later patterns win. A pattern has no effect
+    if it matches nothing, or if later ones with other devices win everywhere. Takes O(paths x patterns).
 
     >>> resolve_layers({"enc": "a", "enc.*.conv": "b"}, ["enc", "enc.0", "enc.0.conv"])
     ({'enc': 'a', 'enc.0': 'a', 'enc.0.conv': 'b'}, [])
     """
     known = [path for path in paths if path]
-    placed: dict[str, str] = {}
+    winner: dict[str, str] = {}  # path -> pattern
+    covered = {pattern: match_paths(pattern, known) for pattern in layers}
+    for pattern, found in covered.items():
+        winner.update(dict.fromkeys(found, pattern))
     problems = []
-    for pattern, device in layers.items():
-        covered = match_paths(pattern, known)
-        placed.update(dict.fromkeys(covered, device))
-        if not covered:
+    for pattern, found in covered.items():
+        if not found:
             problems.append(_unmatched("layers", pattern, known))
-    return {path: placed[path] for path in known if path in placed}, problems
+        elif all(layers[winner[path]] != layers[pattern] for path in found):
+            problems.append(_overridden(pattern, winner[found[0]]))
+    return {path: layers[winner[path]] for path in known if path in winner}, problems
+
+
+def _overridden(pattern: str, later: str) -> Problem:
+    problem = f"has no effect, because {later!r} comes later and covers it"
+    return (
+        f"/layers/{escape_token(pattern)}",
+        problem,
+        f"write {pattern!r} after {later!r}, or leave it out",
+    )
 
 
 def resolve_patterns(

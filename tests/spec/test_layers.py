@@ -70,3 +70,13 @@ def test_pattern_lists() -> None:
     assert [(where, remedy) for where, _, remedy in problems] == [
         ("/checkpoint", "did you mean 'head'?")
     ]
+
+
+def test_a_pattern_that_later_ones_override_everywhere_is_a_problem() -> None:
+    paths = ["up", "up.0", "up.1", "head"]
+    ((where, problem, remedy),) = resolve_layers({"up.0": "b", "up": "a"}, paths)[1]
+    assert where == "/layers/up.0"
+    assert problem == "has no effect, because 'up' comes later and covers it"
+    assert remedy == "write 'up.0' after 'up', or leave it out"
+    for layers in ({"up": "a", "up.0": "b"}, {"up.0": "a", "up": "a"}, {"*": "b", "up": "a"}):
+        assert not resolve_layers(layers, paths)[1]
