@@ -8,7 +8,7 @@ fractions of their peaks; this has not been measured. ``placer calibrate`` measu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from placer.h100 import H100_PEAKS, H100_RATES
 from placer.quantities import parse_bytes
@@ -19,12 +19,16 @@ from placer.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rate
 class Profile:
     """Measured seconds of the nodes of one model, by `placer profile`.
 
-    ``passes`` has a table for forward and one for backward: node name -> (measured, estimated) seconds.
+    ``passes`` has a table for forward and one for backward: node name -> (measured, estimated) seconds of
+    the device. ``launches`` has the same two for the host, which launches the nodes: node name -> measured
+    seconds. They are empty if the device's seconds have those of the host in them: on a CPU, and in files of
+    GPUs that were written before there were any.
     """
 
     fingerprint: str
     precision: str
     passes: tuple[Mapping[str, tuple[float, float]], Mapping[str, tuple[float, float]]]
+    launches: tuple[Mapping[str, float], Mapping[str, float]] = field(default=({}, {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,9 @@ class _ProfileFile(BaseModel):
     inputs: list[str]
     forward: _Pass
     backward: _Pass
+    # Seconds in which the host launches each node. Left out for a CPU; older files of GPUs lack them.
+    forward_launch: dict[str, float] = {}
+    backward_launch: dict[str, float] = {}
 
 
 class _KindFile(BaseModel):
@@ -127,7 +130,10 @@ def _kind(found: _KindFile) -> DeviceKind:
     profile = None
     if (p := found.profile) is not None:
         profile = Profile(
-            fingerprint=p.fingerprint, precision=p.precision, passes=(p.forward, p.backward)
+            fingerprint=p.fingerprint,
+            precision=p.precision,
+            passes=(p.forward, p.backward),
+            launches=(p.forward_launch, p.backward_launch),
         )
     return DeviceKind(
         name=found.name,
@@ -161,7 +167,7 @@ def kind_to_json(
         rates.setdefault(name, {})[dtype] = {
             field: _short(getattr(rate, field)) for field in RATE_FIELDS
         }
-    profile = None
+    profile: dict[str, Any] | None = None
     if (p := kind.profile) is not None:
         profile = {
             "fingerprint": p.fingerprint,
@@ -170,6 +176,9 @@ def kind_to_json(
             "forward": {k: [_short(s), _short(e)] for k, (s, e) in p.passes[0].items()},
             "backward": {k: [_short(s), _short(e)] for k, (s, e) in p.passes[1].items()},
         }
+        for key, launched in zip(("forward_launch", "backward_launch"), p.launches, strict=True):
+            if launched:
+                profile[key] = {name: _short(seconds) for name, seconds in launched.items()}
     return {
         "placer_kind": 1,
         "name": kind.name,

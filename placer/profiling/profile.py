@@ -137,6 +137,9 @@ def _with_profile(
         base,
         rates=Rates(rates),
         profile=Profile(
-            fingerprint=program.fingerprint, precision=precision, passes=(passes[0], passes[1])
+            fingerprint=program.fingerprint,
+            precision=precision,
+            passes=(passes[0], passes[1]),
+            launches=(times.forward_launch, times.backward_launch),
         ),
     )
