@@ -4,8 +4,8 @@ The time of the small one is the overhead of its class; the additional time of t
 its FLOPs or bytes. Classes that are not measured get the rate of a similar one (`placer.rates`).
 
 Others may use the machine, for a second or for less: a kernel of two threads that takes 5 µs waits 8 ms for
-its second core. So all samples are timed in several rounds, and of all runs of a sample one of the fastest
-counts. On a GPU, the host launches what is timed while the device is busy with something else
+its second core. So all samples are timed in several rounds, and of all runs of a sample the fastest counts.
+On a GPU, the host launches what is timed while the device is busy with something else
 (`placer.profiling.clocks`); the time to launch is measured apart.
 """
 
@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,16 +30,21 @@ from placer.operands import tensors_in
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.profiling.clocks import Clock, clock_for, time_call
 from placer.profiling.samples import ROW, Call, Samples, optimizer_nbytes
+from placer.program.python_random import keep_random
 from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
 
 _SECONDS = 0.15  # per sample, in all rounds; there are two for each of some 40 classes
-_ROUNDS = 4
+_ROUNDS = 6
+_MORE_ROUNDS = 10  # of samples that are still in doubt
+_LONGEST = 45.0  # seconds, after which no other sample is timed but in the first round
+_DOUBTFUL = 0.25  # of the large call's seconds is too much for the small one
 _MOST_RUNS = 50  # per round
 _MOST_CALLS = 50  # per run, for operations that take no longer than a mark
 _MARGIN = 2.0  # how far ahead of the device the host is, relative to the seconds of a launch
 _LEAST_AHEAD = 200e-6
-_FASTEST = 0.1  # of the runs of a sample; the slowest of these counts
-_BUSY = 1.25  # the median of the runs, relative to that one, that is too much for an idle machine
+_BUSY = (
+    1.25  # the median of the runs, relative to the fastest, that is too much for an idle machine
+)
 _CPU_SCALE, _GPU_SCALE = 1, 64  # larger samples for a GPU
 _GPU_TILE = 128  # columns, as on an H100
 # Launching an operation in a training step, with modules and autograd, takes this many times as long
@@ -59,6 +64,7 @@ class Sample(NamedTuple):
     make: Callable[[bool], Call]  # whether it is the large one -> the call
 
 
+@keep_random()
 def calibrate(
     device: str = "cpu",
     *,
@@ -79,10 +85,16 @@ def calibrate(
     timer = _Timer(clock or clock_for(place), seconds / _ROUNDS)
     samples = [*_samples(place)]
     found = {sample.key: _Timings() for sample in samples}
+    began = time.monotonic()
     for number in range(_ROUNDS * len(samples)):
         sample = samples[number % len(samples)]
+        if number >= len(samples) and time.monotonic() - began > _LONGEST:
+            break
         progress(" ".join(sample.key), number, _ROUNDS * len(samples))
         found[sample.key].add(timer, sample)
+    for sample in _MORE_ROUNDS * samples:
+        if found[sample.key].is_doubtful and time.monotonic() - began < _LONGEST:
+            found[sample.key].add(timer, sample)
     timings = {key: each for key, each in found.items() if each.large}
     streamed = _bandwidth(timings)
     measured = {
@@ -180,10 +192,6 @@ class _Timer:
         return took
 
 
-def _fastest(took: Sequence[float]) -> float:
-    return sorted(took)[int(_FASTEST * len(took))]
-
-
 def _ahead(launching: float) -> float:
     """How far ahead of the device the host has to be for work that it launches in ``launching`` seconds."""
     return max(_LEAST_AHEAD, _MARGIN * launching)
@@ -229,18 +237,23 @@ class _Timings:
 
     @property
     def overhead(self) -> float:
-        return _fastest(self.small)
+        return min(self.small)
 
     @property
     def beyond(self) -> float:
         """The seconds that the large call takes longer than the small one."""
-        took = _fastest(self.large)
+        took = min(self.large)
         return max(took - self.overhead, took / 10)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Has the small call always been held up by something else?"""
+        return bool(self.large) and self.overhead > _DOUBTFUL * min(self.large)
 
     @property
     def scatter(self) -> float:
         """The median of the runs relative to the fastest."""
-        return statistics.median(self.large) / (_fastest(self.large) or 1.0)
+        return statistics.median(self.large) / (min(self.large) or 1.0)
 
     def operations(self, name: str) -> list[Operation]:
         """The operations of this class in the large call."""
@@ -345,12 +358,12 @@ def _make_kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -
     host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     timer = _Timer(clock_for(place), _SECONDS)
     there = torch.empty(_COPIED, dtype=torch.uint8, device=place)
-    to_host = _COPIED / _fastest(timer(lambda: there.copy_(host, non_blocking=True)))
+    to_host = _COPIED / min(timer(lambda: there.copy_(host, non_blocking=True)))
     others = [i for i in range(torch.cuda.device_count()) if i != (place.index or 0)]
     link = to_host
     if others:
         other = torch.empty(_COPIED, dtype=torch.uint8, device=f"cuda:{others[0]}")
-        link = _COPIED / _fastest(timer(lambda: other.copy_(there, non_blocking=True)))
+        link = _COPIED / min(timer(lambda: other.copy_(there, non_blocking=True)))
     memory, context = gpu_memory(place)
     return DeviceKind(
         name=name,

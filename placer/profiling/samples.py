@@ -5,6 +5,7 @@ Each method allocates tensors and returns the call to time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
+_DRAWN = 2**16  # random numbers of a sample; larger ones repeat them, because drawing takes long
 ROWS, ROW = 8, 2**19  # channels of a normalisation of few rows, and the elements of each
 
 
@@ -27,7 +29,9 @@ class Samples:
     scale: float = 1
 
     def _x(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device).to(self.dtype)
+        size = math.prod(shape)
+        drawn = torch.randn(min(size, _DRAWN), device=self.device).to(self.dtype)
+        return drawn.repeat(-(-size // _DRAWN))[:size].view(shape)
 
     def convolution(self, part: str, *, large: bool) -> Call:
         """A convolution of 4 images with 3x3 kernels, or one of its gradients."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.cost.operations import operations_of
@@ -72,16 +73,19 @@ def test_known_rates_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert read.rates[key].flops == pytest.approx(kind.rates[key].flops, rel=1e-5)
 
 
+@pytest.mark.parametrize("busy", ["in every second round", "in all rounds"])
 def test_a_machine_that_is_busy_for_a_while_is_measured_and_told(
-    monkeypatch: pytest.MonkeyPatch,
+    busy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every second round, operations wait for a core that somebody else has."""
+    """Operations wait for a core that somebody else has; more rounds follow if none was faster."""
     monkeypatch.setattr("placer.profiling.calibration._CPU_SCALE", 1 / 64)
     said: list[str] = []
     with Known() as known:
 
         def progress(what: str, number: int, count: int) -> None:
-            known.delay = 8e-3 if number * 4 // count % 2 == 0 else 0.0
+            last = number == count - 1
+            now = number * 6 // count % 2 == 0 if busy == "in every second round" else not last
+            known.delay = 8e-3 if now else 0.0
 
         kind = calibrate(
             "cpu", clock=HostClock(lambda: known.now), seconds=1e-9, progress=progress, warn=said.append
@@ -104,6 +108,15 @@ def test_heavy_classes_do_not_read_as_fast_as_a_sum_in_the_cache(
     for name in ("convolution", "product", "attention"):
         assert kind.rates[name, "half"].bandwidth == pytest.approx(BANDWIDTH, rel=0.05)
     assert kind.host_bandwidth == pytest.approx(BANDWIDTH / 2, rel=0.05)
+
+
+def test_calibrating_draws_no_random_numbers_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placer.profiling.calibration._CPU_SCALE", 1 / 64)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with Known() as known:
+        calibrate("cpu", clock=HostClock(lambda: known.now), seconds=1e-9)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
