@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from placer.catalogue import kinds_with_memory
+from placer.catalogue import DeviceKind, kinds_with_memory
 from placer.cost import device_kind, device_type
 from placer.errors import SpecError
 from placer.partition import DeviceSlot
@@ -42,19 +42,27 @@ def check_profiles(spec: PlacementSpec, fingerprint: str) -> None:
     """Raise ``SpecError`` for devices whose profile was measured for another model or precision."""
     problems = []
     for index, device in enumerate(spec.devices):
-        profile = device_kind(device.name, device.kind).profile
-        if profile is None:
-            continue
-        if profile.fingerprint != fingerprint:
-            problem = f"{device.kind} is the profile of another model"
-        elif profile.precision != spec.precision:
-            problem = f"{device.kind} was measured in {profile.precision}, not {spec.precision}"
-        else:
-            continue
-        remedy = f"measure this one: placer profile MODEL --precision {spec.precision} -o FILE"
-        problems.append((f"/devices/{index}/kind", problem, remedy))
+        kind = device_kind(device.name, device.kind)
+        wrong = profile_problem(kind, fingerprint, spec.precision)
+        if wrong is not None:
+            problem, remedy = wrong
+            problems.append((f"/devices/{index}/kind", f"{device.kind} {problem}", remedy))
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
+
+
+def profile_problem(kind: DeviceKind, fingerprint: str, precision: str) -> tuple[str, str] | None:
+    """Why the profile of ``kind`` is not one of this model and precision, and the remedy; None if it is."""
+    profile = kind.profile
+    if profile is None:
+        return None
+    if profile.fingerprint != fingerprint:
+        problem = "is the profile of another model"
+    elif profile.precision != precision:
+        problem = f"was measured in {profile.precision}, not {precision}"
+    else:
+        return None
+    return problem, f"measure this one: placer profile MODEL --precision {precision} -o FILE"
 
 
 def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:

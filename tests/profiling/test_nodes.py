@@ -165,6 +165,20 @@ def test_a_gpus_profile_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_device(CATALOGUE["cpu"], torch.device("cpu")) is CATALOGUE["cpu"]
 
 
+def test_profiling_draws_no_random_numbers_of_the_caller() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
+    torch.manual_seed(0)
+    wanted = torch.rand(())
+    torch.manual_seed(0)
+    placer.profile(model, torch.ones(16, 8), device="cpu", rounds=1)
+    assert torch.equal(torch.rand(()), wanted)
+
+
+def test_a_file_of_a_cpu_has_only_what_older_versions_read(saved: str) -> None:
+    profile = json.loads(Path(saved).read_text())["profile"]
+    assert set(profile) == {"fingerprint", "precision", "inputs", "forward", "backward"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [({"kind": "h1000"}, "--kind: .*did you mean 'h100'?"), ({"rounds": 0}, "at least one")],
