@@ -64,7 +64,6 @@ class Sample(NamedTuple):
     make: Callable[[bool], Call]  # whether it is the large one -> the call
 
 
-@keep_random()
 def calibrate(
     device: str = "cpu",
     *,
@@ -83,19 +82,8 @@ def calibrate(
     place = torch.device(device)
     _check_there(place, device)
     timer = _Timer(clock or clock_for(place), seconds / _ROUNDS)
-    samples = [*_samples(place)]
-    found = {sample.key: _Timings() for sample in samples}
-    began = time.monotonic()
-    for number in range(_ROUNDS * len(samples)):
-        sample = samples[number % len(samples)]
-        if number >= len(samples) and time.monotonic() - began > _LONGEST:
-            break
-        progress(" ".join(sample.key), number, _ROUNDS * len(samples))
-        found[sample.key].add(timer, sample)
-    for sample in _MORE_ROUNDS * samples:
-        if found[sample.key].is_doubtful and time.monotonic() - began < _LONGEST:
-            found[sample.key].add(timer, sample)
-    timings = {key: each for key, each in found.items() if each.large}
+    with keep_random(place):
+        timings = _time_all(timer, _samples(place), progress)
     streamed = _bandwidth(timings)
     measured = {
         key: _rate(key, each, streamed) for key, each in timings.items() if each.operations(key[0])
@@ -262,6 +250,24 @@ class _Timings:
     def nbytes(self, name: str) -> int:
         """What these read and write."""
         return sum(o.nbytes for o in self.operations(name))
+
+
+def _time_all(
+    timer: _Timer, samples: list[Sample], progress: Callable[[str, int, int], None]
+) -> dict[Key, _Timings]:
+    """The timings of all samples that the device can run, in several rounds."""
+    found = {sample.key: _Timings() for sample in samples}
+    began = time.monotonic()
+    for number in range(_ROUNDS * len(samples)):
+        sample = samples[number % len(samples)]
+        if number >= len(samples) and time.monotonic() - began > _LONGEST:
+            break
+        progress(" ".join(sample.key), number, _ROUNDS * len(samples))
+        found[sample.key].add(timer, sample)
+    for sample in _MORE_ROUNDS * samples:
+        if found[sample.key].is_doubtful and time.monotonic() - began < _LONGEST:
+            found[sample.key].add(timer, sample)
+    return {key: timings for key, timings in found.items() if timings.large}
 
 
 def _bandwidth(timings: Mapping[Key, _Timings]) -> float:

@@ -37,7 +37,6 @@ class Measured:
     memory: ComparedMemory | None = None
 
 
-@keep_random()
 def profile_model(
     program: Program,
     model: nn.Module,
@@ -60,33 +59,34 @@ def profile_model(
     place = torch.device(device)
     memory = None
     try:
-        if place.type == "cuda":
-            memory = compare_memory(
-                program, model, leaves,
-                device=device, place=place, precision=precision, training=training,
-            )  # fmt: skip
-        copied = copy.deepcopy(model).to(place)
-        inputs = [t.detach().to(place).requires_grad_(t.requires_grad) for t in leaves]
-        placed = _placed(program, model, inputs, device, precision) if training else None
+        with keep_random(place):
+            if place.type == "cuda":
+                memory = compare_memory(
+                    program, model, leaves,
+                    device=device, place=place, precision=precision, training=training,
+                )  # fmt: skip
+            copied = copy.deepcopy(model).to(place)
+            inputs = [t.detach().to(place).requires_grad_(t.requires_grad) for t in leaves]
+            placed = _placed(program, model, inputs, device, precision) if training else None
 
-        def placed_step() -> None:
-            assert placed is not None
-            placed.step_leaves(inputs, loss_fn=stand_in_loss)
-            placed.zero_grad(set_to_none=True)
+            def placed_step() -> None:
+                assert placed is not None
+                placed.step_leaves(inputs, loss_fn=stand_in_loss)
+                placed.zero_grad(set_to_none=True)
 
-        times = measure_nodes(
-            program,
-            copied,
-            inputs,
-            placed_step=None if placed is None else placed_step,
-            device=place,
-            clock=clock or clock_for(place),
-            precision=precision,
-            training=training,
-            rounds=rounds,
-            each_round=each_round,
-        )
-        base = of_device(base, place)
+            times = measure_nodes(
+                program,
+                copied,
+                inputs,
+                placed_step=None if placed is None else placed_step,
+                device=place,
+                clock=clock or clock_for(place),
+                precision=precision,
+                training=training,
+                rounds=rounds,
+                each_round=each_round,
+            )
+            base = of_device(base, place)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             device,
