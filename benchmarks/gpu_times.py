@@ -326,11 +326,15 @@ def fit_launch(rates: Rates, rows: Sequence[Row], known: Sequence[Case]) -> Rate
     factors = np.arange(0.5, 4.01, 0.1)
 
     def off(factor: float) -> float:
-        found = with_launch(rates, factor * light, factor * heavy)
+        found = _with_launch(rates, factor * light, factor * heavy)
         return sum(abs(math.log(_step(case.subject, found) / case.seconds)) for case in known)
 
     best = float(min(factors, key=off))
-    return with_launch(rates, best * light, best * heavy)
+    return _with_launch(rates, best * light, best * heavy)
+
+
+def _with_launch(rates: Rates, light: float, heavy: float) -> Rates:
+    return with_launch(rates, light=light, product=heavy, convolution=heavy)
 
 
 _KNOWN: dict[int, tuple[Program, Sequence[Tensor], CostTable]] = {}

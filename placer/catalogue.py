@@ -8,23 +8,36 @@ fractions of their peaks; this has not been measured. ``placer calibrate`` measu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from placer.h100 import H100_PEAKS, H100_RATES
 from placer.quantities import parse_bytes
 from placer.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rates
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """Bytes of a GPU over some steps, at their most: in tensors and workspaces, and in torch's allocator."""
+
+    allocated: int
+    reserved: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
     """Measured seconds of the nodes of one model, by `placer profile`.
 
-    ``passes`` has a table for forward and one for backward: node name -> (measured, estimated) seconds.
+    ``passes`` has a table for forward and one for backward: node name -> (measured, estimated) seconds of
+    the device. ``launches`` has the same two for the host, which launches the nodes: node name -> measured
+    seconds. They are empty if the device's seconds have those of the host in them: on a CPU, and in files of
+    GPUs that were written before there were any. ``memory`` is for comparison; plans do not use it.
     """
 
     fingerprint: str
     precision: str
     passes: tuple[Mapping[str, tuple[float, float]], Mapping[str, tuple[float, float]]]
+    launches: tuple[Mapping[str, float], Mapping[str, float]] = field(default=({}, {}))
+    memory: PeakMemory | None = None  # of a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

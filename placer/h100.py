@@ -75,5 +75,6 @@ H100_RATES = with_launch(
         H100_PEAKS,
     ),
     light=_LAUNCH,
-    heavy=_HEAVY_LAUNCH,
+    product=_HEAVY_LAUNCH,
+    convolution=_HEAVY_LAUNCH,
 )

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from placer.catalogue import CATALOGUE, DeviceKind, Profile
+from placer.catalogue import CATALOGUE, DeviceKind, PeakMemory, Profile
 from placer.errors import nearest
 from placer.files import writing
 from placer.jsonfile import JSONError, json_pointer, read_json
@@ -38,6 +39,13 @@ class _RateFile(BaseModel):
     launch: float = _Number
 
 
+class _MemoryFile(BaseModel):
+    model_config = _STRICT
+
+    allocated: int = Field(ge=0)
+    reserved: int = Field(ge=0)
+
+
 class _ProfileFile(BaseModel):
     model_config = _STRICT
 
@@ -46,6 +54,10 @@ class _ProfileFile(BaseModel):
     inputs: list[str]
     forward: _Pass
     backward: _Pass
+    # Seconds in which the host launches each node. Left out for a CPU; older files of GPUs lack them.
+    forward_launch: dict[str, float] = {}
+    backward_launch: dict[str, float] = {}
+    memory: _MemoryFile | None = None  # of a GPU; older files lack it
 
 
 class _KindFile(BaseModel):
@@ -127,7 +139,11 @@ def _kind(found: _KindFile) -> DeviceKind:
     profile = None
     if (p := found.profile) is not None:
         profile = Profile(
-            fingerprint=p.fingerprint, precision=p.precision, passes=(p.forward, p.backward)
+            fingerprint=p.fingerprint,
+            precision=p.precision,
+            passes=(p.forward, p.backward),
+            launches=(p.forward_launch, p.backward_launch),
+            memory=None if p.memory is None else PeakMemory(**p.memory.model_dump()),
         )
     return DeviceKind(
         name=found.name,
@@ -162,7 +178,7 @@ def kind_to_json(
         rates.setdefault(name, {})[dtype] = {
             field: _short(getattr(rate, field)) for field in RATE_FIELDS
         }
-    profile = None
+    profile: dict[str, Any] | None = None
     if (p := kind.profile) is not None:
         profile = {
             "fingerprint": p.fingerprint,
@@ -171,6 +187,11 @@ def kind_to_json(
             "forward": {k: [_short(s), _short(e)] for k, (s, e) in p.passes[0].items()},
             "backward": {k: [_short(s), _short(e)] for k, (s, e) in p.passes[1].items()},
         }
+        for key, launched in zip(("forward_launch", "backward_launch"), p.launches, strict=True):
+            if launched:
+                profile[key] = {name: _short(seconds) for name, seconds in launched.items()}
+        if p.memory is not None:
+            profile["memory"] = asdict(p.memory)
     return {
         "placer_kind": 1,
         "name": kind.name,

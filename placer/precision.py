@@ -1,8 +1,10 @@
-"""The autocast context for a spec's precision, used both when costs are estimated and when a model runs."""
+"""The precision in which torch computes: autocast for a spec's, and fp32 without TF32 for comparisons."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,3 +30,67 @@ def precision_context(precision: str, device_type: str) -> AbstractContextManage
     # (A cached cast also requires grad, and then torch multiplies by other kernels.)
     kept = torch.is_grad_enabled()
     return torch.autocast(device_type, _AUTOCAST[precision], cache_enabled=kept)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """In this block, torch computes fp32 convolutions, products and RNNs in fp32; then as before.
+
+    By default it uses TF32 for convolutions on CUDA. There are two sets of switches: ``fp32_precision`` per
+    backend and operation, where "none" takes that of the backend, or of all, and the older ``allow_tf32``
+    and `torch.set_float32_matmul_precision`, which set the newer ones too. If the two disagree, torch raises
+    an error when the older ones are read, as ``cudnn.flags()`` does (aten/src/ATen/Context.cpp of 2.9; 2.15
+    does the same). So this sets both, and puts back both; what the user has set may disagree.
+    """
+    backends: Any = torch.backends
+    parents = (backends, backends.cudnn)
+    operations = (
+        *(backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul),
+        *(backends.mkldnn.conv, backends.mkldnn.rnn, backends.mkldnn.matmul),
+    )
+    with _without_warnings():
+        # A parent that is "none" shows what its children themselves are.
+        switches = [*zip(parents, _take(parents), strict=True)]
+        switches += [*zip(operations, _take(operations), strict=True)]
+        _set_all(operations, "ieee")
+        allowed, products = _allows_tf32_in_cudnn(), torch.get_float32_matmul_precision()
+        backends.cudnn.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
+        _set_all(operations, "ieee")
+    try:
+        yield
+    finally:
+        with _without_warnings():
+            backends.cudnn.allow_tf32 = allowed
+            torch.set_float32_matmul_precision(products)
+            for switch, value in switches:
+                switch.fp32_precision = value
+
+
+def _take(switches: Sequence[Any]) -> list[str]:
+    """The values of the switches, each set to "none" after it was read."""
+    found = []
+    for switch in switches:
+        found.append(str(switch.fp32_precision))
+        switch.fp32_precision = "none"
+    return found
+
+
+def _set_all(switches: Sequence[Any], value: str) -> None:
+    for switch in switches:
+        switch.fp32_precision = value
+
+
+def _allows_tf32_in_cudnn() -> bool:
+    """The older switch of cuDNN, while the newer ones are off: torch refuses to read it if it is on."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:
+        return True
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the older switches are old
+        yield

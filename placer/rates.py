@@ -225,11 +225,12 @@ def _of_share(rate: Rate, of: float, to: float) -> Rate:
     return replace(rate, flops=rate.flops / of * to)
 
 
-def with_launch(rates: Rates, light: float, heavy: float) -> Rates:
+def with_launch(rates: Rates, *, light: float, product: float, convolution: float) -> Rates:
     """``rates`` with the seconds that the host takes to launch an operation; `HEAVY` ones take longer."""
-    return Rates(
-        {
-            key: replace(rate, launch=heavy if key[0] in HEAVY else light)
-            for key, rate in rates.table.items()
-        }
-    )
+
+    def launch(name: str) -> float:
+        if name not in HEAVY:
+            return light
+        return convolution if "convolution" in name else product
+
+    return Rates({key: replace(rate, launch=launch(key[0])) for key, rate in rates.table.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,13 @@ from placer.executor.place import CALLER
 from placer.executor.scatter import ScatteredBatch, join_results, scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
-from placer.precision import precision_context
+from placer.precision import full_precision, precision_context
 from placer.program import IgnoreDeviceMoves, flatten_call, flatten_result, rebuild_call
 from placer.program.copying import copy_module
 from placer.program.python_random import keep_random
+from placer.program.random_layers import find_random_layers
 
+_NAMED = 5  # how many random layers a hint names
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -53,6 +55,8 @@ class Verification:
 
     comparisons: tuple[Comparison, ...]
     reference: str
+    # Layers that drew random numbers, if the placed model drew others from the same seed
+    random_layers: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """The verdict; if some tensors differ, also those with the largest errors."""
@@ -60,6 +64,7 @@ class Verification:
         lines = [f"Verification({self.summary})"]
         lines += [f"  {c.kind} of {c.name}: relative error {c.relative_error:.2e}" for c in off[:5]]
         lines += [f"  … and {len(off) - 5} more tensors that differ"] * (len(off) > 5)
+        lines += [self.hint] if self.hint else []
         return "\n".join(lines)
 
     @property
@@ -82,6 +87,20 @@ class Verification:
             f"(tolerance {worst.tolerance:.0e})"
         )
 
+    @property
+    def hint(self) -> str:
+        """The likely reason if tensors differ, and what to do; "" if none is known."""
+        if self.ok or not self.random_layers:
+            return ""
+        named = ", ".join(name or "the model itself" for name in self.random_layers[:_NAMED])
+        more = len(self.random_layers) - _NAMED
+        return (
+            f"The likely reason: {named}{f' and {more} more' if more > 0 else ''} drew random numbers, and "
+            "from one seed every type of device draws others. Verify with all stages on the CPU (--run-on "
+            'cpu, or run_on="cpu"), or on these devices without random numbers (dropout with p=0, or a '
+            "model in eval mode)."
+        )
+
 
 def verify(
     model: nn.Module,
@@ -101,6 +120,8 @@ def verify(
     after one SGD step are compared. The plain model runs the same slices of the batch one
     after the other (one slice: the whole batch), with the same seed and under autocast for the
     spec's ``precision``. ``model`` itself is not changed.
+    On a GPU, fp32 is computed without TF32. A GPU draws other random numbers than a CPU from the same
+    seed: if tensors differ, the verdict names the layers that drew any.
     The default of ``tolerance`` (relative) depends on the parameters' dtype. With
     ``ignore_device_moves``, the plain model ignores device moves too.
     """
@@ -110,9 +131,16 @@ def verify(
     )
     plain = copy_module(model)
     wanted = loss_fn or stand_in_loss
-    with _seeded(seed), IgnoreDeviceMoves() if ignore_device_moves else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(full_precision())
+        stack.enter_context(_seeded(seed))
+        if ignore_device_moves:
+            stack.enter_context(IgnoreDeviceMoves())
+        drew: list[str] = []
+        if not _draws_alike(plain, placed):
+            drew = stack.enter_context(find_random_layers(plain))
         theirs, slices = _run_plain(plain, placed, args, kwargs, wanted)
-    with _seeded(seed):
+    with full_precision(), _seeded(seed):
         ours = _run_placed(placed, args, kwargs, wanted)
     allowed = tolerance or max(
         (_TOLERANCE.get(p.dtype, 1e-4) for p in plain.parameters()), default=1e-4
@@ -124,7 +152,17 @@ def verify(
         reference="the plain model"
         + (f" on the same {slices} slices of the batch" * (slices > 1))
         + _where(placed),
+        random_layers=tuple(drew),
     )
+
+
+def _draws_alike(plain: nn.Module, placed: PlacedModule) -> bool:
+    """Do both draw from the generator of one device? All devices of a CPU share one."""
+    tensors = (*plain.parameters(), *placed.parameters())
+    devices = {placed.output_device, *(tensor.device for tensor in tensors)}
+    if all(device.type == "cpu" for device in devices):
+        return True
+    return len(devices) == 1 and placed.plan.replicas == 1
 
 
 def _where(placed: PlacedModule) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
+from placer import verification
 
 X = torch.randn(8, 4)
 HALVES = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
@@ -122,3 +126,121 @@ def test_a_precision_that_the_model_cannot_do_is_said() -> None:
     spec = {"devices": ["cuda:0"], "precision": "bf16"}  # a CPU's autocast transforms in fp32
     with pytest.raises(placer.PlacerError, match=r"(?s)BFloat16.*run with precision 'bf16'"):
         placer.verify(Transforms(), spec, X, run_on="cpu")
+
+
+def _switches() -> dict[str, object]:
+    """What every switch for the precision of fp32 says."""
+    backends, found = torch.backends, {}
+    for name, switch in {
+        "all": backends, "cuDNN": backends.cudnn, "convolutions": backends.cudnn.conv,
+        "RNNs": backends.cudnn.rnn, "products": backends.cuda.matmul, "oneDNN": backends.mkldnn.matmul,
+    }.items():  # fmt: skip
+        found[name] = switch.fp32_precision
+    for name, read in {
+        "cuDNN's older": lambda: backends.cudnn.allow_tf32,
+        "older": torch.get_float32_matmul_precision,
+    }.items():
+        try:
+            found[name] = read()
+        except RuntimeError:
+            found[name] = "refused"
+    return found
+
+
+def _followed() -> dict[str, object]:
+    """The switches after the one for everything is set: those that are "none" follow it."""
+    before, torch.backends.fp32_precision = torch.backends.fp32_precision, "ieee"
+    found, torch.backends.fp32_precision = _switches(), before
+    return found
+
+
+SETTINGS = {
+    "torch's own": lambda: None,
+    "older": lambda: torch.set_float32_matmul_precision("high"),
+    "bf16 on a CPU": lambda: torch.set_float32_matmul_precision("medium"),
+    "cuDNN's older": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "newer": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "products": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "inherited": lambda: (
+        setattr(torch.backends.cudnn.rnn, "fp32_precision", "none"),
+        setattr(torch.backends, "fp32_precision", "tf32"),
+    ),
+}
+
+
+@pytest.fixture
+def default_switches() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
+    with warnings.catch_warnings(action="ignore"):
+        torch.backends.cudnn.allow_tf32 = True
+        torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("default_switches")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_fp32_is_fp32_while_it_is_compared(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, torch computes convolutions in TF32 on CUDA, which is off by more than the tolerance."""
+    SETTINGS[setting]()
+    before, follows, during = _switches(), _followed(), []
+    for name in ("_run_plain", "_run_placed"):
+        run = getattr(verification, name)
+        monkeypatch.setattr(
+            verification,
+            name,
+            lambda *a, run=run, **k: (during.append(_switches()), run(*a, **k))[1],
+        )
+    assert placer.verify(nn.Linear(4, 4), {"devices": ["cpu"]}, X).ok
+    assert len(during) == 2
+    for seen in during:
+        assert [seen[name] for name in ("convolutions", "RNNs", "products", "oneDNN")] == [
+            "ieee"
+        ] * 4
+        assert (seen["cuDNN's older"], seen["older"]) == (False, "highest")
+    assert _switches() == before
+    assert _followed() == follows
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 4)
+        self.drop, self.off = nn.Dropout(0.3), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.off(self.drop(self.first(x))))
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The placed model draws other random numbers than the plain one from the same seed."""
+    run = verification._run_placed
+
+    def run_placed(*args: Any, **kwargs: Any) -> Any:
+        torch.rand(3)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(verification, "_run_placed", run_placed)
+    monkeypatch.setattr(verification, "_draws_alike", lambda plain, placed: False)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+@pytest.mark.parametrize("spec", [{"devices": ["cpu:0"]}, HALVES])
+def test_layers_that_draw_other_numbers_on_a_gpu_are_named(spec: dict[str, object]) -> None:
+    result = placer.verify(Noisy(), spec, X)
+    assert not result.ok
+    assert result.random_layers == ("drop",)
+    assert "drop drew random numbers" in repr(result)
+    assert "--run-on cpu" in result.hint
+    still = placer.verify(Noisy().eval(), spec, X)
+    assert still.ok
+    assert (still.random_layers, still.hint) == ((), "")
+
+
+def test_on_one_device_random_numbers_are_no_excuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_relative_error", lambda found, expected: 1.0)
+    result = placer.verify(Noisy(), {"devices": ["cpu:0", "cpu:1"]}, X)
+    assert not result.ok
+    assert result.hint == ""

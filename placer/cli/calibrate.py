@@ -58,15 +58,19 @@ def calibrate(
 
     check_output(output)
     place = device_here(device)
+    said: list[str] = []
     with round_progress(console, f"measuring {place}") as report_round:
         kind = measure(
             place,
             name=name or (output.stem if output else None),
             seconds=seconds,
             progress=lambda what, number, count: report_round(number, count, what),
+            warn=said.append,
         )
     values = file_values(kind, place)
     console.print(_table(kind))
+    for line in said:
+        console.print(line, style="yellow", markup=False)
     if output is not None:
         save_kind(values, output)
         console.print(f"kind written to {output}", soft_wrap=True)

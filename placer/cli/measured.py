@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from placer.errors import PlacerError
-from placer.kindfile import load_kind_file
-from placer.planner.devices import device_slot
+from placer.kindfile import find_kind, load_kind_file
+from placer.planner.devices import device_slot, profile_problem
+from placer.program import Program
 from placer.spec import PlacementSpec
 
 
@@ -28,8 +29,17 @@ def with_kind_file(spec: PlacementSpec, path: Path | None) -> PlacementSpec:
     if not found:
         names = ", ".join(device.name for device in spec.devices)
         raise PlacerError(
-            str(path),
+            f"--profile {path}",
             f"was measured on a {wanted!r} device, and the spec has {names}",
             "measure on a device like those",
         )
     return spec.with_devices(devices)
+
+
+def check_kind_file(path: Path | None, spec: PlacementSpec, program: Program) -> None:
+    """Raise ``PlacerError`` if the file is the profile of another model or precision."""
+    if path is None:
+        return
+    wrong = profile_problem(find_kind(str(path)), program.fingerprint, spec.precision)
+    if wrong is not None:
+        raise PlacerError(f"--profile {path}", *wrong)

@@ -53,7 +53,7 @@ def plan(
     console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
         from placer.cli.fit import report_misfit
-        from placer.cli.measured import with_kind_file
+        from placer.cli.measured import check_kind_file, with_kind_file
         from placer.plan.store import plan_to_json, save_plan
         from placer.report import plan_table, write_html, write_trace
         from placer.simulation.judge import JudgingPlanner
@@ -62,6 +62,7 @@ def plan(
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
+    check_kind_file(profile, wanted, program)
     make = JudgingPlanner(program, leaves, processes=processes)
     with progress(console, "planning"):
         made = make(wanted)

@@ -77,7 +77,8 @@ def profile(
     """Show estimated bytes and FLOPs of every layer for one batch; nothing is allocated.
 
     With --device or -o, the model also runs, forward and backward, to measure the seconds of every layer
-    (medians over the steps after a warm-up).
+    (medians over the steps after a warm-up). On a GPU, its memory is measured as well, beside what a plan
+    predicts.
     """
     from placer.errors import PlacerError, nearest
 
@@ -126,6 +127,11 @@ def profile(
     total["transient"] = max((row["transient"] for row in rows.values()), default=0)
     seconds = None if measured is None else layer_seconds(program, measured, depth)
     console.print(_table(rows, total) if seconds is None else _seconds_table(rows, seconds))
+    memory = None
+    if measured is not None and measured.memory is not None:
+        memory = memory_rows(measured)
+        console.print()
+        console.print(_memory_table(memory))
     if output is not None and values is not None:
         save_kind(values, output)
         console.print(f"profile written to {output}", soft_wrap=True)
@@ -140,10 +146,56 @@ def profile(
             found["loss"] = seconds[_LOSS]
             found["optimizer_seconds"] = measured.times.optimizer
             found["step_seconds"] = measured.times.step
+            found["memory"] = memory
         print_json(found)
 
 
 _LOSS = "(the loss)"
+
+
+def memory_rows(measured: Measured) -> dict[str, dict[str, int]]:
+    """Bytes of a GPU in steps of the model on it, predicted by a plan and measured."""
+    assert measured.memory is not None
+    predicted, found = measured.memory.predicted, measured.memory.measured
+    return {
+        "tensors": {"predicted": predicted.peak},
+        "workspaces": {"predicted": predicted.workspaces},
+        "allocated": {
+            "predicted": predicted.peak + predicted.workspaces, "measured": found.allocated
+        },
+        "reserved": {"predicted": predicted.reserved or 0, "measured": found.reserved},
+        "context": {"predicted": predicted.context, "measured": measured.kind.context},
+        "process": {
+            "predicted": predicted.needed, "measured": found.reserved + measured.kind.context
+        },
+    }  # fmt: skip
+
+
+_MEMORY = {
+    "tensors": "tensors",
+    "workspaces": "workspaces of kernels",
+    "allocated": "tensors and workspaces",
+    "reserved": "reserved by torch's allocator",
+    "context": "context",
+    "process": "the whole process",
+}
+
+
+def _memory_table(rows: Mapping[str, Mapping[str, int]]) -> Table:
+    from placer.quantities import format_bytes
+
+    table = plain_table()
+    table.add_column("memory of a step, at its most")
+    for header in ("predicted", "measured", "off by"):
+        table.add_column(header, justify="right")
+    for name, row in rows.items():
+        predicted, found = row["predicted"], row.get("measured")
+        cells = ["", ""]
+        if found is not None:
+            off = f"{predicted / found - 1:+.1%}" if found else ""
+            cells = [format_bytes(found), off]
+        table.add_row(_MEMORY[name], format_bytes(predicted), *cells)
+    return table
 
 
 def layer_seconds(

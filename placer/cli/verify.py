@@ -56,6 +56,9 @@ def verify(
     """Run a training step of the placed and of the original model, and compare them.
 
     Every output, gradient and parameter is compared. The exit code is 1 if any of them differs.
+
+    The original model runs on the CPU. On a GPU, fp32 is computed without TF32, and dropout draws other
+    random numbers than on the CPU: set its probability to 0, or use --run-on cpu.
     """
     from placer.cli.sources import load_spec_or_plan
 
@@ -84,6 +87,8 @@ def verify(
         console.print(line, markup=False)
     style = "bold green" if result.ok else "bold red"
     console.print(result.summary, style=style, markup=False)
+    if result.hint:
+        console.print(result.hint, markup=False)
     if as_json:
         print_json(to_json(result))
     if not result.ok:
@@ -106,6 +111,7 @@ def to_json(result: Verification) -> dict[str, Any]:
     return {
         "equal": result.ok,
         "reference": result.reference,
+        "random_layers": list(result.random_layers),
         "worst": values(result.worst),
         "comparisons": [values(comparison) for comparison in result.comparisons],
     }

@@ -61,8 +61,8 @@ class Work:
             found = [p.seconds(kind.rates, len(self._names)) for p in self._passes]
             if kind.profile is not None:
                 found = [
-                    self._measured(estimate, measured)
-                    for estimate, measured in zip(found, kind.profile.passes, strict=True)
+                    self._measured(*each)
+                    for each in zip(found, kind.profile.passes, kind.profile.launches, strict=True)
                 ]
             self._known[kind] = Seconds(
                 forward=found[0], backward=_with_repeated(found[1], found[0], self._again)
@@ -70,18 +70,22 @@ class Work:
         return self._known[kind]
 
     def _measured(
-        self, estimate: PassSeconds, measured: Mapping[str, tuple[float, float]]
+        self,
+        estimate: PassSeconds,
+        measured: Mapping[str, tuple[float, float]],
+        launched: Mapping[str, float],
     ) -> PassSeconds:
         """Replace estimates by a profile's measurements: name -> (measured, estimated at that time).
 
-        A measurement is scaled by the ratio of today's estimate to the estimate made with it.
+        A measurement is scaled by the ratio of today's estimate to the estimate made with it; the host
+        launches a node in ``launched`` seconds whatever its size.
         """
         device, host = estimate.device.copy(), estimate.host.copy()
         for i, name in enumerate(self._names):
             if name in measured:
                 seconds, estimated = measured[name]
                 device[i] = seconds * (device[i] / estimated if estimated and device[i] else 1.0)
-                host[i] = 0.0
+                host[i] = launched.get(name, 0.0)
         return PassSeconds(device=device, host=host)
 
     def operations(self) -> dict[str, list[tuple[int, Operation]]]:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from placer.catalogue import kinds_with_memory
+from placer.catalogue import DeviceKind, kinds_with_memory
 from placer.cost import device_kind, device_type
 from placer.errors import SpecError
 from placer.partition import DeviceSlot
@@ -47,23 +47,32 @@ def check_kinds(spec: PlacementSpec, fingerprint: str) -> None:
     problems = []
     for index, device in enumerate(spec.devices):
         kind, given = device_kind(device.name, device.kind), device.kind
-        remedy = f"measure this one: placer profile MODEL --precision {spec.precision} -o FILE"
         if given and (kind.device_type == "cpu") != device.name.startswith("cpu"):
-            problem = (
-                f"{given} is the kind of a {kind.device_type} device, and this is {device.name}"
+            wrong: tuple[str, str] | None = (
+                f"is the kind of a {kind.device_type} device, and this is {device.name}",
+                f"leave it out, or measure: placer calibrate --device {device.name} -o FILE",
             )
-            remedy = f"leave it out, or measure: placer calibrate --device {device.name} -o FILE"
-        elif kind.profile is None:
-            continue
-        elif kind.profile.fingerprint != fingerprint:
-            problem = f"{given} is the profile of another model"
-        elif kind.profile.precision != spec.precision:
-            problem = f"{given} was measured in {kind.profile.precision}, not {spec.precision}"
         else:
-            continue
-        problems.append((f"/devices/{index}/kind", problem, remedy))
+            wrong = profile_problem(kind, fingerprint, spec.precision)
+        if wrong is not None:
+            problem, remedy = wrong
+            problems.append((f"/devices/{index}/kind", f"{given} {problem}", remedy))
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
+
+
+def profile_problem(kind: DeviceKind, fingerprint: str, precision: str) -> tuple[str, str] | None:
+    """Why the profile of ``kind`` is not one of this model and precision, and the remedy; None if it is."""
+    profile = kind.profile
+    if profile is None:
+        return None
+    if profile.fingerprint != fingerprint:
+        problem = "is the profile of another model"
+    elif profile.precision != precision:
+        problem = f"was measured in {profile.precision}, not {precision}"
+    else:
+        return None
+    return problem, f"measure this one: placer profile MODEL --precision {precision} -o FILE"
 
 
 def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:

@@ -2,13 +2,20 @@
 
 The time of the small one is the overhead of its class; the additional time of the large one is due to
 its FLOPs or bytes. Classes that are not measured get the rate of a similar one (`placer.rates`).
+
+Others may use the machine, for a second or for less: a kernel of two threads that takes 5 µs waits 8 ms for
+its second core. So all samples are timed in several rounds, and of all runs of a sample the fastest counts.
+On a GPU, the host launches what is timed while the device is busy with something else
+(`placer.profiling.clocks`); the time to launch is measured apart.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,11 +29,22 @@ from placer.executor.device_map import device_count
 from placer.operands import tensors_in
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.profiling.clocks import Clock, clock_for, time_call
-from placer.profiling.samples import Call, Samples
+from placer.profiling.samples import ROW, Call, Samples, optimizer_nbytes
+from placer.program.python_random import keep_random
 from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
 
-_SECONDS = 0.15  # per sample; there are two for each of some 40 classes
-_MOST_RUNS = 50
+_SECONDS = 0.15  # per sample, in all rounds; there are two for each of some 40 classes
+_ROUNDS = 6
+_MORE_ROUNDS = 10  # of samples that are still in doubt
+_LONGEST = 45.0  # seconds, after which no other sample is timed but in the first round
+_DOUBTFUL = 0.25  # of the large call's seconds is too much for the small one
+_MOST_RUNS = 50  # per round
+_MOST_CALLS = 50  # per run, for operations that take no longer than a mark
+_MARGIN = 2.0  # how far ahead of the device the host is, relative to the seconds of a launch
+_LEAST_AHEAD = 200e-6
+_BUSY = (
+    1.25  # the median of the runs, relative to the fastest, that is too much for an idle machine
+)
 _CPU_SCALE, _GPU_SCALE = 1, 64  # larger samples for a GPU
 _GPU_TILE = 128  # columns, as on an H100
 # Launching an operation in a training step, with modules and autograd, takes this many times as long
@@ -34,6 +52,7 @@ _GPU_TILE = 128  # columns, as on an H100
 _AROUND_LAUNCH = 2.9
 _LAUNCHES = 200
 _COPIED = 2**28  # bytes
+_FEW_ROWS = "few_rows"  # a sample that is not a class of operations
 _IMAGE_OPERATIONS = ("batch_norm", "group_norm", "layer_norm", "pooling", "upsampling")
 _DTYPES = {"float32": torch.float32, "half": torch.bfloat16, "float64": torch.float64}
 
@@ -52,31 +71,36 @@ def calibrate(
     clock: Clock | None = None,
     seconds: float = _SECONDS,
     progress: Callable[[str, int, int], None] = lambda *_: None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> DeviceKind:
     """Measure a device of this machine, for ``seconds`` per sample, and return its device kind.
 
-    ``progress`` is called with the class that is measured next, its number, and the number of classes.
-    Raises ``DeviceError`` if there is no such device.
+    ``progress`` is called with the class that is measured next, the number of measurements so far, and
+    that of all. ``warn`` is called with a sentence if the machine was busy with something else, so that
+    the times are not to be relied on. Raises ``DeviceError`` if there is no such device.
     """
     place = torch.device(device)
     _check_there(place, device)
-    timer = _Timer(clock or clock_for(place), seconds)
-    samples = [*_samples(place)]
-    measured: dict[Key, Rate] = {}
-    bandwidth = 0.0
-    for number, sample in enumerate(samples):
-        progress(" ".join(sample.key), number, len(samples))
-        rate = _rate(timer, sample, bandwidth)
-        if rate is not None:
-            measured[sample.key] = rate
-            bandwidth = max(bandwidth, rate.bandwidth)
+    timer = _Timer(clock or clock_for(place), seconds / _ROUNDS)
+    with keep_random(place):
+        timings = _time_all(timer, _samples(place), progress)
+    streamed = _bandwidth(timings)
+    measured = {
+        key: _rate(key, each, streamed) for key, each in timings.items() if each.operations(key[0])
+    }
+    measured["optimizer", "float32"] = _optimizer(timings["optimizer", "float32"], place)
     if place.type == "cuda":
-        measured |= _with_rows(timer, place, measured)
-    measured["optimizer", "float32"] = _optimizer(timer, place)
+        measured |= _with_rows(timings, measured)
     rates = complete_rates(measured, _peaks(measured))
     if place.type == "cuda":
-        rates = with_launch(rates, *_launches(place))
-    return _make_kind(name or device, place, rates, bandwidth)
+        rates = with_launch(rates, **_launches(place))
+    scatter = statistics.median(each.scatter for each in timings.values())
+    if scatter > _BUSY:
+        warn(
+            f"the machine is busy: half of the runs took {scatter:.1f} times as long as the fastest, which "
+            "count; calibrate again when it is idle"
+        )
+    return _make_kind(name or device, place, rates, streamed)
 
 
 def _check_there(place: torch.device, device: str) -> None:
@@ -88,9 +112,13 @@ def _check_there(place: torch.device, device: str) -> None:
         raise DeviceError(device, f"is not on this machine: {found}", "try 'cpu'")
 
 
+def _scale(place: torch.device) -> float:
+    return _GPU_SCALE if place.type == "cuda" else _CPU_SCALE
+
+
 def _samples(place: torch.device) -> list[Sample]:
-    """The samples to time; those that only read and write memory come first."""
-    scale = _GPU_SCALE if place.type == "cuda" else _CPU_SCALE
+    """The samples to time."""
+    scale = _scale(place)
     found = []
     for dtype in ("float32", "half"):
         make = Samples(place, _DTYPES[dtype], scale)
@@ -114,26 +142,47 @@ def _samples(place: torch.device) -> list[Sample]:
             add(f"convolution{ending}", make.convolution, part)
             add(f"transposed_convolution{ending}", make.transposed, part)
         add("depthwise_convolution", make.depthwise)
+        if place.type == "cuda":
+            for backward, ending in ((False, ""), (True, "_backward")):
+                add(_FEW_ROWS + ending, make.few_rows, backward=backward)
     doubles = Samples(place, torch.float64, scale)
     found.append(Sample(("product", "float64"), lambda large: doubles.product(large=large)))
+    singles = Samples(place, torch.float32, scale)
+    found.append(Sample(("optimizer", "float32"), lambda large: singles.optimizer(large=large)))
     return found
 
 
 class _Timer:
-    """Measures the median seconds of a call."""
+    """Measures the seconds of a call on the device, time and again."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
 
-    def __call__(self, call: Call) -> float:
-        """Run ``call`` once to warm up, then repeatedly for the time budget; the median in seconds."""
-        total = 0.0
-        took: list[float] = []
+    def __call__(self, call: Call) -> list[float]:
+        """Run ``call`` once to warm up, then repeatedly for the time budget; the seconds of every run.
+
+        An asynchronous device is kept busy while the host launches the calls, as many in a row as make a
+        mark negligible.
+        """
         call()
-        while total < self._seconds and len(took) < _MOST_RUNS:
-            took.append(time_call(self._clock, call))
-            total += max(took[-1], 1e-7)
-        return statistics.median(took)
+        first = time_call(self._clock, call)
+        if not first.host:
+            ahead, calls, took = 0.0, 1, [first.device]
+        else:
+            ahead, took = _ahead(first.host), []
+            alone = time_call(self._clock, call, ahead=ahead).device
+            calls = min(_MOST_CALLS, math.ceil(self._clock.resolution / max(alone, 1e-7)))
+            ahead = _ahead(calls * first.host)
+        total = sum(took)
+        while not took or (total < self._seconds and len(took) < _MOST_RUNS):
+            took.append(time_call(self._clock, call, ahead=ahead, calls=calls).device)
+            total += max(calls * took[-1], ahead, 1e-7)
+        return took
+
+
+def _ahead(launching: float) -> float:
+    """How far ahead of the device the host has to be for work that it launches in ``launching`` seconds."""
+    return max(_LEAST_AHEAD, _MARGIN * launching)
 
 
 class _Recorder(DispatchMode):
@@ -151,29 +200,97 @@ class _Recorder(DispatchMode):
         return result
 
 
-def _rate(timer: _Timer, sample: Sample, bandwidth: float) -> Rate | None:
-    """Measure the rate of the sample's class; None if the device has no such operation."""
-    name, _ = sample.key
-    try:
-        with torch.no_grad() if not name.endswith("_backward") else torch.enable_grad():
-            small, large = sample.make(False), sample.make(True)
-            overhead, took = timer(small), timer(large)
-            with _Recorder() as recorder:
-                large()
-    except (RuntimeError, NotImplementedError):
-        return None
-    mine = [o for o in recorder.ran if o.name == name]
-    if not mine:
-        return None
-    flops, nbytes = sum(o.flops for o in mine), sum(o.nbytes for o in mine)
-    beyond = max(took - overhead, took / 10)
+class _Timings:
+    """The seconds of all runs of a sample, and the operations of its large call."""
+
+    def __init__(self) -> None:
+        self.small: list[float] = []
+        self.large: list[float] = []
+        self.ran: list[Operation] = []
+
+    def add(self, timer: _Timer, sample: Sample) -> None:
+        """Time the sample in another round; nothing if the device has no such operation."""
+        try:
+            with torch.set_grad_enabled(sample.key[0].endswith("_backward")):
+                small, large = sample.make(False), sample.make(True)
+                took = timer(small), timer(large)
+                if not self.ran:
+                    with _Recorder() as recorder:
+                        large()
+                    self.ran = recorder.ran
+        except (RuntimeError, NotImplementedError):
+            return
+        self.small += took[0]
+        self.large += took[1]
+
+    @property
+    def overhead(self) -> float:
+        return min(self.small)
+
+    @property
+    def beyond(self) -> float:
+        """The seconds that the large call takes longer than the small one."""
+        took = min(self.large)
+        return max(took - self.overhead, took / 10)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Has the small call always been held up by something else?"""
+        return bool(self.large) and self.overhead > _DOUBTFUL * min(self.large)
+
+    @property
+    def scatter(self) -> float:
+        """The median of the runs relative to the fastest."""
+        return statistics.median(self.large) / (min(self.large) or 1.0)
+
+    def operations(self, name: str) -> list[Operation]:
+        """The operations of this class in the large call."""
+        return [o for o in self.ran if o.name == name]
+
+    def nbytes(self, name: str) -> int:
+        """What these read and write."""
+        return sum(o.nbytes for o in self.operations(name))
+
+
+def _time_all(
+    timer: _Timer, samples: list[Sample], progress: Callable[[str, int, int], None]
+) -> dict[Key, _Timings]:
+    """The timings of all samples that the device can run, in several rounds."""
+    found = {sample.key: _Timings() for sample in samples}
+    began = time.monotonic()
+    for number in range(_ROUNDS * len(samples)):
+        sample = samples[number % len(samples)]
+        if number >= len(samples) and time.monotonic() - began > _LONGEST:
+            break
+        progress(" ".join(sample.key), number, _ROUNDS * len(samples))
+        found[sample.key].add(timer, sample)
+    for sample in _MORE_ROUNDS * samples:
+        if found[sample.key].is_doubtful and time.monotonic() - began < _LONGEST:
+            found[sample.key].add(timer, sample)
+    return {key: timings for key, timings in found.items() if timings.large}
+
+
+def _bandwidth(timings: Mapping[Key, _Timings]) -> float:
+    """The bytes a second that operations read and write which do nothing else.
+
+    Others stay out, because a sum of a tensor that is in the cache reads faster than memory is.
+    """
+    return max(
+        each.nbytes(name) / each.beyond
+        for name, each in ((name, timings[name, "float32"]) for name in ("copy", "pointwise"))
+    )
+
+
+def _rate(key: Key, timings: _Timings, streamed: float) -> Rate:
+    """The rate of a class; ``streamed`` is the bandwidth of a class that is limited by its FLOPs."""
+    name, _ = key
+    overhead, beyond = timings.overhead, timings.beyond
+    flops, nbytes = sum(o.flops for o in timings.operations(name)), timings.nbytes(name)
     if name not in HEAVY or not flops:
         return Rate(overhead=overhead, bandwidth=nbytes / beyond)
-    beyond = max(beyond - nbytes / bandwidth, beyond / 2) if bandwidth else beyond
-    tiled = _is_tiled(sample.key, mine)
-    return Rate(
-        overhead=overhead, flops=flops / beyond, bandwidth=bandwidth, tile=_GPU_TILE if tiled else 1
-    )
+    beyond = max(beyond - nbytes / streamed, beyond / 2)
+    tile = _GPU_TILE if _is_tiled(key, timings.ran) else 1
+    return Rate(overhead=overhead, flops=flops / beyond, bandwidth=streamed, tile=tile)
 
 
 def _is_tiled(key: Key, ran: list[Operation]) -> bool:
@@ -181,29 +298,23 @@ def _is_tiled(key: Key, ran: list[Operation]) -> bool:
     return "convolution" in key[0] and any(o.width == _GPU_TILE for o in ran)
 
 
-def _with_rows(timer: _Timer, place: torch.device, measured: dict[Key, Rate]) -> dict[Key, Rate]:
+def _optimizer(timings: _Timings, place: torch.device) -> Rate:
+    nbytes = optimizer_passes("adam") * optimizer_nbytes(_scale(place))
+    return Rate(overhead=timings.overhead, bandwidth=nbytes / timings.beyond)
+
+
+def _with_rows(timings: Mapping[Key, _Timings], measured: Mapping[Key, Rate]) -> dict[Key, Rate]:
     """The rates of normalisations on a GPU, with the bandwidth of a single row."""
     found = {}
     for dtype in ("float32", "half"):
-        make = Samples(place, _DTYPES[dtype], _GPU_SCALE)
-        for backward, ending in ((False, ""), (True, "_backward")):
-            call = make.few_rows(backward=backward)
-            passes = 3 if backward else 2
-            nbytes = passes * 8 * 2**19 * (2 if dtype == "half" else 4)
-            row = nbytes / timer(call) / 8
+        for passes, ending in ((2, ""), (3, "_backward")):
+            few = timings.get((_FEW_ROWS + ending, dtype))
+            nbytes = passes * ROW * (2 if dtype == "half" else 4)
             for name in ("batch_norm", "group_norm"):
                 key = (name + ending, dtype)
-                if key in measured:
-                    found[key] = replace(measured[key], row_bandwidth=row)
+                if few is not None and key in measured:
+                    found[key] = replace(measured[key], row_bandwidth=nbytes / few.beyond)
     return found
-
-
-def _optimizer(timer: _Timer, place: torch.device) -> Rate:
-    make = Samples(place, torch.float32, _GPU_SCALE if place.type == "cuda" else _CPU_SCALE)
-    (small, _), (large, nbytes) = make.optimizer(large=False), make.optimizer(large=True)
-    overhead = timer(small)
-    beyond = max(timer(large) - overhead, 1e-9)
-    return Rate(overhead=overhead, bandwidth=optimizer_passes("adam") * nbytes / beyond)
 
 
 def _peaks(measured: dict[Key, Rate]) -> Peaks:
@@ -216,19 +327,28 @@ def _peaks(measured: dict[Key, Rate]) -> Peaks:
     return Peaks(fp32=product, tensor=tensor, half=half, fp64=double, bandwidth=bandwidth)
 
 
-def _launches(place: torch.device) -> tuple[float, float]:
-    """Seconds that the host needs in a step to launch a light and a heavy operation."""
+def _launches(place: torch.device) -> dict[str, float]:
+    """Seconds that the host needs in a step to launch an operation, of the kinds of `with_launch`."""
+    light, square = torch.zeros(16, device=place), torch.zeros(16, 16, device=place)
+    image, weight = torch.zeros(1, 8, 8, 8, device=place), torch.zeros(8, 8, 3, 3, device=place)
+    calls: dict[str, Call] = {
+        "light": lambda: light + light,
+        "product": lambda: square @ square,
+        "convolution": lambda: torch.conv2d(image, weight),
+    }
+    return {name: _launch(place, call) * _AROUND_LAUNCH for name, call in calls.items()}
+
+
+def _launch(place: torch.device, call: Call) -> float:
+    """The host's seconds per call in the fastest of some rounds, of fewer calls than fit a device's queue."""
     found = []
-    light, heavy = torch.zeros(16, device=place), torch.zeros(16, 16, device=place)
-    for call in (lambda: light + light, lambda: heavy @ heavy):
-        call()
+    for _ in range(_ROUNDS + 1):  # the first warms up
         torch.cuda.synchronize(place)
         start = time.perf_counter()
         for _ in range(_LAUNCHES):
             call()
-        found.append((time.perf_counter() - start) / _LAUNCHES * _AROUND_LAUNCH)
-        torch.cuda.synchronize(place)
-    return found[0], found[1]
+        found.append((time.perf_counter() - start) / _LAUNCHES)
+    return min(found[1:])
 
 
 def _make_kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -> DeviceKind:
@@ -245,12 +365,12 @@ def _make_kind(name: str, place: torch.device, rates: Rates, bandwidth: float) -
     host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     timer = _Timer(clock_for(place), _SECONDS)
     there = torch.empty(_COPIED, dtype=torch.uint8, device=place)
-    to_host = _COPIED / timer(lambda: there.copy_(host, non_blocking=True))
+    to_host = _COPIED / min(timer(lambda: there.copy_(host, non_blocking=True)))
     others = [i for i in range(torch.cuda.device_count()) if i != (place.index or 0)]
     link = to_host
     if others:
         other = torch.empty(_COPIED, dtype=torch.uint8, device=f"cuda:{others[0]}")
-        link = _COPIED / timer(lambda: other.copy_(there, non_blocking=True))
+        link = _COPIED / min(timer(lambda: other.copy_(there, non_blocking=True)))
     memory, context = gpu_memory(place)
     return DeviceKind(
         name=name,

@@ -4,6 +4,10 @@ In forward, the nodes run one after the other between marks of a clock. In backw
 nodes report whose backward begins; the time until the next one begins is attributed to it. Marks and
 hooks take time themselves. So some steps of the captured graph and of the placed model run without them, and
 the seconds of the nodes are scaled to add up to those of such a step.
+
+A GPU has two times per node: that of its kernels, and that of the host to launch them. A step takes the
+longer of the two sums, and which one that is depends on how a plan divides the model. So they are measured
+apart, with the device kept busy while the host launches a node.
 """
 
 from __future__ import annotations
@@ -12,10 +16,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,26 +27,41 @@ from torch import Tensor, fx, nn
 from placer.autograd_graph import nodes_behind, nodes_of
 from placer.cost.record import NodeRunner, stand_in_loss
 from placer.precision import precision_context
-from placer.profiling.clocks import Clock, time_call
+from placer.profiling.clocks import Clock, Took, time_call
 from placer.program import Program
 from placer.simulation.optimizers import make_optimizer
 
 LOSS = "loss"
-Passes = tuple[dict[str, float], dict[str, float]]  # node -> seconds, forward and backward
+_AHEAD = 5e-3  # seconds that the host has for the launch of a node that it has not launched yet
+_MARGIN = 1.5  # for the next launch, relative to the last
+_LEAST = 100e-6
+Table = dict[str, float]  # node -> seconds
+
+
+class _Passes(NamedTuple):
+    """Seconds of every node of a step: of the device, and of the host to launch it (0 on a CPU)."""
+
+    forward: Table
+    backward: Table
+    forward_launch: Table
+    backward_launch: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTimes:
     """Medians over the rounds, in seconds.
 
-    ``forward`` and ``backward`` are per node, including the loss (`LOSS`). ``optimizer`` is the
-    optimizer's step, ``step`` a whole step: forward, backward and the optimizer.
+    ``forward`` and ``backward`` are per node, including the loss (`LOSS`). So are ``forward_launch`` and
+    ``backward_launch``, the seconds in which the host launches the node's kernels; empty for a CPU.
+    ``optimizer`` is the optimizer's step, ``step`` a whole step: forward, backward and the optimizer.
     """
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     optimizer: float
     step: float
+    forward_launch: Mapping[str, float] = field(default_factory=dict)
+    backward_launch: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure_nodes(
@@ -73,38 +92,71 @@ def measure_nodes(
     for group in step.param_groups:
         group["lr"] = 0.0
     run = _Run(program, model, constants, context, clock)
-    passes: list[Passes] = []
-    whole: list[tuple[float, float, float]] = []
-    placed: list[float] = []
+    passes: list[_Passes] = []
+    whole: list[tuple[Took, Took, Took]] = []
+    placed: list[Took] = []
     for number in range(warm + rounds):
         with torch.set_grad_enabled(training):
             found = run.with_marks(leaves)
             model.zero_grad()
             plain = run.plain(leaves, step)
             model.zero_grad()
-        together = sum(plain[:2]) if placed_step is None else time_call(clock, placed_step)
+        if placed_step is None:
+            together = Took(*map(sum, zip(*plain[:2], strict=True)))
+        else:
+            together = time_call(clock, placed_step)
         if number >= warm:
             passes.append(found)
             whole.append(plain)
             placed.append(together)
         each_round(number + 1)
-    forward, backward, optimizer_seconds = (median(column) for column in zip(*whole, strict=True))
+    tables = [_medians(column) for column in zip(*passes, strict=True)]
+    together = Took(*map(median, zip(*placed, strict=True)))
+    forward, backward, optimizer_seconds = (
+        median(took.device for took in column) for column in zip(*whole, strict=True)
+    )
     optimizer_seconds = optimizer_seconds if trained else 0.0
-    together = median(placed)
-    share = together / ((forward + backward) or 1.0)
+    if together.host:
+        shares = _shares(tables, together)
+    else:
+        share = together.device / ((forward + backward) or 1.0)
+        shares = [
+            share * seconds / (sum(table.values()) or 1.0)
+            for table, seconds in zip(tables, (forward, backward, 0.0, 0.0), strict=True)
+        ]
+    scaled = [
+        {name: seconds * share for name, seconds in table.items()}
+        for table, share in zip(tables, shares, strict=True)
+    ]
     return NodeTimes(
-        forward=_scaled([p[0] for p in passes], share * forward),
-        backward=_scaled([p[1] for p in passes], share * backward),
+        forward=scaled[0],
+        backward=scaled[1],
         optimizer=optimizer_seconds,
-        step=together + optimizer_seconds,
+        step=together.device + optimizer_seconds,
+        forward_launch=scaled[2] if together.host else {},
+        backward_launch=scaled[3] if together.host else {},
     )
 
 
-def _scaled(rounds: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
-    """The median seconds of every node, scaled so that they add up to ``total``."""
-    found = {name: median(r.get(name, 0.0) for r in rounds) for name in rounds[0]}
-    scale = total / (sum(found.values()) or 1.0)
-    return {name: seconds * scale for name, seconds in found.items()}
+def _medians(rounds: Sequence[Table]) -> Table:
+    """The median seconds of every node."""
+    return {name: median(r.get(name, 0.0) for r in rounds) for name in rounds[0]}
+
+
+def _shares(tables: Sequence[Table], together: Took) -> list[float]:
+    """What the tables of an asynchronous device are scaled by, so that the longer sum is that of a step.
+
+    ``together`` are the seconds of a step, and of the host until it had launched it. Marks make both sums
+    too large. The host's seconds can also be too large in ``together``: they are those of the device if the
+    host had to wait for a place in its queue.
+    """
+    forward, backward, forward_launch, backward_launch = (sum(t.values()) for t in tables)
+    device, host = forward + backward, forward_launch + backward_launch
+    of_host = min(1.0, together.host / host) if host else 1.0
+    of_device = together.device / device if device else 1.0
+    if device < host * of_host:  # the device waits in a step, nobody knows how long
+        of_device = min(1.0, of_device)
+    return [of_device, of_device, of_host, of_host]
 
 
 class _Run(NodeRunner):
@@ -120,15 +172,17 @@ class _Run(NodeRunner):
     ) -> None:
         super().__init__(program.graph, model, constants)
         self._program, self._context, self._clock = program, context, clock
+        # Seconds in which the host launched each node in the last step, forward and backward
+        self._launched: tuple[Table, Table] = ({}, {})
 
-    def with_marks(self, leaves: Sequence[Tensor]) -> Passes:
+    def with_marks(self, leaves: Sequence[Tensor]) -> _Passes:
         """Seconds of every node of one step, forward and backward."""
         clock = self._clock
         marks: list[tuple[str, Any, Any]] = []
-        backward = _BackwardMarks(clock)
+        backward = _BackwardMarks(clock, self._launched[1])
 
         def between(name: str, run: Callable[[], Any]) -> Any:
-            start = clock.mark()
+            _, start = clock.begin(_ahead(self._launched[0], name))
             result = run()
             marks.append((name, start, clock.mark()))
             backward.claim(result, name)
@@ -139,11 +193,14 @@ class _Run(NodeRunner):
             backward.run(loss)
         clock.wait()
         forward = {name: clock.seconds(start, end) for name, start, end in marks}
-        return forward, backward.seconds(list(forward))
+        launched = {name: clock.launching(start, end) for name, start, end in marks}
+        names = list(forward)
+        self._launched = (launched, backward.sums(clock.launching, names))
+        return _Passes(forward, backward.sums(clock.seconds, names), *self._launched)
 
     def plain(
         self, leaves: Sequence[Tensor], step: torch.optim.Optimizer
-    ) -> tuple[float, float, float]:
+    ) -> tuple[Took, Took, Took]:
         """Seconds of forward with the loss, of backward, and of the optimizer's step."""
         clock = self._clock
         clock.wait()
@@ -157,7 +214,9 @@ class _Run(NodeRunner):
             step.step()
         marks.append(clock.mark())
         clock.wait()
-        first, second, third = (clock.seconds(a, b) for a, b in itertools.pairwise(marks))
+        first, second, third = (
+            Took(clock.seconds(a, b), clock.launching(a, b)) for a, b in itertools.pairwise(marks)
+        )
         return first, second, third
 
     def _forward(
@@ -174,13 +233,22 @@ class _Run(NodeRunner):
             return self._between(node.name, partial(super().run_operation, node))
 
 
-class _BackwardMarks:
-    """Records when the backward of each node began."""
+def _ahead(launched: Mapping[str, float], name: str) -> float:
+    """Seconds that the host needs to launch the node, with a margin."""
+    return max(_LEAST, _MARGIN * launched[name]) if name in launched else _AHEAD
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+
+class _BackwardMarks:
+    """Records when the backward of each node began and ended.
+
+    ``launched`` has the seconds in which the host launched it in an earlier step.
+    """
+
+    def __init__(self, clock: Clock, launched: Mapping[str, float]) -> None:
+        self._clock, self._launched = clock, launched
         self._claimed: set[Any] = set()
-        self._marks: list[tuple[str, Any]] = []
+        self._marks: list[tuple[str, Any, Any]] = []  # name, start, end
+        self._running: tuple[str, Any] | None = None  # name, start
         self._hooks: list[Any] = []
 
     def claim(self, result: Any, name: str) -> None:
@@ -190,19 +258,25 @@ class _BackwardMarks:
             self._hooks.append(node.register_prehook(partial(self._begin, name)))
 
     def _begin(self, name: str, _: Any) -> None:
-        if not self._marks or self._marks[-1][0] != name:
-            self._marks.append((name, self._clock.mark()))
+        if self._running is None or self._running[0] != name:
+            end, start = self._clock.begin(_ahead(self._launched, name))
+            self._end(end)
+            self._running = name, start
+
+    def _end(self, mark: Any) -> None:
+        if self._running is not None:
+            self._marks.append((*self._running, mark))
 
     def run(self, loss: Tensor) -> None:
         """Run the backward of ``loss``."""
         loss.backward()
-        self._marks.append(("", self._clock.mark()))
+        self._end(self._clock.mark())
         for hook in self._hooks:  # parameters keep their autograd nodes, and so the hooks
             hook.remove()
 
-    def seconds(self, names: Sequence[str]) -> dict[str, float]:
-        """Seconds per node, from the beginning of its backward to that of the next node."""
+    def sums(self, between: Callable[[Any, Any], float], names: Sequence[str]) -> Table:
+        """What ``between`` says of two marks, summed over the backward of each node."""
         found: dict[str, float] = defaultdict(float, dict.fromkeys(names, 0.0))
-        for (name, start), (_, end) in itertools.pairwise(self._marks):
-            found[name] += self._clock.seconds(start, end)
+        for name, start, end in self._marks:
+            found[name] += between(start, end)
         return dict(found)

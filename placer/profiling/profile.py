@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from placer.catalogue import DeviceKind, Profile
+from placer.catalogue import DeviceKind, PeakMemory, Profile
 from placer.cost import CostTable, device_type, estimate_costs, stand_in_loss
 from placer.errors import DeviceError
 from placer.executor.device_map import device_count, map_devices
@@ -19,19 +19,22 @@ from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.planner.build import build_plan
 from placer.profiling.calibration import gpu_memory
 from placer.profiling.clocks import Clock, clock_for
+from placer.profiling.memory import ComparedMemory, compare_memory
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.program import Program
+from placer.program.python_random import keep_random
 from placer.rates import Rates
 from placer.spec import PlacementSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A profile: the device kind with it, the measured times, and the estimated costs."""
+    """A profile: the device kind with it, the measured times and, on a GPU, memory, and estimated costs."""
 
     kind: DeviceKind
     times: NodeTimes
     costs: CostTable
+    memory: ComparedMemory | None = None
 
 
 def profile_model(
@@ -54,29 +57,36 @@ def profile_model(
     ``DeviceError`` if the device does not exist or is too small.
     """
     place = torch.device(device)
+    memory = None
     try:
-        copied = copy.deepcopy(model).to(place)
-        inputs = [t.detach().to(place).requires_grad_(t.requires_grad) for t in leaves]
-        placed = _placed(program, model, inputs, device, precision) if training else None
+        with keep_random(place):
+            if place.type == "cuda":
+                memory = compare_memory(
+                    program, model, leaves,
+                    device=device, place=place, precision=precision, training=training,
+                )  # fmt: skip
+            copied = copy.deepcopy(model).to(place)
+            inputs = [t.detach().to(place).requires_grad_(t.requires_grad) for t in leaves]
+            placed = _placed(program, model, inputs, device, precision) if training else None
 
-        def placed_step() -> None:
-            assert placed is not None
-            placed.step_leaves(inputs, loss_fn=stand_in_loss)
-            placed.zero_grad(set_to_none=True)
+            def placed_step() -> None:
+                assert placed is not None
+                placed.step_leaves(inputs, loss_fn=stand_in_loss)
+                placed.zero_grad(set_to_none=True)
 
-        times = measure_nodes(
-            program,
-            copied,
-            inputs,
-            placed_step=None if placed is None else placed_step,
-            device=place,
-            clock=clock or clock_for(place),
-            precision=precision,
-            training=training,
-            rounds=rounds,
-            each_round=each_round,
-        )
-        base = of_device(base, place)
+            times = measure_nodes(
+                program,
+                copied,
+                inputs,
+                placed_step=None if placed is None else placed_step,
+                device=place,
+                clock=clock or clock_for(place),
+                precision=precision,
+                training=training,
+                rounds=rounds,
+                each_round=each_round,
+            )
+            base = of_device(base, place)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             device,
@@ -92,9 +102,10 @@ def profile_model(
     costs = estimate_costs(
         program, leaves, training=training, precision=precision, kernels=device_type(device)
     )
-    return Measured(
-        kind=_with_profile(base, program, costs, times, precision), times=times, costs=costs
+    kind = _with_profile(
+        base, program, costs, times, precision, None if memory is None else memory.measured
     )
+    return Measured(kind=kind, times=times, costs=costs, memory=memory)
 
 
 def of_device(kind: DeviceKind, place: torch.device) -> DeviceKind:
@@ -115,7 +126,12 @@ def _placed(
 
 
 def _with_profile(
-    base: DeviceKind, program: Program, costs: CostTable, times: NodeTimes, precision: str
+    base: DeviceKind,
+    program: Program,
+    costs: CostTable,
+    times: NodeTimes,
+    precision: str,
+    memory: PeakMemory | None = None,
 ) -> DeviceKind:
     base = replace(base, profile=None)
     estimated = costs.work.seconds(base)
@@ -137,6 +153,10 @@ def _with_profile(
         base,
         rates=Rates(rates),
         profile=Profile(
-            fingerprint=program.fingerprint, precision=precision, passes=(passes[0], passes[1])
+            fingerprint=program.fingerprint,
+            precision=precision,
+            passes=(passes[0], passes[1]),
+            launches=(times.forward_launch, times.backward_launch),
+            memory=memory,
         ),
     )

@@ -5,6 +5,7 @@ Each method allocates tensors and returns the call to time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
+_DRAWN = 2**16  # random numbers of a sample; larger ones repeat them, because drawing takes long
+ROWS, ROW = 8, 2**19  # channels of a normalisation of few rows, and the elements of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,9 @@ class Samples:
     scale: float = 1
 
     def _x(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device).to(self.dtype)
+        size = math.prod(shape)
+        drawn = torch.randn(min(size, _DRAWN), device=self.device).to(self.dtype)
+        return drawn.repeat(-(-size // _DRAWN))[:size].view(shape)
 
     def convolution(self, part: str, *, large: bool) -> Call:
         """A convolution of 4 images with 3x3 kernels, or one of its gradients."""
@@ -97,10 +102,10 @@ class Samples:
         grad = torch.ones_like(out)
         return lambda: torch.autograd.grad(out, x, grad, retain_graph=True)
 
-    def few_rows(self, *, backward: bool) -> Call:
+    def few_rows(self, *, large: bool, backward: bool) -> Call:
         """A normalisation of 8 channels, to measure what one block of a GPU reads and writes."""
-        x = self._x(1, 8, 2**19)
-        weight, bias = torch.ones(8, device=self.device), torch.zeros(8, device=self.device)
+        x = self._x(1, ROWS, ROW if large else 16)
+        weight, bias = torch.ones(ROWS, device=self.device), torch.zeros(ROWS, device=self.device)
         if not backward:
             return lambda: F.batch_norm(x, None, None, weight, bias, training=True)
         x.requires_grad_()
@@ -115,11 +120,20 @@ class Samples:
         places = torch.randint(0, 1024, (rows,), device=self.device)
         return lambda: F.embedding(places, table)
 
-    def optimizer(self, *, large: bool) -> tuple[Call, int]:
-        """A step of Adam, and the bytes of the parameters."""
-        size = round(2**18 * self.scale) if large else 64
-        parameters = [torch.zeros(size, device=self.device, requires_grad=True) for _ in range(4)]
+    def optimizer(self, *, large: bool) -> Call:
+        """A step of Adam, with parameters of `optimizer_nbytes` if it is the large one."""
+        size = optimizer_nbytes(self.scale) // (_PARAMETERS * 4) if large else 64
+        parameters = [
+            torch.zeros(size, device=self.device, requires_grad=True) for _ in range(_PARAMETERS)
+        ]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        adam = torch.optim.Adam(parameters)
-        return adam.step, sum(p.numel() * 4 for p in parameters)
+        return torch.optim.Adam(parameters).step
+
+
+_PARAMETERS = 4
+
+
+def optimizer_nbytes(scale: float) -> int:
+    """Bytes of the parameters of the large step of Adam."""
+    return _PARAMETERS * 4 * round(2**18 * scale)

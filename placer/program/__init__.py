@@ -21,6 +21,7 @@ fingerprint, validity      identify a graph; check whether it is valid for other
 restore, copying           leave the model as it was
 state                      names of parameters and buffers
 python_random, failure     random numbers that are not torch's; why and where recording failed
+random_layers              layers that draw random numbers of torch
 =========================  =======================================================================
 """
 

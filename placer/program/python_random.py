@@ -27,16 +27,19 @@ def forbid_python_random() -> Iterator[None]:
 
 
 @contextmanager
-def keep_random() -> Iterator[None]:
-    """Restore the generators of ``random``, ``numpy.random`` and torch (CPU) at the end."""
+def keep_random(*devices: torch.device) -> Iterator[None]:
+    """Restore the generators of ``random``, ``numpy.random``, torch (CPU) and CUDA ``devices`` at the end."""
     python, numbers = random.getstate(), np.random.get_state()
     torchs = torch.default_generator.get_state()
+    gpus = [(d, torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"]
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numbers)
         torch.default_generator.set_state(torchs)
+        for device, state in gpus:
+            torch.cuda.set_rng_state(state, device)
 
 
 def _python_state() -> tuple[Any, ...]:

@@ -299,7 +299,11 @@ def test_what_profile_measures_is_what_plan_reads(placer: Run, tmp_path: Path) -
     assert other.exit_code == 2
     assert "was measured on a 'cpu' device, and the spec has cuda:0, cuda:1" in other.stderr
     wide = placer("plan", "net.py:Net", str(on_cpu), *X, "-m", "depth=1", "--profile", str(file))
-    assert "is the profile of another model" in wide.stderr
+    assert f"--profile {file}: is the profile of another model" in wide.stderr.replace("\n", "")
+    half = tmp_path / "half.json"
+    half.write_text('{"devices": ["cpu"], "optimizer": "sgd", "precision": "bf16"}')
+    half_planned = placer("plan", "net.py:Net", str(half), *X, "--profile", str(file))
+    assert f"--profile {file}: was measured in fp32" in half_planned.stderr.replace("\n", "")
 
 
 @pytest.fixture

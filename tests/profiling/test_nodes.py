@@ -23,6 +23,7 @@ from placer.profiling import NodeTimes, measure_nodes, profile_model
 from placer.profiling.clocks import HostClock
 from placer.profiling.profile import of_device
 from placer.program import Program, capture_model, flatten_call
+from placer.program.python_random import keep_random
 
 GIB = 2**30
 SECONDS = {"addmm": 5.0, "mm": 7.0, "relu": 2.0, "threshold_backward": 3.0, "_foreach_add_": 0.0}
@@ -163,6 +164,31 @@ def test_a_gpus_profile_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = of_device(CATALOGUE["a100"], torch.device("cuda:0"))
     assert (found.memory, found.context) == (24 * GIB, GIB)
     assert of_device(CATALOGUE["cpu"], torch.device("cpu")) is CATALOGUE["cpu"]
+
+
+def test_profiling_draws_no_random_numbers_of_the_caller() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
+    torch.manual_seed(0)
+    wanted = torch.rand(())
+    torch.manual_seed(0)
+    placer.profile(model, torch.ones(16, 8), device="cpu", rounds=1)
+    assert torch.equal(torch.rand(()), wanted)
+
+
+def test_the_generator_of_the_gpu_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"cuda:0": 3, "cuda:1": 5}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)])
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: states.update({str(device): state})
+    )
+    with keep_random(torch.device("cuda:0"), torch.device("cpu")):
+        states.update({"cuda:0": 4, "cuda:1": 6})
+    assert states == {"cuda:0": 3, "cuda:1": 6}
+
+
+def test_a_file_of_a_cpu_has_only_what_older_versions_read(saved: str) -> None:
+    profile = json.loads(Path(saved).read_text())["profile"]
+    assert set(profile) == {"fingerprint", "precision", "inputs", "forward", "backward"}
 
 
 @pytest.mark.parametrize(
