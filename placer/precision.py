@@ -40,7 +40,8 @@ def full_precision() -> Iterator[None]:
     backend and operation, where "none" takes that of the backend, or of all, and the older ``allow_tf32``
     and `torch.set_float32_matmul_precision`, which set the newer ones too. If the two disagree, torch raises
     an error when the older ones are read, as ``cudnn.flags()`` does (aten/src/ATen/Context.cpp of 2.9; 2.15
-    does the same). So this sets both, and puts back both; what the user has set may disagree.
+    does the same). So this sets both, and puts back both; what the user has set may disagree. A switch that
+    was never set keeps its value, but no longer follows the one for everything if that is set later.
     """
     backends: Any = torch.backends
     parents = (backends, backends.cudnn)

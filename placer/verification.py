@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -28,6 +29,8 @@ from placer.program.copying import copy_module
 from placer.program.python_random import keep_random
 from placer.program.random_layers import find_random_layers
 
+_LEARNING_RATE = 0.1  # of the step after which parameters are compared
+_SMALL = 0.01  # share of the largest gradient below which rounding may decide what a gradient is
 _NAMED = 5  # how many random layers a hint names
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -36,7 +39,10 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, t
 class Comparison:
     """One tensor of the placed step, compared with that of the plain step.
 
-    ``relative_error`` is the largest absolute difference over the largest absolute expected value.
+    ``relative_error`` is the largest absolute difference over the largest absolute expected value. Some
+    values are zero but for rounding, such as the gradient of a bias before a norm, and the running mean
+    behind another norm. So a gradient is compared with at least 1 % of the largest gradient of the model,
+    and a running mean with at least 1 % of the largest standard deviation.
     """
 
     name: str
@@ -324,19 +330,41 @@ def _collect(module: nn.Module, output: Any, loss: Tensor, inputs: Any) -> _Step
         tensors["buffer", name] = buffer.detach()
     trained = [p for p in module.parameters() if p.grad is not None]
     if trained:
-        torch.optim.SGD(trained, lr=0.1).step()
+        torch.optim.SGD(trained, lr=_LEARNING_RATE).step()
     for name, parameter in module.named_parameters():
         tensors["parameter after a step", name] = parameter.detach()
     return _Step(tensors)
 
 
 def _compare(ours: _Step, theirs: _Step, tolerance: float) -> Iterator[Comparison]:
+    largest = max(
+        (_largest(t) for (kind, _), t in theirs.tensors.items() if kind == "gradient"), default=0.0
+    )
     for kind, name in dict.fromkeys((*theirs.tensors, *ours.tensors)):
-        error = _relative_error(ours.tensors.get((kind, name)), theirs.tensors.get((kind, name)))
+        least = 0.0
+        if kind == "gradient":
+            least = _SMALL * largest
+        elif kind == "parameter after a step":
+            least = _SMALL * _LEARNING_RATE * largest
+        elif kind == "buffer" and name.endswith("running_mean"):
+            variance = theirs.tensors.get((kind, f"{name.removesuffix('mean')}var"))
+            least = _SMALL * math.sqrt(_largest(variance))
+        error = _relative_error(
+            ours.tensors.get((kind, name)), theirs.tensors.get((kind, name)), least
+        )
         yield Comparison(name=name, kind=kind, relative_error=error, tolerance=tolerance)
 
 
-def _relative_error(found: Tensor | None, expected: Tensor | None) -> float:
+def _largest(tensor: Tensor | None) -> float:
+    """The largest absolute value; 0 if there is none, or if it is not finite."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    found: float = tensor.to_dense().abs().max().item()
+    return found if math.isfinite(found) else 0.0
+
+
+def _relative_error(found: Tensor | None, expected: Tensor | None, least: float) -> float:
+    """The largest difference relative to the largest of ``expected``, or to ``least`` if that is larger."""
     if found is None or expected is None:
         return 0.0 if found is None and expected is None else float("inf")
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -351,5 +379,5 @@ def _relative_error(found: Tensor | None, expected: Tensor | None) -> float:
         return (
             0.0 if same and torch.equal(found.nan_to_num(), expected.nan_to_num()) else float("inf")
         )
-    scale = expected.abs().max().item()
+    scale = max(expected.abs().max().item(), least)
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))

@@ -168,15 +168,21 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
-def default_switches() -> Iterator[None]:
-    yield
+def _set_defaults() -> None:
     torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
     with warnings.catch_warnings(action="ignore"):
         torch.backends.cudnn.allow_tf32 = True
         torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.fp32_precision = "none"
     torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+@pytest.fixture
+def default_switches() -> Iterator[None]:
+    """Also before the test, because what was never set cannot be put back: it would follow the others."""
+    _set_defaults()
+    yield
+    _set_defaults()
 
 
 @pytest.mark.usefixtures("default_switches")
@@ -240,7 +246,53 @@ def test_layers_that_draw_other_numbers_on_a_gpu_are_named(spec: dict[str, objec
 
 
 def test_on_one_device_random_numbers_are_no_excuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_relative_error", lambda found, expected: 1.0)
+    monkeypatch.setattr(verification, "_relative_error", lambda *_: 1.0)
     result = placer.verify(Noisy(), {"devices": ["cpu:0", "cpu:1"]}, X)
     assert not result.ok
     assert result.hint == ""
+
+
+class BiasBeforeANorm(nn.Module):
+    """The gradient of ``conv.bias`` is zero but for rounding, which depends on the order of sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4)
+        self.a, self.b, self.d = (nn.Conv3d(4, 4, 3, padding=1) for _ in range(3))
+        self.c = nn.Conv3d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        a, b = self.a(y), self.b(y)
+        result: Tensor = self.c(torch.cat([a * y, b], 1)) + self.d(y)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_that_is_zero_but_for_rounding_may_differ(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    spec = {
+        "devices": ["cpu:0", "cpu:1"],
+        "layers": {"*": "cpu:0", "d": "cpu:1"},
+    }
+    found = placer.verify(
+        BiasBeforeANorm().to(dtype), spec, torch.randn(2, 1, 8, 8, 8, dtype=dtype)
+    )
+    assert found.ok, found
+
+
+def test_a_small_gradient_that_is_wrong_differs() -> None:
+    """It is a thousandth of the largest."""
+    small, large = ("gradient", "0.weight"), ("gradient", "1.weight")
+    gradients: dict[tuple[str, str], Tensor | None] = {
+        small: torch.full((4,), 1e-3),
+        large: torch.ones(4),
+    }
+    wrong = {**gradients, small: torch.full((4,), 1.01e-3)}
+    found = {
+        c.name: c.ok
+        for c in verification._compare(
+            verification._Step(wrong), verification._Step(gradients), 1e-4
+        )
+    }
+    assert found == {"0.weight": False, "1.weight": True}

@@ -15,7 +15,7 @@ from placer.checkpoint.entries import Contents, contents_of, module_state
 from placer.errors import PlacerError
 from placer.executor.distributed.job.groups import gather_objects
 from placer.executor.distributed.partial import PartialModule
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, devices_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,5 +91,5 @@ def _devices(module: nn.Module) -> tuple[torch.device, ...]:
     tensors = [t for t in module_state(module).values() if isinstance(t, torch.Tensor)]
     found = dict.fromkeys(t.device for t in tensors)
     if isinstance(module, PlacedModule):
-        found |= {place.device: None for r in module._replicas for place in r.places}
+        found |= dict.fromkeys(devices_of(module))
     return tuple(found)

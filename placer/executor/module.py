@@ -509,3 +509,8 @@ def _restore(
         return restored
     with as_captured(model, call):
         return kind(model, plan=plan, staged=emit_again(model, plan, call), places=places)
+
+
+def devices_of(module: PlacedModule) -> tuple[torch.device, ...]:
+    """The devices on which the stages of its replicas run."""
+    return tuple(dict.fromkeys(p.device for replica in module._replicas for p in replica.places))
