@@ -48,7 +48,10 @@ def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[s
             answer = f"fits on {format_count(devices, 'device')} of {size}"
         console.print(answer)
     if result["devices_needed"]:
-        hint = 'of tensors, with the CUDA context and 2% of each device kept free ("context", "reserve")'
+        hint = (
+            "This counts tensors, the CUDA context and 2% of each device kept free, without recomputing or "
+            "offloading; a plan also counts what torch's allocator loses."
+        )
         console.print(hint, style="dim")
 
 

@@ -20,6 +20,10 @@ def explain_plan(plan: Plan) -> str:
     if optimality is None:
         return "This plan has no explanations: it was made by an older placer. Plan again."
     lines = [_how_good(optimality)]
+    if "peak" in optimality.criterion:
+        lines.append(
+            "(The search compares estimates; whether the plan fits is a dry run's verdict.)"
+        )
     if plan.extra_time is not None:
         lines.append(_how_good(plan.extra_time, "choice"))
     if not plan.boundaries:

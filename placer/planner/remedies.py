@@ -86,8 +86,8 @@ def describe_tries(tried: Sequence[Tried]) -> str:
         return "give more memory, or a smaller input"
     near = min(tried, key=lambda t: t.peak)
     return (
-        f"none of {len(tried)} changes tried fits; nearest is to {near.change} "
-        f"({format_bytes(near.peak)}); give more memory, or a smaller input"
+        f"none of {len(tried)} changes tried fits; the nearest is to {near.change}, with a peak of "
+        f"{format_bytes(near.peak)}; give more memory, or a smaller input"
     )
 
 

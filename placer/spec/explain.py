@@ -56,8 +56,9 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
         hint = f"did you mean {near!r}?" if near else ""
         if found == near:
             hint = f"write {near} without quotes"
-        expected = words[0] if len(words) == 1 else f"one of {', '.join(words)}"
-        return where, f"{spell(found)} was found where {expected} was expected", hint
+        if len(words) == 1:
+            return where, f"{spell(found)} was found where {words[0]} was expected", hint
+        return where, f"{spell(found)} is not one of {', '.join(words)}", hint
     if kind == "value_error":
         return where, str(detail["ctx"]["error"]), ""
     if kind == "too_short":

@@ -228,7 +228,7 @@ def test_check_a_model(placer: Run) -> None:
         "does not fit on devices of 300KiB: the CUDA context and the reserve take 520.01 MiB"
         in said
     )
-    assert "fits on 1 device of 2GiB of tensors, with the CUDA context and 2% of each" in said
+    assert "fits on 1 device of 2GiB This counts tensors, the CUDA context and 2% of each" in said
     largest = data["largest_piece"]
     assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one

@@ -160,7 +160,7 @@ def test_no_guess_is_made_where_no_word_is_near() -> None:
     (problem,) = _problems({"devices": ["cuda:0"], "precision": "fp8"})
     assert problem == (
         "/precision",
-        "'fp8' was found where one of fp32, bf16, fp16 was expected",
+        "'fp8' is not one of fp32, bf16, fp16",
         "",
     )
 
