@@ -16,9 +16,10 @@ from placer.executor.device_map import map_devices
 from placer.executor.distributed.job.assignment import Job, find_job
 from placer.executor.module import PlacedModule
 from placer.executor.place_model import place_model
-from placer.plan.check import check_plan, require_fit
+from placer.plan.check import check_pinned, check_plan, require_fit
 from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
+from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
 from placer.program import Program, capture_model, flatten_call
 from placer.simulation import SimulationReport, simulate_plan
@@ -108,6 +109,8 @@ def compile(
     program, plan = plan_here()
     _check_one_process(plan)
     places = map_devices(plan, run_on)
+    if any(place.device.type == "cuda" for place in itertools.chain(*places)):
+        check_pinned(plan, machine_memory())
     prepare_allocator(plan, itertools.chain(*places))
     return place_model(model, program, plan, places, weights=file, initialize=initialize)
 

@@ -113,6 +113,22 @@ def host_error(plan: Plan) -> BudgetError:
     )
 
 
+def check_pinned(plan: Plan, memory: int) -> None:
+    """Raise ``BudgetError`` if offloaded activations need more pinned memory than the ``memory`` of this host.
+
+    The operating system cannot move pinned memory to a disk, so the step would fail.
+    """
+    if plan.host is not None and plan.host.needed > memory:
+        raise BudgetError(
+            "the host",
+            f"offloaded activations take {describe_host(plan.host)}, and this machine has "
+            f"{format_bytes(memory)}",
+            'offload fewer layers: recompute others ("checkpoint"), or limit them with "host_memory"',
+            device="host",
+            missing_bytes=plan.host.needed - memory,
+        )
+
+
 def describe_overflow(device: DevicePeak) -> str:
     """The bytes that ``device`` needs, and how much more than its budget that is."""
     missing = -(device.headroom or 0)

@@ -104,7 +104,7 @@ def with_known_memory(spec: PlacementSpec, why: str) -> PlacementSpec:
     devices = []
     for index, device in enumerate(spec.devices):
         if device_slot(device, spec).budget is None and device.name.startswith("cpu"):
-            share = _machine_memory() // _cpu_devices(spec)
+            share = machine_memory() // _cpu_devices(spec)
             device = device.model_copy(update={"memory": share})
         elif device_slot(device, spec).budget is None:
             problems.append(
@@ -121,7 +121,8 @@ def with_known_memory(spec: PlacementSpec, why: str) -> PlacementSpec:
     return spec.with_devices(devices)
 
 
-def _machine_memory() -> int:
+def machine_memory() -> int:
+    """The bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

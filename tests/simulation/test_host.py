@@ -15,6 +15,7 @@ from unet3d import unet3d
 
 import placer
 from placer.errors import BudgetError
+from placer.plan.check import check_pinned
 from placer.plan.store import plan_from_json, plan_to_json
 from placer.timeline import PINNED, Block, HostUsage, Recorder, host_usage
 
@@ -186,3 +187,13 @@ def test_a_host_with_too_little_memory_is_no_fit(kind: str) -> None:
             placer.compile(model, wanted, x, run_on="cpu")
         assert (told.value.where, told.value.missing_bytes) == ("/host_memory", 1)
         assert "host_memory" in told.value.remedy
+
+
+def test_activations_that_this_machine_cannot_hold_are_refused() -> None:
+    """Also without a limit: torch would fail to pin the memory in the middle of a step."""
+    model, x = network()
+    plan = placer.make_plan(model, spec("cuda", offload=["**"]), x)
+    assert plan.host is not None and plan.host.budget is None
+    check_pinned(plan, plan.host.needed)
+    with pytest.raises(BudgetError, match="and this machine has"):
+        check_pinned(plan, plan.host.needed - 1)
