@@ -114,7 +114,7 @@ def host_error(plan: Plan) -> BudgetError:
 
 
 def check_pinned(plan: Plan, memory: int) -> None:
-    """Raise ``BudgetError`` if offloaded activations need more pinned memory than the ``memory`` of this host.
+    """Raise ``BudgetError`` if offloaded activations need more than the ``memory`` of this host, in bytes.
 
     The operating system cannot move pinned memory to a disk, so the step would fail.
     """
