@@ -42,9 +42,9 @@ LARGEST_SHARE = 0.60
 LEAST_PIECES = 5
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HUGE = 25_000_000  # parameters above which float32 is tried first: half the memory and time
-# The catalogue's "cpu" is slow at arithmetic and its links are as fast as its memory, so that
-# transfers do not drown the work of these small inputs, as they would between two real GPUs.
-_KIND = "cpu"
+# A CPU is slow at arithmetic and its links are as fast as its memory, so that transfers do not drown the
+# work of these small inputs, as they would between two real GPUs.
+_DEVICE = "cpu"
 
 
 def judge(subject: Subject) -> Verdict:
@@ -201,7 +201,7 @@ def _shared_passes() -> Iterator[None]:
 
 
 def _spec(stages: int) -> dict[str, Any]:
-    return {"devices": [{"name": f"cuda:{i}", "kind": _KIND} for i in range(stages)]}
+    return {"devices": [f"{_DEVICE}:{i}" for i in range(stages)]}
 
 
 def _on_meta(subject: Subject) -> nn.Module:
@@ -242,12 +242,12 @@ def _largest_share(plan: placer.Plan) -> float:
 def _best_share(program: Program, args: Any, kwargs: Any) -> float:
     """The least largest share over all cuts of the program's order of units into two stages."""
     inputs = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
-    costs = CostEstimates(program)(inputs, kernels="cuda")
+    costs = CostEstimates(program)(inputs, kernels=_DEVICE)
     units = unit_graph(program)
     order = program_order(units)
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]
     tables = build_tables(costs, [i for unit in order for i in units.nodes[unit]["nodes"]], cuts)
-    kind = device_kind("cuda:0", _KIND)
+    kind = device_kind(_DEVICE, None)
     seconds = sum(stage_seconds(tables, kind))
     last = len(cuts) - 2
     pairs = [(seconds[0, x], seconds[x + 1, last]) for x in range(last)]

@@ -55,6 +55,7 @@ def plan(
         from placer.cli.fit import report_misfit
         from placer.cli.measured import check_kind_file, with_kind_file
         from placer.plan.store import plan_to_json, save_plan
+        from placer.program.call import describe_shapes
         from placer.report import plan_table, write_html, write_trace
         from placer.simulation.judge import JudgingPlanner
 
@@ -73,7 +74,7 @@ def plan(
         save_plan(made, output)
         console.print(f"plan written to {output}")
     if html is not None:
-        write_html(made, html)
+        write_html(made, html, of=f"{loaded.target}, input {describe_shapes(leaves)}")
         console.print(f"page written to {html}")
     if trace is not None:
         write_trace(made, trace)

@@ -43,17 +43,23 @@ def write_html(
     path: str | Path,
     *,
     simulation: SimulationReport | Mapping[str, Any] | None = None,
+    of: str = "",
 ) -> None:
-    """Write the page of ``plan`` to ``path``.
+    """Write the page of ``plan`` to ``path``; ``of`` says of which model and inputs it is.
 
     ``simulation`` is a report, or the JSON that ``placer simulate --json`` prints. Raises
     ``PlanError`` when the file cannot be written.
     """
     with writing(Path(path), PlanError):
-        Path(path).write_text(page(plan, simulation=simulation), encoding="utf-8")
+        Path(path).write_text(page(plan, simulation=simulation, of=of), encoding="utf-8")
 
 
-def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None) -> str:
+def page(
+    plan: Plan,
+    *,
+    simulation: SimulationReport | Mapping[str, Any] | None = None,
+    of: str = "",
+) -> str:
     """The page of ``plan`` as HTML text; the same plan gives the same text."""
     simulated = simulated_peaks(simulation)
     judged = with_simulation(plan, simulation)
@@ -62,6 +68,7 @@ def page(plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None 
         state = "slow" if judged.starved else "good"
     sections = [
         "<h1>Placement plan</h1>",
+        f'<p class="dim">{escape(of)}</p>' if of else "",
         *(f'<p class="verdict {state}">{escape(line)}</p>' for line in verdict(judged)),
         _facts(plan),
         "<h2>Memory of each stage</h2>",

@@ -39,7 +39,8 @@ def test_plan_json_is_only_json(placer: Run, tmp_path: Path) -> None:
     assert [stage["devices"] for stage in data["stages"]] == [["cuda:0"], ["cuda:1"]]
     assert {t["from"] for t in data["transfers"]} == {0}
     assert "cuda:0" in result.stderr
-    assert 'class="bar' in page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert 'class="bar' in text and "net.py:Net, input 8x64" in text
 
 
 def test_a_plan_that_does_not_fit_says_what_would(placer: Run) -> None:

@@ -56,7 +56,7 @@ def test_one_parameter_on_a_cpu_makes_torch_update_them_one_by_one() -> None:
 
 def test_a_device_with_several_stages_updates_them_together() -> None:
     model = Wide(bias=True)
-    layers = {"0": "cuda:0", "1": "cuda:1", "2": "cuda:0", "3": "cuda:1", "**": "cuda:1"}
+    layers = {"**": "cuda:1", "0": "cuda:0", "1": "cuda:1", "2": "cuda:0", "3": "cuda:1"}
     for microbatches in (1, 2):
         for predicted, simulated in peaks(
             ["cuda:0", "cuda:1"], model, layers=layers, microbatches=microbatches
