@@ -11,6 +11,7 @@ place, device_map      the plan's devices, and the torch device that stands for 
 transfer               differentiable copies between places
 parameter_copies       copies of weights on places that only read them
 tree                   the module tree that a stage's code reads
+gradient_hooks         hooks on gradients run once per step; `caller_graph` keeps the caller's own graph
 attribution            finds the node that is running, for `placer.simulation` and for error messages
 loss                   the loss of a batch from the losses of its slices
 distributed            the same with one process per device, under ``torchrun``
