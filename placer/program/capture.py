@@ -20,6 +20,7 @@ from placer.program.failure import (
     describe,
     end_frames,
     locate_function,
+    with_own_lines,
 )
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import fingerprint_graph, graph_lines
@@ -161,7 +162,7 @@ class _Capture:
             raise failure.as_error(
                 f"on these inputs ({describe_shapes(inputs)})",
                 _NO_VALUES if failure.guessed else _CHECK_INPUTS,
-            ) from failure.__cause__
+            ) from with_own_lines(failure.__cause__)
 
     def _keep_whole(self, failure: TraceFailure) -> None:
         if failure.layer in self.whole:

@@ -8,13 +8,14 @@ import os
 import sys
 import traceback
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
 from placer.errors import CaptureError, causes, first_line
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
+WHOLE_TRACEBACKS = "PLACER_TRACEBACK"  # a variable: show the lines of torch and placer, too
 _RUNS_MODELS = "placer.program.record"
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
@@ -28,6 +29,20 @@ def end_frames(failure: Exception) -> None:
     """
     for cause in causes(failure, implicit=True):
         traceback.clear_frames(cause.__traceback__)
+
+
+def with_own_lines(error: BaseException | None) -> BaseException | None:
+    """``error`` with only the lines of the user's code in its traceback, if there are any.
+
+    Between them are those of torch, and of placer's recording: more than a hundred for a wrong shape.
+    """
+    own: TracebackType | None = None
+    if error is None or os.environ.get(WHOLE_TRACEBACKS):
+        return error
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+            own = TracebackType(own, frame, frame.f_lasti, number)
+    return error if own is None else error.with_traceback(own)
 
 
 class TraceFailure(Exception):

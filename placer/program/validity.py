@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer.program.call import bind_call, describe_shapes
 from placer.program.earlier_calls import forget_earlier_calls
-from placer.program.failure import ForwardFailure, TraceFailure
+from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard
@@ -83,7 +83,7 @@ def same_program(
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",
             f"the model was captured with {describe_shapes(conditions.shapes)}",
-        ) from failure.__cause__
+        ) from with_own_lines(failure.__cause__)
     except TraceFailure:
         return None
     same = tuple(graph_lines(recording.graph)) == tuple(conditions.lines)

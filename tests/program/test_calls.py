@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import traceback
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +195,26 @@ def test_a_wrong_forward_names_the_line() -> None:
         placer.compile(LooksAtValues().double(), TWO, torch.randn(6, 5, dtype=D))
     assert "forward fails on these inputs (6x5)" in str(error.value)
     assert "test_calls.py:" in str(error.value)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_traceback_of_a_wrong_forward_has_only_the_models_own_lines(
+    later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files() -> list[str]:
+        with pytest.raises(placer.CaptureError) as error:
+            if later:
+                placed(torch.randn(6, 4, dtype=D)[:, :3])
+            else:
+                placer.compile(LooksAtValues().double(), TWO, torch.randn(6, 3, dtype=D))
+        assert error.value.__cause__ is not None
+        frames = traceback.extract_tb(error.value.__cause__.__traceback__)
+        return [Path(frame.filename).name for frame in frames]
+
+    placed = placer.compile(LooksAtValues().double(), TWO, torch.randn(6, 4, dtype=D))
+    assert set(files()) == {"test_calls.py"}
+    monkeypatch.setenv("PLACER_TRACEBACK", "1")
+    assert len(files()) > 10
 
 
 def test_a_loss_does_not_depend_on_what_an_object_hides() -> None:
