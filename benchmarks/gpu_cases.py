@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks.known_costs import known_costs
 from benchmarks.memory_gpu import CASES, cube
+from benchmarks.record import gpu_name
 from placer.api import as_spec
+from placer.catalogue import CATALOGUE
 from placer.cost import CostEstimates, CostTable, with_regions
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
@@ -66,6 +69,21 @@ PROFILED = {
     ),
 }
 """By their names in operations.json."""
+
+
+def gpu_kind(name: str | None = None) -> str:
+    """The kind in the catalogue of a GPU with this name, by default of this machine's.
+
+    >>> gpu_kind("NVIDIA H100 80GB HBM3"), gpu_kind("NVIDIA GeForce RTX 4090")
+    ('h100', 'rtx4090')
+    """
+    name = gpu_name() if name is None else name
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    joined = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    found = [kind for kind in CATALOGUE if kind in joined]
+    if not found:
+        raise ValueError(f"the catalogue has no kind for {name}; `placer calibrate` measures one")
+    return max(found, key=len)
 
 
 def recorded_regions(run: str) -> tuple[Region, ...]:

@@ -1,24 +1,25 @@
-"""Peak memory on a real GPU: predicted, simulated, and as torch's CUDA allocator counts it.
+"""Bytes on a real GPU, per device and mode of torch's allocator: what plans say, and what was measured.
 
-Every model runs a training step entirely on the GPU; then in two stages, each of which is once on the GPU
+Every model trains three steps entirely on the GPU; some also in two stages, each of which is once on the GPU
 while the other is on the CPU. That is a real placement on two devices, and shows stage by stage the memory of
-two GPUs. The measurement is ``torch.cuda.max_memory_allocated`` over the second step. Further memory of the
-process (context, cached blocks, fragmentation) is listed separately: a device's ``reserve`` is for that.
+two GPUs. Each run has its own process, whose allocator is in the mode that the plan assumes. Compared are:
 
-    python -m benchmarks.memory_gpu [MODEL ...]       # a GPU of 80 GB; about 5 minutes on 16 cores
-    python -m benchmarks.memory_gpu --device cpu      # small models, the CPU allocator's events
+- tensors and workspaces: `torch.cuda.max_memory_allocated`, the most of the three steps;
+- reserved: `torch.cuda.max_memory_reserved`, likewise;
+- context: what the process has taken of the GPU after that, and not reserved. Nothing else may use the GPU.
+
+    python -m benchmarks.memory_gpu [MODEL ...]       # a GPU of 80 GB; has been run on none yet
+    python -m benchmarks.memory_gpu --device cpu      # tensors only, by the CPU allocator's events
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import sys
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 import placer
 from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import SUBJECTS
+from benchmarks.fresh import ALLOCATORS, Job, Report, Row, add_options, answer, choose, measure_all
 from benchmarks.memory import Build, r3d_18, resnet50
-from benchmarks.record import RESULTS, write_page
+from benchmarks.record import table
 from examples.unet3d import unet3d
 from placer.cost import stand_in_loss
 from placer.simulation.optimizers import make_optimizer
@@ -41,7 +43,15 @@ class Case:
 
     build: Build
     fields: Mapping[str, Any]
-    split: bool = True
+    split: bool = False
+
+
+class Step(NamedTuple):
+    """A training step: its seconds, and the most bytes that torch's allocator gave out and reserved."""
+
+    seconds: float
+    allocated: int = 0
+    reserved: int = 0
 
 
 class GPT2(nn.Module):
@@ -80,45 +90,48 @@ def gpt2() -> tuple[nn.Module, Tensor]:
 
 
 CASES: dict[str, Case] = {
-    "ResNet50, 10 x 1024^2": Case(build=resnet50, fields={"optimizer": "sgd"}),
-    "3D U-Net 96^3": Case(build=cube("U-Net", 96), fields={}),
-    "3D U-Net 128^3": Case(build=cube("U-Net", 128), fields={}, split=False),
-    "3D U-Net 160^3": Case(build=cube("U-Net", 160), fields={}, split=False),
-    "3D U-Net 128^3, bf16": Case(
-        build=cube("U-Net", 128), fields={"precision": "bf16"}, split=False
-    ),
+    "ResNet50, 10 x 1024^2": Case(build=resnet50, fields={"optimizer": "sgd"}, split=True),
+    "3D U-Net 96^3": Case(build=cube("U-Net", 96), fields={}, split=True),
+    "3D U-Net 160^3": Case(build=cube("U-Net", 160), fields={}),
+    "3D U-Net 128^3, bf16": Case(build=cube("U-Net", 128), fields={"precision": "bf16"}),
     "r3d_18, 4 x 16 x 112^2": Case(build=r3d_18, fields={}),
     "SegResNet 96^3": Case(build=cube("SegResNet", 96), fields={}),
-    "SwinUNETR 96^3": Case(build=cube("SwinUNETR", 96), fields={}),
+    "DynUNet 128^3": Case(build=cube("DynUNet", 128), fields={}),
+    "SwinUNETR 96^3": Case(build=cube("SwinUNETR", 96), fields={}, split=True),
     "GPT-2 size, 8 x 512": Case(build=gpt2, fields={}),
-    "GPT-2 size, 8 x 512, bf16": Case(build=gpt2, fields={"precision": "bf16"}, split=False),
+    "GPT-2 size, 8 x 512, bf16": Case(build=gpt2, fields={"precision": "bf16"}),
 }
 SMALL: dict[str, Case] = {
     "3D U-Net (width 8) 32^3": Case(
         build=lambda: (unet3d(width=8, depth=3), torch.empty(1, 1, 32, 32, 32)), fields={}
     ),
 }
+PARTS = ("all", "first half", "second half")
+_STEPS = 3
+_GOAL, _MEDIAN_GOAL = 0.03, 0.01  # how near reserved bytes are to be: all, and the median
 
 
-def measure(case: Case, device: str) -> Iterator[dict[str, Any]]:
-    """A row for the model on ``device``, and one per half of it, the other half on the CPU."""
+def measure(case: Case, part: str, device: str, allocator: str | None = None) -> dict[str, Any]:
+    """Bytes on ``device`` of a part of the model, the rest on the CPU: by the plan and measured."""
     model, x = case.build()
     if x.is_floating_point():
         x = torch.randn(x.shape)
-    spec = {"devices": [f"{device}:0"], "objective": "memory", **case.fields}
+    names = [f"{device}:0"] if part == "all" else ["cuda:0", "cuda:1"]
+    mode = {} if allocator is None else {"allocator": allocator}
+    devices = [{"name": name, **mode} for name in names]
+    spec = {"devices": devices, "objective": "memory", **case.fields}
     plan = placer.make_plan(model, spec, (x,))
-    yield {"stage": "all", **_compare(model, plan, x, device)}
-    if not case.split or device == "cpu":  # on the CPU nobody can tell two CPU devices apart
-        return
-    pair = {**spec, "devices": ["cuda:0", "cuda:1"]}
-    stages = placer.make_plan(model, pair, (x,)).stages
-    for chosen in pair["devices"]:
-        home = {name: "cuda:0" if name == chosen else "cpu:0" for name in pair["devices"]}
-        pins = {node: home[s.devices[0]] for s in stages for node in s.nodes}
-        half = _pinned(model, {**spec, "devices": list(dict.fromkeys(pins.values()))}, x, pins)
-        parts = [s for s in stages if s.devices[0] == chosen]
-        label = ", ".join(f"{s.layers[0]} … {s.layers[-1]}" for s in parts)
-        yield {"stage": label, **_compare(model, half, x, device)}
+    layers = "all"
+    if part != "all":
+        chosen = names[PARTS.index(part) - 1]
+        mine = [stage for stage in plan.stages if stage.devices[0] == chosen]
+        layers = ", ".join(f"{stage.layers[0]} … {stage.layers[-1]}" for stage in mine)
+        home = {name: "cuda:0" if name == chosen else "cpu:0" for name in names}
+        pins = {node: home[s.devices[0]] for s in plan.stages for node in s.nodes}
+        order = dict.fromkeys(pins.values())
+        here = [{"name": name, **mode} if name == "cuda:0" else name for name in order]
+        plan = _pinned(model, {**spec, "devices": here}, x, pins)
+    return {"layers": layers, **_compare(model, plan, x, device)}
 
 
 def _pinned(model: nn.Module, spec: Any, x: Tensor, pins: Mapping[str, str]) -> placer.Plan:
@@ -131,105 +144,166 @@ def _pinned(model: nn.Module, spec: Any, x: Tensor, pins: Mapping[str, str]) -> 
 
 
 def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dict[str, Any]:
-    """Bytes on ``device``: predicted, simulated, measured."""
-    name = f"{device}:0"
+    """Bytes on ``device``: estimated, simulated (as the plan of a CUDA device has them), measured."""
     (simulated,) = (
         d
         for d in placer.simulate(model, plan, (x,), loss_fn=stand_in_loss).devices
-        if d.device == name
+        if d.device == f"{device}:0"
     )
-    found = {"predicted": simulated.predicted, "simulated": simulated.peak}
+    found = {
+        "estimated": simulated.predicted,
+        "tensors": simulated.peak,
+        "workspaces": simulated.workspaces,
+        "reserved": simulated.reserved,
+        "context": simulated.context,
+    }
     if device == "cpu":
-        return {
-            **found,
-            "measured": allocator_peaks(model, plan, (x,), loss_fn=stand_in_loss).tensors,
-        }
-    return {**found, **_cuda_peak(model, plan, x)}
+        peaks = allocator_peaks(model, plan, (x,), loss_fn=stand_in_loss)
+        return {**found, "measured": {"tensors": peaks.tensors}}
+    return {**found, "measured": measured_bytes(model, plan, x)}
 
 
-def _cuda_peak(model: nn.Module, plan: placer.Plan, x: Tensor) -> dict[str, int]:
-    """Peak bytes of the CUDA allocator in the second step, and the memory of the process on the GPU."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    before = torch.cuda.memory_allocated()
-    for _ in trained_steps(model, plan, x, 2):
-        pass
+def measured_bytes(
+    model: nn.Module, plan: placer.Plan, x: Tensor, run_on: str | None = None
+) -> dict[str, int]:
+    """What three steps of the plan take of the GPU, in a process that has not used it before."""
+    steps = list(trained_steps(model, plan, x, _STEPS, run_on=run_on))
     return {
-        "measured": torch.cuda.max_memory_allocated() - before,
-        "reserved": torch.cuda.max_memory_reserved(),
-        "taken": total - torch.cuda.mem_get_info()[0],
-        "taken_before": total - free,
+        "allocated": max(step.allocated for step in steps),
+        "reserved": max(step.reserved for step in steps),
+        "context": process_context(),
     }
 
 
-def trained_steps(model: nn.Module, plan: placer.Plan, x: Tensor, count: int) -> Iterator[float]:
-    """Train this many steps of the plan on this machine's GPU; yields the seconds of each as it ends.
+def process_context() -> int:
+    """Bytes of the GPU that are taken, and not by torch's allocator: the context, if nobody else is there."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
-    Peaks are counted anew in every step.
+
+def trained_steps(
+    model: nn.Module,
+    plan: placer.Plan,
+    x: Tensor,
+    count: int,
+    *,
+    device: str = "cuda",
+    run_on: str | None = None,
+) -> Iterator[Step]:
+    """Train this many steps of the plan on this machine, and yield each as it ends.
+
+    ``reserved`` is of the time since the step before ended; of the first step, since the process began, so
+    that the placement of the weights counts too. ``device`` "cpu": only seconds.
     """
-    placed = placer.compile(model, plan, (x,))
-    trained = [p for p in placed.parameters() if p.requires_grad]
-    optimizer = make_optimizer(plan.optimizer, trained)
+    placed = placer.compile(model, plan, (x,), run_on=run_on)
+    optimizer = make_optimizer(plan.optimizer, [p for p in placed.parameters() if p.requires_grad])
+    cuda = torch.cuda if device == "cuda" else None
     for _ in range(count):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        if cuda is not None:
+            cuda.synchronize()
         began = time.perf_counter()
         placed.step(x, loss_fn=stand_in_loss, reduction="mean")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        yield time.perf_counter() - began
+        if cuda is None:
+            yield Step(time.perf_counter() - began)
+            continue
+        cuda.synchronize()
+        seconds = time.perf_counter() - began
+        yield Step(seconds, cuda.max_memory_allocated(), cuda.max_memory_reserved())
+        cuda.reset_peak_memory_stats()  # both peaks become what there is now
 
 
-def run(cases: Mapping[str, Case], device: str, *, done: Callable[[], None] = lambda: None) -> None:
-    """Measure ``cases`` and write results/memory_gpu.json as they come, and the page."""
-    path = RESULTS / ("memory_gpu.json" if device == "cuda" else "memory_gpu_dry.json")
-    results: list[dict[str, Any]] = []
-    for name, case in cases.items():
-        for row in measure(case, device):
-            results.append({"model": name, **row})
-            print(results[-1], flush=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        done()
-    if device != "cuda":
-        path.unlink()
-        return
-    lines = [
-        "| model | on the GPU | predicted, MiB | simulated, MiB | measured, MiB | simulated / measured "
-        "| cached besides, MiB | context, MiB |",
-        f"|{' --- |' * 8}",
+def jobs(names: Sequence[str], cases: Mapping[str, Case], device: str) -> Iterator[Job]:
+    """The whole models in each mode of the allocator, the halves in that of plans by default."""
+    for name in names:
+        split = cases[name].split and device == "cuda"  # CPUs cannot be told apart
+        for part in PARTS if split else PARTS[:1]:
+            modes = list(ALLOCATORS) if part == "all" else ["expandable"]
+            for mode in modes if device == "cuda" else [None]:
+                key = ", ".join([name, part, *([mode] if mode else [])])
+                values = {"model": name, "part": part, "device": device}
+                yield Job(key=key, values=values, allocator=mode)
+
+
+def lines_of(rows: Sequence[Row]) -> list[str]:
+    """The table, and how near the predictions are."""
+    if rows[0]["device"] == "cpu":
+        cells = [
+            [
+                row["model"],
+                *(f"{v / MIB:.1f}" for v in (row["tensors"], row["measured"]["tensors"])),
+            ]
+            for row in rows
+        ]
+        return table(["model", "simulated, MiB", "measured, MiB"], cells)
+    header = ["model", "on the GPU", "allocator", "tensors", "workspaces", "measured",
+              "allocated, off by", "measured", "reserved", "measured", "off by", "context",
+              "measured"]  # fmt: skip
+    cells, off = [], {"allocated": [], "reserved": [], "context": []}
+    for row in rows:
+        found = row["measured"]
+        said = {**row, "allocated": row["tensors"] + row["workspaces"]}
+        for key, ratios in off.items():
+            ratios.append(said[key] / found[key] - 1)
+        mib = {key: f"{value / MIB:,.0f}" for key, value in said.items() if key in _MIB}
+        cells.append(
+            [
+                *(row["model"], row["layers"], row["allocator"]),
+                *(mib["tensors"], mib["workspaces"]),
+                f"{(found['allocated'] - row['tensors']) / MIB:,.0f}",
+                f"{off['allocated'][-1]:+.1%}",
+                f"{found['allocated'] / MIB:,.0f}",
+                mib["reserved"],
+                f"{found['reserved'] / MIB:,.0f}",
+                f"{off['reserved'][-1]:+.2%}",
+                mib["context"],
+                f"{found['context'] / MIB:,.0f}",
+            ]
+        )
+    reserved = [abs(value) for value in off["reserved"]]
+    near, middle = sum(value <= _GOAL for value in reserved), statistics.median(reserved)
+    return [
+        *table(header, cells),
+        f"Reserved: {near} of {len(rows)} within 3 % (goal: all), median {middle:.2%} off (goal: 1 %), "
+        f"at most {max(reserved):.1%}. Tensors and workspaces: {_spread(off['allocated'])}. Context: "
+        f"{_spread(off['context'])}.",
+        "",
+        "MiB, three training steps; fp32 where nothing else is said. The workspaces that were measured are "
+        "what torch's allocator gave out at most (`torch.cuda.max_memory_allocated`) without the "
+        "tensors of the dry run: an error of those is in this number. Context: what the GPU had less, and "
+        "torch's allocator had not reserved. A half has the other half on the CPU.",
+        "",
     ]
-    for row in results:
-        mib = [f"{row[key] / MIB:.1f}" for key in ("predicted", "simulated", "measured")]
-        off = row["simulated"] / row["measured"] - 1
-        cached = row["reserved"] - row["measured"]
-        context = row["taken"] - row["reserved"]
-        cells = [row["model"], row["stage"], *mib, f"{off:+.2%}"]
-        cells += [f"{cached / MIB:.0f}", f"{context / MIB:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    note = (
-        "Second training step; fp32 where nothing else is said. Measured: "
-        "`torch.cuda.max_memory_allocated`, with the workspaces that cuDNN and cuBLAS take from "
-        "torch's allocator. Cached: reserved by torch's allocator, not allocated. Context: what the "
-        "process took of the GPU beyond that. A half has the other half on the CPU."
-    )
-    command = "python -m benchmarks.memory_gpu"
-    write_page("memory_gpu", "Peak bytes on a GPU", command, [*lines, "", note, ""])
+
+
+_MIB = ("tensors", "workspaces", "reserved", "context")
+
+
+def _spread(off: Sequence[float]) -> str:
+    return f"off by {min(off):+.1%} to {max(off):+.1%}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("models", nargs="*", help=", ".join(CASES))
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    add_options(parser)
     given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("benchmarks.memory_gpu needs a CUDA device, and this machine has none")
+    if (values := given.job) is not None:
+        case = {**CASES, **SMALL}[values["model"]]
+        answer(values, lambda: measure(case, values["part"], values["device"], values["allocator"]))
+        return
     cases = CASES if given.device == "cuda" else SMALL
-    unknown = [name for name in given.models if name not in cases]
-    if unknown:
-        parser.error(f"no model {unknown[0]!r}; there are {', '.join(cases)}")
-    run({name: cases[name] for name in given.models or cases}, given.device)
+    report = Report(
+        module="benchmarks.memory_gpu",
+        page="memory_gpu",
+        title="Bytes on a GPU, predicted and measured",
+        command="python -m benchmarks.memory_gpu",
+        lines=lines_of,
+    )
+    names = choose(parser, given.models, cases)
+    measure_all(report, lambda _: jobs(names, cases, given.device), given)
 
 
 if __name__ == "__main__":

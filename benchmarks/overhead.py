@@ -5,6 +5,8 @@ are so small that a step is limited by Python and by launching kernels: they sho
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --device cuda     # larger models, on a GPU; has been run on none yet
+
+Every model has its own process, and the page is written after each.
 """
 
 from __future__ import annotations
@@ -13,9 +15,8 @@ import argparse
 import copy
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import placer
+from benchmarks.fresh import Job, Report, Row, add_options, answer, choose, measure_all
 from benchmarks.memory_gpu import GPT2
-from benchmarks.record import write_result
+from benchmarks.record import RESULTS, table
 from examples.unet3d import unet3d
 
 _WARM_UP = 3
@@ -88,29 +90,8 @@ def _finish(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _small() -> dict[str, Case]:
-    return {
-        "ResNet50, 8 x 3 x 64 x 64": _images(torchvision.models.resnet50, 8, 64),
-        "3D U-Net (width 8, depth 4), 1 x 1 x 48 x 48 x 48": _volume(8, 48),
-        "ResNet-18, 2 x 3 x 32 x 32": _images(torchvision.models.resnet18, 2, 32),
-        "12 transformer blocks of width 32, 2 x 8": _words(2, 8, width=32, heads=4, words=50),
-        "the same, bf16": _words(2, 8, bf16=True, width=32, heads=4, words=50),
-    }
-
-
-def _large() -> dict[str, Case]:
-    """Two steps limited by the GPU, the others more or less by launching kernels."""
-    return {
-        "ResNet50, 64 x 3 x 224 x 224": _images(torchvision.models.resnet50, 64, 224),
-        "3D U-Net (width 32, depth 4), 1 x 1 x 96 x 96 x 96": _volume(32, 96),
-        "ResNet-18, 2 x 3 x 224 x 224": _images(torchvision.models.resnet18, 2, 224),
-        "GPT-2 size, 8 x 512": _words(8, 512),
-        "GPT-2 size, 8 x 512, bf16": _words(8, 512, bf16=True),
-    }
-
-
-def _images(build: Callable[..., nn.Module], rows: int, edge: int) -> Case:
-    x, target = torch.randn(rows, 3, edge, edge), torch.randint(0, 10, (rows,))
+def _images(build: Callable[..., nn.Module], rows: int, *size: int) -> Case:
+    x, target = torch.randn(rows, 3, *size), torch.randint(0, 10, (rows,))
     return Case(model=build(num_classes=10), x=x, target=target)
 
 
@@ -126,31 +107,73 @@ def _words(rows: int, length: int, *, bf16: bool = False, **sizes: Any) -> Case:
     return Case(model=model, x=x, target=target, bf16=bf16, classes_dim=-1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    given = parser.parse_args()
-    repeats, on_gpu = given.repeats, given.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        sys.exit("benchmarks.overhead --device cuda needs a CUDA device, and this machine has none")
+_models = torchvision.models
+SMALL: dict[str, Callable[[], Case]] = {
+    "ResNet50, 8 x 3 x 64 x 64": lambda: _images(_models.resnet50, 8, 64, 64),
+    "3D U-Net (width 8, depth 4), 1 x 1 x 48 x 48 x 48": lambda: _volume(8, 48),
+    "ResNet-18, 2 x 3 x 32 x 32": lambda: _images(_models.resnet18, 2, 32, 32),
+    "r3d_18, 1 x 3 x 4 x 32 x 32": lambda: _images(_models.video.r3d_18, 1, 4, 32, 32),
+    "12 transformer blocks of width 32, 2 x 8": lambda: _words(2, 8, width=32, heads=4, words=50),
+    "the same, bf16": lambda: _words(2, 8, bf16=True, width=32, heads=4, words=50),
+}
+# Two steps limited by the GPU, the others more or less by launching kernels.
+LARGE: dict[str, Callable[[], Case]] = {
+    "ResNet50, 64 x 3 x 224 x 224": lambda: _images(_models.resnet50, 64, 224, 224),
+    "3D U-Net (width 32, depth 4), 1 x 1 x 96 x 96 x 96": lambda: _volume(32, 96),
+    "ResNet-18, 2 x 3 x 224 x 224": lambda: _images(_models.resnet18, 2, 224, 224),
+    "r3d_18, 4 x 3 x 16 x 112 x 112": lambda: _images(_models.video.r3d_18, 4, 16, 112, 112),
+    "GPT-2 size, 8 x 512": lambda: _words(8, 512),
+    "GPT-2 size, 8 x 512, bf16": lambda: _words(8, 512, bf16=True),
+}
+
+
+def _job(values: Mapping[str, Any]) -> Row:
     torch.manual_seed(0)
     random.seed(0)
-    device = "cuda:0" if on_gpu else "cpu"
-    cases = _large() if on_gpu else _small()
-    rows = []
-    for name, case in cases.items():
-        plain, *placed = compare(case, repeats, device).values()
-        cells = [f"{seconds * 1e3:.1f} ({seconds / plain:.3f})" for seconds in placed]
-        rows.append([name, f"{plain * 1e3:.1f}", *cells])
-    write_result(
-        "overhead_gpu" if on_gpu else "overhead",
-        "Overhead of a placed module (1 stage, 1 replica) over the plain model",
-        "python -m benchmarks.overhead" + " --device cuda" * on_gpu,
-        ["training step", "plain, ms", "placed(x)", "placed.step"],
-        rows,
-        f"Medians of {repeats} SGD steps each, alternating; in brackets the ratio to the plain model.",
+    device = "cuda:0" if values["device"] == "cuda" else "cpu"
+    found = compare((LARGE | SMALL)[values["case"]](), values["repeats"], device)
+    return {"seconds": found}
+
+
+def lines_of(rows: Sequence[Row]) -> list[str]:
+    """The table: medians, and their ratios to the plain model's."""
+    cells = []
+    for row in rows:
+        plain, *placed = row["seconds"].values()
+        ratios = [f"{seconds * 1e3:.1f} ({seconds / plain:.3f})" for seconds in placed]
+        cells.append([row["case"], f"{plain * 1e3:.1f}", *ratios])
+    repeats = sorted({row["repeats"] for row in rows})
+    return [
+        *table(["training step", "plain, ms", "placed(x)", "placed.step"], cells),
+        f"Medians of {' or '.join(map(str, repeats))} SGD steps each, alternating; in brackets the ratio to "
+        "the plain model. The goal on a GPU is 1.02, and 1.05 where launching kernels is the limit.",
+        "",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help=", ".join([*LARGE, *SMALL]))
+    parser.add_argument("--repeats", type=int, default=60)
+    add_options(parser, device="cpu")
+    given = parser.parse_args()
+    if given.job is not None:
+        answer(given.job, lambda: _job(given.job))
+        return
+    on_gpu = given.device == "cuda"
+    names = choose(parser, given.cases, LARGE if on_gpu else SMALL)
+    report = Report(
+        module="benchmarks.overhead",
+        page="overhead_gpu" if on_gpu else "overhead",
+        title="Overhead of a placed module (1 stage, 1 replica) over the plain model",
+        command="python -m benchmarks.overhead" + " --device cuda" * on_gpu,
+        lines=lines_of,
     )
+    given.output = given.output or RESULTS
+    common = {"device": given.device, "repeats": given.repeats}
+    mode = "expandable" if on_gpu else None  # for the plain model too
+    jobs = [Job(key=name, values={**common, "case": name}, allocator=mode) for name in names]
+    measure_all(report, lambda _: jobs, given)
 
 
 if __name__ == "__main__":

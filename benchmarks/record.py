@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -35,22 +38,67 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
 
 
-def write_page(name: str, title: str, command: str, lines: Sequence[str]) -> Path:
-    """Write ``results/<name>.md`` with the Markdown ``lines``, and print it."""
+def write_page(
+    name: str,
+    title: str,
+    command: str,
+    lines: Sequence[str],
+    *,
+    folder: Path = RESULTS,
+    show: bool = True,
+) -> Path:
+    """Write ``<name>.md`` with the Markdown ``lines`` to ``folder``, and print it."""
     page = [f"# {title}", "", f"`{command}`", "", *lines, machine(), ""]
-    path = RESULTS / f"{name}.md"
+    path = folder / f"{name}.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(page))
-    print("\n".join(page))
+    if show:
+        print("\n".join(page))
     return path
 
 
 def machine() -> str:
-    """One sentence: date, processor, cores, memory, versions."""
+    """One sentence: date, processor, cores, memory, GPU, versions."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
         f"Measured {datetime.date.today()} on {processor_name()}, {os.cpu_count()} cores, "
-        f"{pages / 2**30:.0f} GiB, {gpu}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}, torchvision {torchvision.__version__}."
+        f"{pages / 2**30:.0f} GiB, {versions()}."
     )
+
+
+@functools.cache
+def versions() -> str:
+    """The GPU with its driver, and the versions of Python, torch, cuDNN and torchvision."""
+    found = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    if torch.cuda.is_available():
+        found += [f"cuDNN {torch.backends.cudnn.version()}"]
+    found += [f"torchvision {torchvision.__version__}"]
+    return f"{gpu_name()}{_driver()}; {', '.join(found)}"
+
+
+@functools.cache
+def gpu_name() -> str:
+    """The first GPU's name, or "no GPU".
+
+    Asked of ``nvidia-smi`` if it is there: torch would make a context, which takes memory of the GPU
+    while other processes measure.
+    """
+    if not torch.cuda.is_available():
+        return "no GPU"
+    return _ask_driver("name") or torch.cuda.get_device_name()
+
+
+def _driver() -> str:
+    found = _ask_driver("driver_version") if torch.cuda.is_available() else ""
+    return f" (driver {found})" if found else ""
+
+
+def _ask_driver(field: str) -> str:
+    """A field of the first GPU that this process may see; "" if ``nvidia-smi`` cannot say."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    chosen = ["-i", seen] if seen else []
+    command = ["nvidia-smi", *chosen, f"--query-gpu={field}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else ""

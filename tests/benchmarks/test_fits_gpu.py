@@ -1,24 +1,32 @@
-"""The largest size that plans allow is found without a GPU; only training needs one."""
+"""The largest size that plans allow is found without a GPU; only training needs one, which is faked here."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from torch import nn
 
 from benchmarks import fits_gpu
-from benchmarks.gpu_cases import GPUCase
-from placer.program import capture_model
-from placer.simulation.judge import JudgingPlanner
+from benchmarks.fits_gpu import CASES, FitCase
+from benchmarks.gpu_cases import GPUCase, gpu_kind
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def _network() -> tuple[nn.Module, torch.Tensor]:
     layers = [layer for _ in range(4) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())]
     return nn.Sequential(*layers), torch.empty(8, 16, 128, 128)
+
+
+CASE = FitCase(subject=GPUCase(family="", build=_network, fields={"context": 0}))
+TIGHT = FitCase(
+    subject=GPUCase(family="", build=_network, fields={"context": 0, "checkpoint": "auto"}),
+    gib=0.07,
+)
 
 
 def test_an_edge_is_found_by_bisection() -> None:
@@ -34,28 +42,147 @@ def test_an_edge_is_found_by_bisection() -> None:
 
 
 @pytest.mark.parametrize("allocator", fits_gpu.ALLOCATORS)
-def test_plans_change_their_verdict_at_the_edge(allocator: str) -> None:
-    case = GPUCase(family="", build=_network, fields={"context": 0})
-    fits, too_little = fits_gpu.edge(case, allocator)
-    assert too_little < fits <= too_little / 0.985
-    model, x = _network()
-    planner = JudgingPlanner(capture_model(model, (x,)), [x])
-    verdicts = [planner(fits_gpu.case_spec(case, b, allocator)).fits for b in (fits, too_little)]
-    assert verdicts == [True, False]
+@pytest.mark.parametrize("free", [False, True])
+def test_plans_change_their_verdict_at_the_edge(allocator: str, free: bool) -> None:
+    (good, enough), (bad, too_little) = (
+        fits_gpu.plan_at(CASE, side, allocator, kind="h100", free=free)
+        for side in ("fits", "refused")
+    )
+    assert (good.fits, bad.fits) == (True, False)
+    assert too_little < enough <= too_little / 0.985
+    assert (good.devices[0].reserve > 0) == free
     kept = 4 * 8 * 16 * 128 * 128 * 4  # what the convolutions save
-    assert kept < fits < 4 * kept
+    assert kept < enough < 4 * kept
+
+
+def _train(case: FitCase, side: str, **options: Any) -> dict[str, Any]:
+    return fits_gpu.train(
+        case, side, "expandable", context=MIB, kind="h100", run_on="cpu", **options
+    )
+
+
+def test_steps_run_under_the_budget_without_the_measured_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FakeCuda(total=GIB, context=3 * MIB, step=lambda gpu, call: gpu.take(MIB, call * MIB))
+    gpu.patch(monkeypatch)
+    row = _train(CASE, "fits")
+    assert row["fits"] and row["trained"] and row["seconds"] > 0
+    assert row["given"] == row["budget"]
+    assert gpu.limit == pytest.approx((row["budget"] - MIB) / GIB)
+    assert row["reserved"] == 6 * MIB  # twice a step
+    assert row["context"] == 3 * MIB
+    assert row["predicted"]["starved"] == 0 and row["predicted"]["reserved"] <= row["budget"]
+    refused = _train(CASE, "refused")  # it runs although its plan does not fit
+    assert not refused["fits"] and refused["trained"]
+    assert refused["given"] == int(0.96 * refused["budget"])
+    assert gpu.limit == pytest.approx((refused["given"] - MIB) / GIB)
+
+
+def test_what_recomputes_is_planned_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(total=GIB, context=0).patch(monkeypatch)
+    row = _train(TIGHT, "given")
+    assert row["budget"] == int(0.07 * GIB)
+    assert row["regions"] > 0
+
+
+def test_out_of_memory_is_an_answer_and_other_errors_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FakeCuda(total=GIB, context=0)
+    error: Exception = torch.OutOfMemoryError("CUDA out of memory. Tried …\nmore")
+
+    def step(gpu: FakeCuda, call: int) -> None:
+        gpu.take(0, call * MIB)
+        if call == 4:
+            raise error
+
+    gpu.step = step
+    gpu.patch(monkeypatch)
+    with monkeypatch.context() as quiet:
+        quiet.setattr(fits_gpu, "process_context", lambda: 5)
+        row = _train(CASE, "fits")
+    assert not row["trained"] and row["seconds"] is None
+    assert row["why"] == "CUDA out of memory. Tried …"
+    assert row["reserved"] == 4 * MIB
+    gpu.synchronized, error = 0, RuntimeError("cuDNN error")
+    with pytest.raises(RuntimeError, match="cuDNN error"):
+        _train(CASE, "fits")
+
+
+def test_jobs_begin_with_the_context_and_fall_back_on_what_plans_keep_free() -> None:
+    rows: dict[str, Any] = {}
+    seen = []
+    for job in fits_gpu.jobs(["unet3d-160", "U-Net 224³, offload"], CASES, "cuda", rows):
+        seen.append((job.key, job.values.get("context")))
+        rows[job.key] = {"context": 7, "fits": "fits" in job.key, "trained": False}
+        if job.values.get("free"):
+            rows[job.key]["trained"] = True
+    assert seen == [
+        ("context", None),
+        ("unet3d-160, default, fits", 7),
+        ("unet3d-160, default, fits, some kept free", 7),
+        ("unet3d-160, default, refused", 7),
+        ("unet3d-160, expandable, fits", 7),
+        ("unet3d-160, expandable, fits, some kept free", 7),
+        ("unet3d-160, expandable, refused", 7),
+        ("U-Net 224³, offload, default, given", 7),
+        ("U-Net 224³, offload, expandable, given", 7),
+    ]
+    failed = {"context": {"error": "no GPU"}}
+    assert [job.key for job in fits_gpu.jobs(["unet3d-160"], CASES, "cuda", failed)] == ["context"]
+
+
+def test_recomputing_offloading_and_bf16_are_among_the_cases() -> None:
+    auto = [case.subject.fields for case in fits_gpu.GROUPS["auto"].values()]
+    for field in ("checkpoint", "offload"):
+        assert any(f.get(field) == "auto" and "precision" not in f for f in auto)
+        assert any(f.get(field) == "auto" and f.get("precision") == "bf16" for f in auto)
 
 
 def test_the_table_marks_what_is_wrong() -> None:
-    trained = {"trained": True, "seconds": 0.5, "reserved": 0}
-    failed = {"trained": False, "reserved": 0}
-    row = {"case": "a", "allocator": "default", "fits": 2**30, "too_little": 2**30}
-    right = {**row, "at_fits": trained, "with_spare": failed}
-    wrong = {**row, "at_fits": failed, "with_spare": trained}
-    first, second = fits_gpu.lines_of([right, wrong])[2:4]
-    assert "**" not in first
-    assert "**no**" in second and "**yes**" in second
-    assert "1 ran out of memory; 1 were refused" in fits_gpu.lines_of([right, wrong])[-2]
+    row = {
+        "case": "a", "allocator": "default", "free": False, "budget": GIB, "given": GIB,
+        "predicted": {"seconds": 0.4, "reserved": GIB, "context": 0, "starved": 3},
+        "reserved": GIB, "context": GIB // 2, "seconds": 0.5,
+    }  # fmt: skip
+    kept_free = {**row, "free": True, "fits": True, "trained": False}
+    rows = [
+        {"case": "context", "context": GIB // 4},
+        {**row, "fits": True, "trained": True},
+        {**row, "fits": False, "trained": False},
+        {**row, "fits": True, "trained": False},
+        {**row, "fits": False, "trained": True},
+        kept_free,
+    ]
+    lines = fits_gpu.lines_of(rows)
+    good, refused, bad, late, free = lines[2:7]
+    assert "**" not in good + refused
+    assert "| yes | 3 | 0.500 | 0.400 | 1.00 | 1.00 | 0.500 |" in good
+    assert "**no**" in bad and "**yes**" in late
+    assert "2 % kept free" in free
+    text = "\n".join(lines)
+    assert "Of 2 plans that fit with nothing kept free, 1 ran out of memory; of those 1 did" in text
+    assert "Of 2 that were refused, 1 trained" in text
+    assert "without a context of 0.250 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+    ],
+)
+def test_a_gpu_is_of_the_kind_that_its_name_says(name: str, kind: str) -> None:
+    assert gpu_kind(name) == kind
+
+
+def test_a_gpu_that_is_not_in_the_catalogue_is_said() -> None:
+    with pytest.raises(ValueError, match="no kind for NVIDIA GeForce GTX 970"):
+        gpu_kind("NVIDIA GeForce GTX 970")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
