@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from placer._torch import is_transformed
 from placer.emit import SegmentCode, StageCode
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place, on
+
+# Held while a recomputation has the random generators at earlier states. Backward runs in a thread per
+# device, and all of them draw from the one generator of the CPU. Reentrant, because a thread that waits
+# for an inner backward may run another recomputation.
+_random_states_lock = threading.RLock()
 
 
 def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
@@ -54,22 +60,58 @@ def _run_recomputed(
 ) -> tuple[Any, ...]:
     """Run the segment under ``torch.utils.checkpoint``, so that backward runs it again.
 
-    The second run uses the same random state and autocast. Buffers and parameters that the segment
+    The second run uses the same random states and autocast. Buffers and parameters that the segment
     writes are written once: the second run works on copies of their values before the first run.
+
+    ``checkpoint`` can restore random states too, but several threads that do so at once leave the CPU's
+    generator in the state of one of the recomputations.
     """
     before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
+    states = _random_states(place.device)
     runs = 0
 
     def run(*arguments: Any) -> tuple[Any, ...]:
         nonlocal runs
         runs += 1
-        with on(place), _tensors_swapped(tree, before) if runs > 1 else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(on(place))
+            if runs > 1:
+                stack.enter_context(_random_states_swapped(place.device, states))
+                stack.enter_context(_tensors_swapped(tree, before))
             return segment.forward(tree, place.device, list(arguments))
 
     arguments = tuple(inputs)
     inputs.clear()
-    outputs: tuple[Any, ...] = checkpoint(run, *arguments, use_reentrant=False)
+    outputs: tuple[Any, ...] = checkpoint(
+        run, *arguments, use_reentrant=False, preserve_rng_state=False
+    )
     return outputs
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """The states of the random generators of the CPU and, if it is not the CPU, of ``device``."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+@contextmanager
+def _random_states_swapped(device: torch.device, states: Sequence[Tensor]) -> Iterator[None]:
+    """In this block, random numbers are drawn from ``states``; other threads wait for its end."""
+    with _random_states_lock:
+        held = _random_states(device)
+        _set_random_states(device, states)
+        try:
+            yield
+        finally:
+            _set_random_states(device, held)
 
 
 @contextmanager
