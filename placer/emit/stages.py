@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -217,7 +217,7 @@ def _copy(
     node: fx.Node,
     values: Mapping[str, fx.Node],
     containers: dict[str, fx.Node],
-    taken: Collection[str],
+    taken: set[str],
 ) -> fx.Node:
     """A copy of ``node`` in ``graph``; the layers of a block share the line that looks the block up.
 
@@ -231,6 +231,7 @@ def _copy(
         name = owner.replace(".", "_")
         while name in taken:
             name += "_"
+        taken.add(name)
         containers[owner] = graph.create_node("get_attr", owner, name=name)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
     return graph.create_node(
