@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from placer.errors import PlacerError
 from placer.executor.module import PlacedModule
+from placer.generators import random_state, set_random_state
 from placer.program import first_names
 
 Entries = dict[str, Any]
@@ -173,10 +174,8 @@ def _show(options: Mapping[str, Any]) -> str:
 
 def random_entry(devices: Iterable[torch.device], layout: str) -> dict[str, Any]:
     """The states of torch's default generators of the CPU and of ``devices``."""
-    states = {"cpu": torch.get_rng_state()}
-    for device in devices:
-        if device.type != "cpu":
-            states[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    states = {"cpu": random_state(torch.device("cpu"))}
+    states |= {str(device): random_state(device) for device in devices if device.type != "cpu"}
     return {"layout": layout, "states": states}
 
 
@@ -203,8 +202,7 @@ def restore_random(
     """Restore random generators, unless they were saved by a job with another layout."""
     if entry is None or entry["layout"] != layout:
         return
-    torch.set_rng_state(entry["states"]["cpu"])
+    set_random_state(torch.device("cpu"), entry["states"]["cpu"])
     for device in devices:
         if device.type != "cpu" and str(device) in entry["states"]:
-            module = torch.get_device_module(device)
-            module.set_rng_state(entry["states"][str(device)], device)
+            set_random_state(device, entry["states"][str(device)])

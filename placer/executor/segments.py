@@ -15,6 +15,9 @@ from placer._torch import is_transformed
 from placer.emit import SegmentCode, StageCode
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place, on
+from placer.generators import random_state, set_random_state
+
+_CPU = torch.device("cpu")
 
 # Held while a recomputation has the random generators at earlier states. Backward runs in a thread per
 # device, and all of them draw from the one generator of the CPU. Reentrant, because a thread that waits
@@ -67,7 +70,7 @@ def _run_recomputed(
     generator in the state of one of the recomputations.
     """
     before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
-    states = _random_states(place.device)
+    states = {device: random_state(device) for device in (_CPU, place.device)}
     runs = 0
 
     def run(*arguments: Any) -> tuple[Any, ...]:
@@ -76,7 +79,7 @@ def _run_recomputed(
         with ExitStack() as stack:
             stack.enter_context(on(place))
             if runs > 1:
-                stack.enter_context(_random_states_swapped(place.device, states))
+                stack.enter_context(_random_states_swapped(states))
                 stack.enter_context(_tensors_swapped(tree, before))
             return segment.forward(tree, place.device, list(arguments))
 
@@ -88,30 +91,18 @@ def _run_recomputed(
     return outputs
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    """The states of the random generators of the CPU and, if it is not the CPU, of ``device``."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
-
-
 @contextmanager
-def _random_states_swapped(device: torch.device, states: Sequence[Tensor]) -> Iterator[None]:
+def _random_states_swapped(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
     """In this block, random numbers are drawn from ``states``; other threads wait for its end."""
     with _random_states_lock:
-        held = _random_states(device)
-        _set_random_states(device, states)
+        held = {device: random_state(device) for device in states}
+        for device, state in states.items():
+            set_random_state(device, state)
         try:
             yield
         finally:
-            _set_random_states(device, held)
+            for device, state in held.items():
+                set_random_state(device, state)
 
 
 @contextmanager

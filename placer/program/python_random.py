@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from placer.generators import random_state, set_random_state
 from placer.program.failure import Untraceable
 
 
@@ -31,7 +32,7 @@ def keep_random(*devices: torch.device) -> Iterator[None]:
     """Restore the generators of ``random``, ``numpy.random``, torch (CPU) and CUDA ``devices`` at the end."""
     python, numbers = random.getstate(), np.random.get_state()
     torchs = torch.default_generator.get_state()
-    gpus = [(d, torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"]
+    gpus = [(device, random_state(device)) for device in devices if device.type == "cuda"]
     try:
         yield
     finally:
@@ -39,7 +40,7 @@ def keep_random(*devices: torch.device) -> Iterator[None]:
         np.random.set_state(numbers)
         torch.default_generator.set_state(torchs)
         for device, state in gpus:
-            torch.cuda.set_rng_state(state, device)
+            set_random_state(device, state)
 
 
 def _python_state() -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from placer._torch import DispatchMode
+from placer.generators import random_state
 from placer.operands import tensors_in
 
 
@@ -23,8 +24,7 @@ def find_random_layers(module: nn.Module) -> Iterator[list[str]]:
     in eval mode, or with a probability of 0, does not.
     """
     inside: list[str] = []
-    found: dict[str, None] = {}
-    names: list[str] = []
+    found: list[str] = []
 
     def enter(name: str, *_: Any) -> None:
         inside.append(name)
@@ -35,8 +35,7 @@ def find_random_layers(module: nn.Module) -> Iterator[list[str]]:
     def drew() -> None:
         name = inside[-1] if inside else ""
         if name not in found:
-            found[name] = None
-            names.append(name)
+            found.append(name)
 
     with ExitStack() as stack:
         for name, layer in module.named_modules():
@@ -46,13 +45,13 @@ def find_random_layers(module: nn.Module) -> Iterator[list[str]]:
             ):
                 stack.callback(handle.remove)
         stack.enter_context(_Draws(drew))
-        yield names
+        yield found
 
 
 class _Draws(DispatchMode):
     """Calls ``drew`` after every operator that drew from the default generator of its device."""
 
-    def __init__(self, drew: Any) -> None:
+    def __init__(self, drew: Callable[[], None]) -> None:
         super().__init__()
         self._drew = drew
 
@@ -60,9 +59,9 @@ class _Draws(DispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         devices = {t.device for t in tensors_in(args, kwargs)} | {_asked_for(kwargs)}
-        before = {device: _state(device) for device in devices}
+        before = {device: random_state(device) for device in devices}
         result = func(*args, **kwargs)
-        if any(not torch.equal(state, _state(device)) for device, state in before.items()):
+        if any(not torch.equal(state, random_state(device)) for device, state in before.items()):
             self._drew()
         return result
 
@@ -70,11 +69,3 @@ class _Draws(DispatchMode):
 def _asked_for(kwargs: Any) -> torch.device:
     device = kwargs.get("device")
     return torch.device("cpu" if device is None else device)
-
-
-def _state(device: torch.device) -> torch.Tensor:
-    """The state of the device's default generator."""
-    if device.type in ("cpu", "meta"):
-        return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state

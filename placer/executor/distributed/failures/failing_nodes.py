@@ -78,9 +78,8 @@ def find_failing_nodes(
     held = next((i for i, node in enumerate(order) if i > last and ran[node] is False), len(order))
     window = _running(call.frames, order) or order[last + 1 : held + 1]
     names = parameter_names(part)
-    if (
-        not call.frames and window and ran[window[-1]] is False
-    ):  # no hook, and no backward in Python
+    in_python = bool(call.frames)  # a hook, or a backward that is written in Python
+    if not in_python and window and ran[window[-1]] is False:
         window = window[-1:]
     index = {node: position for position, node in enumerate(graph)}
     return FailingNodes(
