@@ -35,7 +35,7 @@ def override_conversion(convert: Callable[..., nn.Module]) -> Iterator[None]:
 def override_calls(
     *,
     call: Callable[[Callable[..., Any], nn.Module, Any, Any], Any],
-    apply: Callable[[Callable[..., Any], Any, Any, Any], Any],
+    apply: Callable[[Callable[..., Any], Any, Any], Any],
 ) -> Iterator[None]:
     """In this block, calls of modules and of ``apply`` of an ``autograd.Function`` are given away.
 
@@ -59,6 +59,59 @@ def override_calls(
     finally:
         nn.Module.__call__ = original_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = original_apply
+
+
+@contextmanager
+def override_function_forwards(
+    forward: Callable[[Callable[..., Any], Any, Any], Any],
+) -> Iterator[None]:
+    """In this block, ``apply`` of an ``autograd.Function`` calls ``forward(original, cls, args)``.
+
+    ``original`` is the ``forward`` of ``cls``, and ``args`` are its arguments, with a context or without. An
+    alias of ``apply`` that the model's code took at import (``scan = Scan.apply``) calls it too.
+    """
+    replaced = [cls for cls in _subclasses(torch.autograd.Function) if "forward" in vars(cls)]
+    originals = [vars(cls)["forward"] for cls in replaced]
+    try:
+        for cls, original in zip(replaced, originals, strict=True):
+            cls.forward = staticmethod(_giving_away(forward, original.__get__(None, cls), cls))  # type: ignore[method-assign]
+        yield
+    finally:
+        for cls, original in zip(replaced, originals, strict=True):
+            cls.forward = original  # type: ignore[method-assign]
+
+
+def _giving_away(
+    forward: Callable[[Callable[..., Any], Any, Any], Any], original: Callable[..., Any], cls: Any
+) -> Callable[..., Any]:
+    @wraps(original)
+    def given_away(*args: Any) -> Any:
+        return forward(original, cls, args)
+
+    return given_away
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for child in type.__subclasses__(cls):
+        yield child
+        yield from _subclasses(child)
+
+
+@contextmanager
+def override_script_functions(
+    call: Callable[[Callable[..., Any], Any, Any, Any], Any],
+) -> Iterator[None]:
+    """In this block, functions of TorchScript are called as ``call(original, function, args, kwargs)``."""
+    original = torch.jit.ScriptFunction.__call__
+
+    def function_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(original, function, args, kwargs)
+
+    torch.jit.ScriptFunction.__call__ = function_call
+    try:
+        yield
+    finally:
+        torch.jit.ScriptFunction.__call__ = original
 
 
 @contextmanager

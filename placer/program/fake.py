@@ -21,8 +21,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from placer._torch import mark_parameter, storage_key, without_modes, without_torch_function
-from placer._torch_patches import override_conversion
+from placer._torch import (
+    mark_parameter,
+    storage_key,
+    unoptimized,
+    without_modes,
+    without_torch_function,
+)
+from placer._torch_patches import override_conversion, override_script_functions
 from placer.errors import CaptureError
 from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
@@ -146,14 +152,18 @@ def fake_execution() -> Iterator[None]:
     """In this block, code may run on fake tensors.
 
     Failures on fake tensors are not logged by torch, because exceptions report them. ``module.to(dtype)`` is
-    allowed if all tensors already have that type; fake modules cannot be converted in place. The random
-    number generators are restored at the end.
+    allowed if all tensors already have that type; fake modules cannot be converted in place. Functions of
+    TorchScript run as they were written. The random number generators are restored at the end.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with override_conversion(_convert_fakes), keep_random():
+        with (
+            override_conversion(_convert_fakes),
+            override_script_functions(_call_script_function),
+            keep_random(),
+        ):
             yield
     finally:
         logger.setLevel(level)
@@ -170,6 +180,14 @@ def _convert_fakes(
         if all(fn(tensor).dtype == tensor.dtype for tensor in tensors):
             return module
     raise Untraceable("it converts its own parameters to another type in forward")
+
+
+def _call_script_function(
+    original: Callable[..., Any], function: Any, args: Any, kwargs: Any
+) -> Any:
+    if any(isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs))):
+        function = unoptimized(function)
+    return original(function, *args, **kwargs)
 
 
 class GuessData:
