@@ -133,7 +133,12 @@ def verify(
     """
     args, kwargs = example_call(args, kwargs)
     placed = compile(
-        model, spec_or_plan, args, kwargs, run_on=run_on, ignore_device_moves=ignore_device_moves
+        copy_module(model),
+        spec_or_plan,
+        args,
+        kwargs,
+        run_on=run_on,
+        ignore_device_moves=ignore_device_moves,
     )
     plain = copy_module(model)
     wanted = loss_fn or stand_in_loss

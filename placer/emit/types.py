@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placer.program import CallFormat, Conditions, TensorPath
+from placer.program import CallFormat, Conditions, Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class StagedModel:
     batched_results: tuple[bool, ...]
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
-    constant_paths: Mapping[str, TensorPath]  # paths of the constants in attributes of modules
+    constant_paths: Mapping[str, Path]  # paths of the constants in attributes of modules
     call: CallFormat
     conditions: Conditions  # the conditions under which the stages compute what the model does
 

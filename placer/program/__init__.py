@@ -41,7 +41,6 @@ from placer.program.copying import copy_module, tensors_of
 from placer.program.fake import FakeConverter
 from placer.program.guards import (
     AttributeGuard,
-    TensorPath,
     copy_guarded_attributes,
     failed_guard,
     find_tensor,
@@ -55,6 +54,7 @@ from placer.program.leaves import (
     without_hooks,
 )
 from placer.program.moves import IgnoreDeviceMoves
+from placer.program.objects import Path
 from placer.program.result import flatten_result, result_tensors
 from placer.program.state import first_names, named_state
 from placer.program.targets import SELECTS
@@ -81,8 +81,8 @@ __all__ = [
     "Conditions",
     "FakeConverter",
     "IgnoreDeviceMoves",
+    "Path",
     "Program",
-    "TensorPath",
     "WholeModule",
     "bind_arguments",
     "call_difference",

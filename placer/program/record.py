@@ -20,9 +20,10 @@ from placer.program.failure import TraceFailure, describe, leads_to, locate
 from placer.program.fake import FakeConverter, fake_execution
 from placer.program.guards import AttributeGuard
 from placer.program.leaves import is_inside
+from placer.program.objects import attribute_of
 from placer.program.python_random import PythonRandomDraw
 from placer.program.recorder import Recorder
-from placer.program.restore import Snapshot
+from placer.program.restore import Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.writer import CPU
@@ -74,7 +75,7 @@ def record_model(
     ``ForwardFailure`` if the model itself fails; and ``CaptureError`` if it moves tensors to several
     devices, unless ``ignore_device_moves``.
     """
-    snapshot = Snapshot(fake_model)
+    snapshot = Snapshot(module_roots(fake_model))
     make = partial(Recorder, ignore_device_moves=ignore_device_moves, grad=grad)
     run = partial(
         run_once,
@@ -92,7 +93,8 @@ def record_model(
             snapshot.restore()
             run()
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        changes = [x for x in snapshot.changes() if not is_inside(recorder.single_nodes, x[0])]
+        changed = dict.fromkeys(attribute_of(change.path) for change in snapshot.changes())
+        changes = [x for x in changed if not is_inside(recorder.single_nodes, x[0])]
         effects = _replace_buffers(recorder, model, fake_model, changes, forgotten)
         cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
         if effects:

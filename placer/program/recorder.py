@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
-from torch.autograd.function import FunctionCtx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_iter, tree_map_only
 

@@ -11,7 +11,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
-from placer.program.guards import AttributeGuard, TensorPath
+from placer.program.guards import AttributeGuard
+from placer.program.objects import Path
 from placer.program.result import ResultFormat
 from placer.program.size_log import Reading
 
@@ -98,7 +99,7 @@ class Program:
     conditions: Conditions
     fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
-    constant_paths: Mapping[str, TensorPath] = field(default_factory=dict)
+    constant_paths: Mapping[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # sentences that tell the user what the graph leaves out
 
 
