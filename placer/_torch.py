@@ -174,14 +174,13 @@ SET_GRAD_ENABLED: Any = getattr(torch._C, "_set_grad_enabled", None)
 """What ``torch.no_grad`` and its like call, in Python. Torch's C++ code has other ways."""
 
 
-def unoptimized(function: torch.jit.ScriptFunction[..., Any]) -> torch.jit.ScriptFunction[..., Any]:
-    """``function`` as it is before its first call, so that it runs the operators that it was written with.
+def unoptimized(function: Any) -> Any:
+    """``function``, one of TorchScript, as before its first call: it runs the operators that it was written with.
 
     After some calls, TorchScript runs optimized parts that detach their inputs and have a backward of their
     own, which does not work on fake tensors.
     """
-    copied: Any = torch._C._create_function_from_graph(function.name, function.graph.copy())
-    return copied  # type: ignore[no-any-return]
+    return torch._C._create_function_from_graph(function.name, function.graph.copy())
 
 
 def clone_shallow(

@@ -35,7 +35,7 @@ def override_conversion(convert: Callable[..., nn.Module]) -> Iterator[None]:
 def override_calls(
     *,
     call: Callable[[Callable[..., Any], nn.Module, Any, Any], Any],
-    apply: Callable[[Callable[..., Any], Any, Any], Any],
+    apply: Callable[[Callable[..., Any], Any, Any, Any], Any],
 ) -> Iterator[None]:
     """In this block, calls of modules and of ``apply`` of an ``autograd.Function`` are given away.
 
@@ -74,11 +74,11 @@ def override_function_forwards(
     originals = [vars(cls)["forward"] for cls in replaced]
     try:
         for cls, original in zip(replaced, originals, strict=True):
-            cls.forward = staticmethod(_giving_away(forward, original.__get__(None, cls), cls))  # type: ignore[method-assign]
+            cls.forward = staticmethod(_giving_away(forward, original.__get__(None, cls), cls))
         yield
     finally:
         for cls, original in zip(replaced, originals, strict=True):
-            cls.forward = original  # type: ignore[method-assign]
+            cls.forward = original
 
 
 def _giving_away(
@@ -102,16 +102,17 @@ def override_script_functions(
     call: Callable[[Callable[..., Any], Any, Any, Any], Any],
 ) -> Iterator[None]:
     """In this block, functions of TorchScript are called as ``call(original, function, args, kwargs)``."""
-    original = torch.jit.ScriptFunction.__call__
+    kind: Any = torch.jit.ScriptFunction
+    original = kind.__call__
 
     def function_call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return call(original, function, args, kwargs)
 
-    torch.jit.ScriptFunction.__call__ = function_call
+    kind.__call__ = function_call
     try:
         yield
     finally:
-        torch.jit.ScriptFunction.__call__ = original
+        kind.__call__ = original
 
 
 @contextmanager

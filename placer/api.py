@@ -21,7 +21,7 @@ from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
-from placer.program import Program, capture_model, flatten_call
+from placer.program import Program, SplitRules, capture_model, flatten_call
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.simulation.ranks import simulate_ranks
@@ -52,7 +52,9 @@ def make_plan(
     ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
     """
     wanted = as_spec(spec)
-    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    program, leaves = _capture(
+        model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
+    )
     return JudgingPlanner(program, leaves, processes=processes)(wanted)
 
 
@@ -86,7 +88,9 @@ def compile(
     def plan_here() -> tuple[Program, Plan]:
         wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
         require("running" if job is None else "a process per device")
-        program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+        program, leaves = _capture(
+            model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
+        )
         return program, _plan_or_refuse(wanted, program, leaves, job)
 
     if job is not None:
@@ -161,7 +165,9 @@ def auto_spec(
         **options,
     }
     spec = PlacementSpec.model_validate(fields)
-    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    program, leaves = _capture(
+        model, args, kwargs, rules=_rules(spec), ignore_device_moves=ignore_device_moves
+    )
     return choose_spec(program, spec, leaves, JudgingPlanner(program, leaves, processes=processes))
 
 
@@ -185,7 +191,9 @@ def simulate(
     ``ignore_device_moves`` is as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
-    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    program, leaves = _capture(
+        model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
+    )
     if isinstance(wanted, PlacementSpec):
         plan = JudgingPlanner(program, leaves, processes=processes)(wanted)
     else:
@@ -268,17 +276,22 @@ def _refuse_placed(model: nn.Module) -> None:
             )
 
 
+def _rules(wanted: PlacementSpec | Plan) -> SplitRules:
+    return SplitRules.of(wanted.batch_dims, wanted.replicas, wanted.microbatches)
+
+
 def _capture(
     model: nn.Module,
     args: Sequence[Any] | Tensor,
     kwargs: Mapping[str, Any] | None,
     *,
+    rules: SplitRules | None = None,
     ignore_device_moves: bool,
 ) -> tuple[Program, list[Tensor]]:
     positional, keywords = example_call(args, kwargs)
     _refuse_placed(model)
     with torch.inference_mode(False):  # a plan is for training, too
         program = capture_model(
-            model, positional, keywords, ignore_device_moves=ignore_device_moves
+            model, positional, keywords, rules=rules, ignore_device_moves=ignore_device_moves
         )
     return program, flatten_call(program.call, positional, keywords)

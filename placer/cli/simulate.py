@@ -47,7 +47,7 @@ def simulate(
 
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program()
+        program, leaves = loaded.program(wanted)
     plan = wanted
     if not isinstance(plan, Plan):
         with progress(console, "planning"):

@@ -73,5 +73,4 @@ class StagedModel:
 
     def example_inputs(self) -> list[torch.Tensor]:
         """Tensors on ``meta`` like the inputs that the model was captured with."""
-        found = zip(self.conditions.shapes, self.conditions.dtypes, strict=True)
-        return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in found]
+        return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.call.inputs]

@@ -25,6 +25,7 @@ random_layers              layers that draw random numbers of torch
 =========================  =======================================================================
 """
 
+from placer.program.batch import BatchDim, SplitRules
 from placer.program.call import (
     BoundCall,
     bind_arguments,
@@ -64,6 +65,7 @@ from placer.program.types import (
     Conditions,
     Program,
     WholeModule,
+    rows_of,
     training_flags,
 )
 from placer.program.validity import (
@@ -76,6 +78,7 @@ __all__ = [
     "SELECTS",
     "TENSOR",
     "AttributeGuard",
+    "BatchDim",
     "BoundCall",
     "CallFormat",
     "Conditions",
@@ -83,6 +86,7 @@ __all__ = [
     "IgnoreDeviceMoves",
     "Path",
     "Program",
+    "SplitRules",
     "WholeModule",
     "bind_arguments",
     "call_difference",
@@ -107,6 +111,7 @@ __all__ = [
     "rebuild_call",
     "result_tensors",
     "row_counts",
+    "rows_of",
     "same_program",
     "tensors_of",
     "training_flags",

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from placer._torch import FORWARD_HOOK_TABLES
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
+from placer.program.batch import grown
 from placer.program.call import BoundCall
 from placer.program.constants import find_value, is_constant
 from placer.program.failure import ForwardFailure, TraceFailure, end_frames
@@ -34,7 +35,7 @@ from placer.program.fake import FakeConverter
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf
 from placer.program.objects import attribute_of
 from placer.program.reachable import ReachableState
-from placer.program.record import double_batch, run_once
+from placer.program.record import run_once
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot, module_roots
 from placer.program.sizes import SizeFloat, SizeInt, plain
@@ -101,9 +102,11 @@ def forget_earlier_calls(
     """
 
     def run(whole: Collection[str], doubled: bool) -> Recorder | None:
-        called = double_batch(converter, inputs) if doubled else inputs
-        if called is None:
+        rows = next((x.size(0) for x in inputs if x.dim()), 0)
+        if doubled and not rows:
             return None
+        dims = [0 if doubled and x.dim() and x.size(0) == rows else None for x in inputs]
+        called = grown(converter, inputs, dims, 2)
         arguments = converter, model, fake_model, frozenset(whole), guess
         make = partial(Recorder, *arguments, ignore_device_moves=ignore_device_moves)
         return run_once(make, converter, bound, called, locate_draws=False)[0]

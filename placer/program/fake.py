@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -66,6 +66,14 @@ class FakeConverter:
             self._fakes[id(original)] = fake
             self._originals[id(fake)] = original
         return fake
+
+    def inputs(self, originals: Sequence[Tensor]) -> list[Tensor]:
+        """Fake copies of a call's inputs, each of its own, also of a tensor that is given twice."""
+        copies = [self._make(original) for original in originals]
+        self._originals |= {
+            id(fake): original for fake, original in zip(copies, originals, strict=True)
+        }
+        return copies
 
     def register(self, fake: Tensor, original: Tensor) -> None:
         """Register ``fake``, which a run computed, as the fake copy of ``original``."""

@@ -38,6 +38,7 @@ class RecordedProgram:
     location_of: dict[str, str]
     constants: dict[str, Tensor]
     result: ResultFormat
+    results: tuple[Any, ...]  # per leaf of the result: the shape of a tensor, or the value
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) pairs that forward changes
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
@@ -119,6 +120,7 @@ def record_model(
         location_of={k: v for k, v in writer.location_of.items() if k in names},
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
+        results=recorder.results,
         side_effects=tuple(effects),
         guards=recorder.guards(forgotten),
         checkpointed=recorder.checkpointed,
@@ -151,20 +153,6 @@ def run_once(
             raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
         kind = UnlocatedRandomDraw if isinstance(error, PythonRandomDraw) else TraceFailure
         raise kind("", describe(error), locate(error)) from error
-
-
-def double_batch(converter: FakeConverter, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-    """``inputs`` with twice the batch, or None if there is no batch."""
-    sizes = [tensor.size(0) for tensor in inputs if tensor.dim()]
-    if not sizes or sizes[0] == 0:
-        return None
-    with converter.mode, torch.no_grad():
-        return [
-            torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
-            if x.dim() and x.size(0) == sizes[0]
-            else x
-            for x in inputs
-        ]
 
 
 def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:

@@ -60,7 +60,7 @@ from placer.program.moves import NamedDevices, replace_device
 from placer.program.python_random import forbid_python_random, keep_random
 from placer.program.result import ResultFormat, flatten_result
 from placer.program.size_recorder import SizeRecorder
-from placer.program.sizes import SizeFloat, SizeInt
+from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.targets import (
     ApplyFunction,
     CallMethod,
@@ -123,6 +123,7 @@ class Recorder(TorchFunctionMode):
         self.paused = False  # inside a single node: nothing is recorded
         self.single_nodes: set[str] = set()  # paths of modules that became single nodes
         self.result: ResultFormat | None = None
+        self.results: tuple[Any, ...] = ()  # shapes of its tensors, and its other leaves
         self.sizes = SizeRecorder(self.writer, lambda: self.paused)
         self.modes = Modes(True, False, ())  # those in which the run began
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
@@ -174,6 +175,7 @@ class Recorder(TorchFunctionMode):
             leaves, self.result = flatten_result(
                 result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat)
             )
+            self.results = tuple(x.shape if isinstance(x, Tensor) else plain(x) for x in leaves)
             return [self.writer.argument(leaf) for leaf in leaves]
 
         args, kwargs = rebuild_call(bound, inputs)

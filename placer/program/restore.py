@@ -64,14 +64,18 @@ class Snapshot:
                     elif not _same(now[key], before[key]):
                         yield Change(path=path, kind="set", value=now[key], before=before[key])
             elif isinstance(now, set) and isinstance(before, set):
-                if now != before:
-                    grown = now > before
-                    value, kind = now - before if grown else now, "update" if grown else "items"
-                    yield Change(path=holder.path, kind=kind, value=value, before=before)  # type: ignore[arg-type]
-            elif not _same_items(now, before):
+                if now > before:
+                    yield Change(path=holder.path, kind="update", value=now - before, before=before)
+                elif now != before:
+                    yield Change(path=holder.path, kind="items", value=now, before=before)
+            elif (
+                isinstance(now, list) and isinstance(before, list) and not _same_items(now, before)
+            ):
                 new = _new_items(now, before, getattr(holder.object, "maxlen", None))
-                value, kind = (now, "items") if new is None else (new, "extend")
-                yield Change(path=holder.path, kind=kind, value=value, before=before)  # type: ignore[arg-type]
+                if new is not None:
+                    yield Change(path=holder.path, kind="extend", value=new, before=before)
+                else:
+                    yield Change(path=holder.path, kind="items", value=now, before=before)
 
     def restore(self) -> None:
         """Give every object that has changed its former contents."""

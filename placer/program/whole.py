@@ -81,6 +81,7 @@ def record_whole(
         location_of=dict.fromkeys(writer.location_of, ""),
         constants={},
         result=result,
+        results=tuple(x.shape if isinstance(x, Tensor) else x for x in leaves),
         side_effects=(),
         guards=make_guards(model, attributes),
         checkpointed={},
