@@ -175,7 +175,7 @@ SET_GRAD_ENABLED: Any = getattr(torch._C, "_set_grad_enabled", None)
 
 
 def unoptimized(function: Any) -> Any:
-    """``function``, one of TorchScript, as before its first call: it runs the operators that it was written with.
+    """``function``, one of TorchScript, as before its first call: it runs the operators in its source.
 
     After some calls, TorchScript runs optimized parts that detach their inputs and have a backward of their
     own, which does not work on fake tensors.

@@ -265,7 +265,7 @@ def _run_slices(
             "is an object that holds sizes of the batch, and those of slices cannot be joined",
             "verify it with 1 replica and 1 micro-batch",
         )
-    return join_results(staged, leaves)
+    return join_results(staged, leaves, batch.sizes)
 
 
 def _call_plain(

@@ -109,19 +109,22 @@ def run_cuts(model: nn.Module, args: Any, kwargs: Any, replicas: int, microbatch
     """The plain model on the slices that placer makes of the batch, results joined along dim 0."""
     if replicas * microbatches == 1:
         return model(*args, **kwargs)
-    cuts = each_cut(model, args, kwargs, replicas, microbatches)
-    outputs = [model(*some_args, **some_kwargs) for some_args, some_kwargs, _ in cuts]
+    outputs, rows = [], []
+    for some_args, some_kwargs, _ in each_cut(model, args, kwargs, replicas, microbatches):
+        outputs.append(model(*some_args, **some_kwargs))
+        leaves = tree_leaves((some_args, some_kwargs))
+        rows.append(next(len(t) for t in leaves if isinstance(t, Tensor) and t.dim()))
     if len(outputs) == 1:  # fewer rows than cuts
         return outputs[0]
+
+    def join(column: tuple[Any, ...]) -> Any:
+        if isinstance(column[0], Tensor):
+            return torch.cat(column)
+        return sum(rows) if list(column) == rows else column[0]
+
     structure = tree_flatten(outputs[0])[1]
     columns = zip(*(tree_leaves(o) for o in outputs), strict=True)
-    return tree_unflatten(
-        [
-            c[0] if not isinstance(c[0], Tensor) else torch.cat(c) if c[0].dim() else torch.stack(c)
-            for c in columns
-        ],
-        structure,
-    )
+    return tree_unflatten([join(column) for column in columns], structure)
 
 
 def assert_same(

@@ -11,7 +11,6 @@ from torch import fx, nn
 
 from placer.emit.boxed import BoxedCodeGen, compile_graph
 from placer.emit.names import ReadPath, WithKeywords, is_plain, is_plain_path
-from placer.emit.results import find_batched_results
 from placer.emit.types import SegmentCode, StageCode, StagedModel
 from placer.errors import PlanError
 from placer.plan.types import Plan
@@ -71,7 +70,7 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
         graph_inputs=tuple(placeholders),
         written_inputs=frozenset(program.mutated_inputs),
         result=result,
-        batched_results=find_batched_results(program, result),
+        rows=program.results,
         state_stage=_owners(program, stage_of),
         constants=dict(program.constants),
         constant_paths=program.constant_paths,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placer.program import CallFormat, Conditions, Path
+from placer.program import CallFormat, Conditions, Path, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class StagedModel:
 
     ``graph_inputs`` are the names of the model's tensor inputs, ``written_inputs`` those that its
     forward changes in place. ``result`` is the flat list of its outputs, each ``("value", node)`` or
-    ``("constant", object)``; ``batched_results`` says which of them depend on the batch.
+    ``("constant", object)``; ``rows`` says how each of them depends on the rows of the batch.
     ``state_stage`` is the stage that owns each parameter and buffer: the first one that reads it.
     Later stages that read it get a copy.
     """
@@ -64,7 +64,7 @@ class StagedModel:
     graph_inputs: tuple[str, ...]
     written_inputs: frozenset[str]
     result: tuple[tuple[str, Any], ...]
-    batched_results: tuple[bool, ...]
+    rows: tuple[Rows, ...]
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
     constant_paths: Mapping[str, Path]  # paths of the constants in attributes of modules

@@ -229,17 +229,16 @@ class PlacedModule(nn.Module):
 
     def _run(self, programs: Programs, leaves: list[torch.Tensor]) -> Any:
         home = self._replicas[0].output_place
+        batch = self._scatter(programs.call, leaves)
         results = []
         with self._deferred_statistics():
-            for index, runs in enumerate(
-                self._runs(programs, self._scatter(programs.call, leaves))
-            ):
+            for index, runs in enumerate(self._runs(programs, batch)):
                 for run in runs:
                     result = run_forward(run)
                     results.append(transfer(result, run.replica.output_place, home))
                 if index == 0:
                     self._write_back(runs)
-        return join_results(run.replica.staged, results)
+        return join_results(run.replica.staged, results, batch.sizes)
 
     def _runs(
         self,

@@ -20,7 +20,7 @@ from torch.utils._pytree import (
 
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError
-from placer.program import CallFormat, rows_of, unflatten_output
+from placer.program import CallFormat, Rows, rows_of, unflatten_output
 from placer.schedule import split_batch
 
 
@@ -174,22 +174,52 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, Whole)
 
 
-def join_results(staged: StagedModel, slices: Sequence[Sequence[Any]]) -> Any:
+def check_results(staged: StagedModel) -> None:
+    """Raise ``PlacerError`` if it is not known how a result of the batch follows from those of its slices."""
+    for name, rows in zip(staged.call.result.names, staged.rows, strict=True):
+        if rows.numbered or (rows.dim is None and rows.combination is None):
+            made = (
+                "is made from the numbers of the rows" if rows.numbered else "has no row per sample"
+            )
+            raise PlacerError(
+                f"result {name}".rstrip(),
+                f"{made}, and it is not known how that of the batch follows from those of its slices",
+                "use 1 replica and 1 micro-batch; or placed.step(…), whose loss_fn gets those of each slice",
+            )
+
+
+def join_results(staged: StagedModel, slices: Sequence[Sequence[Any]], sizes: Sequence[int]) -> Any:
     """What ``forward`` returns for the whole batch, from the result leaves of its slices.
 
-    Tensors are concatenated along dim 0, and scalar tensors are stacked into a vector, as
-    ``nn.DataParallel`` does. A leaf that is not a tensor, or does not depend on the batch, is taken from
-    the first slice.
+    Results with a row per sample are concatenated along their rows, and others are combined as is known of
+    them (`placer.program.rows`). ``sizes`` are the numbers of rows of the slices. Raises ``PlacerError`` if
+    slices have results of different sizes.
     """
     leaves = list(slices[0])
     if len(slices) > 1:
-        columns = zip(*slices, strict=True)
-        cut = staged.batched_results
-        leaves = [_join(c) if b else c[0] for c, b in zip(columns, cut, strict=True)]
+        check_results(staged)
+        columns = zip(staged.call.result.names, zip(*slices, strict=True), staged.rows, strict=True)
+        leaves = [_join(name, column, rows, sizes) for name, column, rows in columns]
     return unflatten_output(staged.call, leaves)
 
 
-def _join(column: tuple[Any, ...]) -> Any:
-    if not isinstance(column[0], torch.Tensor):
-        return column[0]
-    return torch.stack(column) if column[0].dim() == 0 else torch.cat(column)
+def _join(name: str, column: tuple[Any, ...], rows: Rows, sizes: Sequence[int]) -> Any:
+    if rows.dim is not None:
+        blocks = zip(*(value.chunk(rows.blocks, rows.dim) for value in column), strict=True)
+        try:
+            return torch.cat([part for block in blocks for part in block], rows.dim)
+        except RuntimeError as error:
+            found = ", ".join("x".join(map(str, value.shape)) for value in column)
+            raise PlacerError(
+                f"result {name}".rstrip(),
+                f"slices of the batch have results of sizes that cannot be put together: {found}",
+                "let forward return the same size for every slice (total_length= of pad_packed_sequence), or "
+                "use 1 replica and 1 micro-batch",
+            ) from error
+    if rows.combination == "sum":
+        return sum(column[1:], column[0])
+    if rows.combination == "mean":
+        shares = [size / sum(sizes) for size in sizes]
+        first, *others = (value * share for value, share in zip(column, shares, strict=True))
+        return sum(others, first)
+    return column[0]

@@ -40,11 +40,7 @@ def placement_notes(
             for each in program.call.inputs
             if each.batch_dim is not None
         ]
-        notes.append(
-            f"The batch is split along dim 0 of {', '.join(split)}. Computations across rows of the "
-            "batch (a mean, similarities between rows, sequence-first layers) see one slice at a "
-            "time, as with nn.DataParallel."
-        )
+        notes.append(f"The batch is split along dim 0 of {', '.join(split)}.")
     if is_split and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
         notes.append(
             "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "

@@ -57,6 +57,7 @@ from placer.program.leaves import (
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
 from placer.program.result import flatten_result, result_tensors
+from placer.program.rows import Rows
 from placer.program.state import first_names, named_state
 from placer.program.targets import SELECTS
 from placer.program.types import (
@@ -86,6 +87,7 @@ __all__ = [
     "IgnoreDeviceMoves",
     "Path",
     "Program",
+    "Rows",
     "SplitRules",
     "WholeModule",
     "bind_arguments",

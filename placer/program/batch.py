@@ -8,6 +8,7 @@ Where it takes both, the example cannot tell.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,6 +49,16 @@ class SplitRules:
     def with_names(self, names: Mapping[str, BatchDim]) -> SplitRules:
         """These rules and the dimensions of more inputs, which win; patterns need not match any more."""
         return replace(self, names={**self.names, **names}, is_checked=True)
+
+    def says(self, names: Sequence[str], dims: Sequence[BatchDim]) -> bool:
+        """Has the user said of every input with rows how it is split?"""
+        said = {name for pattern in self.patterns for name in match_paths(pattern, names)}
+        return all(n in said for n, dim in zip(names, dims, strict=True) if dim is not None)
+
+    def spell(self, names: Sequence[str], dims: Sequence[BatchDim]) -> str:
+        """The spec's ``inputs`` for these dimensions, as JSON."""
+        pairs = zip(names, dims, strict=True)
+        return json.dumps({name: {"batch_dim": dim} for name, dim in pairs if dim is not None})
 
     def resolve(self, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[str, BatchDim]:
         """The known dimension of each of the inputs ``names``.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from placer.errors import CaptureError, nearest
 from placer.program.batch import BatchDim
-from placer.program.result import ResultFormat
+from placer.program.result import ResultFormat, readable
 from placer.program.types import TENSOR, CallFormat, Input
 
 _RECAPTURE = "call it as it was captured, or compile it again with these arguments"
@@ -206,7 +205,7 @@ def bind_arguments(
         signature=signature,
         in_spec=in_spec,
         positional=positional,
-        leaf_names=tuple(_readable(path) for path, _ in paths),
+        leaf_names=tuple(readable(path) for path, _ in paths),
         leaves=tuple(leaf for _, leaf in paths),
     )
 
@@ -223,11 +222,6 @@ def _mismatch(
     hint = f"did you mean {close!r}? " if close else ""
     problem = f"forward has no argument {unknown[0]!r}"
     return CaptureError("arguments", problem, f"{hint}it takes {signature}")
-
-
-def _readable(path: Sequence[Any]) -> str:
-    """A key path such as ``['batch'][0]`` as ``batch.0``."""
-    return ".".join(re.sub(r"^[\[.]'?|'?\]$", "", str(key)) for key in path)
 
 
 def _spell(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
 from placer.program.record import RecordedProgram, record_model
+from placer.program.rows import RowFlow, Rows, find_rows, rows_by_size
 from placer.program.size_log import reads_rows
 from placer.program.state import named_state
 from placer.program.types import Conditions, Program, WholeModule, rows_of, training_flags
@@ -111,6 +112,7 @@ class _Capture:
         self.grad = True
         self.fixed_batch_reason = ""
         self.reads_rows = False
+        self.mixing_note = ""
         self.forgotten = Forgotten()
 
     def record(self) -> RecordedProgram:
@@ -242,6 +244,51 @@ class _Capture:
             return
         raise TraceFailure(layer, reason, location)
 
+    def find_rows(
+        self,
+        recording: RecordedProgram,
+        aliasing: Aliasing,
+        state_of: Mapping[str, Collection[str]],
+    ) -> RowFlow | None:
+        """How nodes depend on the rows of the batch; None if that is not known.
+
+        Raises ``CaptureError`` if the batch is to be split and a node mixes its rows, unless the user has
+        said how the inputs are split.
+        """
+        doubled: RecordedProgram | None = self.batch.doubled
+        if doubled is None or len(doubled.shapes) != len(recording.shapes):
+            return None
+        if self.fixed_batch_reason:
+            return None
+        flow = find_rows(
+            recording.graph,
+            recording.shapes,
+            doubled.shapes,
+            self.batch.dims,
+            self.model,
+            aliasing.mutated_state_of,
+            state_of,
+        )
+        if flow.mixing and self.rules.is_split:
+            mixing = flow.mixing[0]
+            layer = recording.layer_of.get(mixing.node, "") or type(self.model).__name__
+            location = recording.location_of.get(mixing.node, "")
+            if self.rules.says(self.names, self.batch.dims):
+                self.mixing_note = (
+                    f"{layer}: {mixing.reason}. Every slice of the batch is computed by itself, as the "
+                    "spec's inputs say, so results are those of the slices, not of the whole batch."
+                )
+                return flow
+            said = self.rules.spell(self.names, self.batch.dims)
+            raise CaptureError(
+                layer,
+                f"{mixing.reason}{f' ({location})' if location else ''}, so a slice of the batch does not "
+                "compute what the whole batch does",
+                "use 1 replica and 1 micro-batch; or, if slices may be computed by themselves, as under "
+                f'nn.DataParallel, say so in the spec: "inputs": {said}',
+            )
+        return flow
+
     def _run_larger(self, inputs: Sequence[Tensor]) -> tuple[RecordedProgram | None, str]:
         """Record with a larger batch; None and the reason if that fails."""
         try:
@@ -306,17 +353,19 @@ def _assemble(
     graph = recording.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     modules = dict(model.named_modules(remove_duplicate=False))
+    state_of = {node.name: _state_of(node, modules, recording.constants) for node in nodes}
     whole = {
         path: WholeModule(layer=path, reason=_CHECKPOINTED, location=location)
         for path, location in recording.checkpointed.items()
     } | capture.whole
+    flow = capture.find_rows(recording, aliasing, state_of)
     called = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
     return Program(
         model=model,
         graph=graph,
         order=tuple(node.name for node in nodes),
         layer_of={node.name: recording.layer_of[node.name] for node in nodes},
-        state_of={node.name: _state_of(node, modules, recording.constants) for node in nodes},
+        state_of=state_of,
         mutated_state_of=aliasing.mutated_state_of,
         mutated_inputs=aliasing.mutated_inputs,
         colocated=aliasing.colocated,
@@ -345,9 +394,23 @@ def _assemble(
             grad=recording.grad,
             hooked_by_forward=capture.forgotten.hooks,
         ),
+        results=_result_rows(recording, capture.batch.doubled, flow),
         fixed_batch_reason=capture.fixed_batch_reason,
-        notes=_side_effect_notes(recording),
+        notes=(*filter(None, (capture.mixing_note,)), *_side_effect_notes(recording)),
     )
+
+
+def _result_rows(
+    recording: RecordedProgram, doubled: RecordedProgram | None, flow: RowFlow | None
+) -> tuple[Rows, ...]:
+    """How each leaf of the result depends on the rows of the batch; by its shape if nodes are not known."""
+    (leaves,) = recording.graph.output_node().args
+    assert isinstance(leaves, list | tuple)
+    if flow is not None:
+        return tuple(flow.rows[x.name] if isinstance(x, fx.Node) else Rows() for x in leaves)
+    if doubled is None or len(doubled.results) != len(recording.results):
+        return tuple(Rows(combination=None) for _ in leaves)
+    return tuple(map(rows_by_size, recording.results, doubled.results))
 
 
 def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ class RecordedProgram:
         bool | None
     )  # the answer given to ``torch.is_grad_enabled()``; None if forward never asked
     sizes: SizeLog
+    shapes: tuple[Any, ...]  # per node: the shape of its tensor, its number, or None
 
 
 class UnlocatedRandomDraw(TraceFailure):
@@ -126,6 +127,7 @@ def record_model(
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
         sizes=sizes,
+        shapes=writer.shapes,
     )
 
 

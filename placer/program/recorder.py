@@ -175,7 +175,8 @@ class Recorder(TorchFunctionMode):
             leaves, self.result = flatten_result(
                 result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat)
             )
-            self.results = tuple(x.shape if isinstance(x, Tensor) else plain(x) for x in leaves)
+            with without_torch_function():
+                self.results = tuple(x.shape if isinstance(x, Tensor) else plain(x) for x in leaves)
             return [self.writer.argument(leaf) for leaf in leaves]
 
         args, kwargs = rebuild_call(bound, inputs)

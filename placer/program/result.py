@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import io
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from placer.program.failure import Untraceable
 
@@ -52,6 +53,9 @@ class ResultFormat:
 
     spec: TreeSpec
     objects: tuple[PackedObject | None, ...]  # per leaf of ``spec``: an object, or None: itself
+    names: tuple[
+        str, ...
+    ]  # per leaf of the flat list, such as "0.loss"; "" for a result that is one leaf
 
     def visible(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that a loss is assumed to read: all except those of objects such as caches."""
@@ -80,14 +84,18 @@ def flatten_result(
     Inside objects that pytree does not flatten, the leaves are tensors and everything that ``is_leaf``
     accepts. Raises ``Untraceable`` for an object that cannot be pickled.
     """
-    found, spec = tree_flatten(result)
+    paths, spec = tree_flatten_with_path(result)
+    found = [leaf for _, leaf in paths]
+    names: list[str] = []
     only_objects = not any(isinstance(x, Tensor) and x.is_floating_point() for x in found)
     leaves: list[Any] = []
     objects: list[PackedObject | None] = []
-    for leaf in found:
+    for path, leaf in paths:
+        name = readable(path)
         if isinstance(leaf, (Tensor, torch.device, *PLAIN)):
             leaves.append(leaf)
             objects.append(None)
+            names.append(name)
             continue
         pickler = _Pickler(is_leaf)
         try:
@@ -106,7 +114,13 @@ def flatten_result(
             )
         )
         leaves += pickler.leaves
-    return leaves, ResultFormat(spec=spec, objects=tuple(objects))
+        names += [f"{name}.{i}".lstrip(".") for i in range(len(pickler.leaves))]
+    return leaves, ResultFormat(spec=spec, objects=tuple(objects), names=tuple(names))
+
+
+def readable(path: Sequence[Any]) -> str:
+    """A key path of pytree such as ``['batch'][0]`` as ``batch.0``."""
+    return ".".join(re.sub(r"^[\[.]'?|'?\]$", "", str(key)) for key in path)
 
 
 def result_tensors(result: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ from placer.program.batch import BatchDim
 from placer.program.guards import AttributeGuard
 from placer.program.objects import Path
 from placer.program.result import ResultFormat
+from placer.program.rows import Rows
 from placer.program.size_log import Reading
 
 
@@ -114,6 +115,7 @@ class Program:
     whole_modules: tuple[WholeModule, ...]
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
     conditions: Conditions
+    results: tuple[Rows, ...]  # how each leaf of the result depends on the rows of the batch
     fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
     constant_paths: Mapping[str, Path] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from placer._torch import HOOK_TABLES
 from placer.program.call import BoundCall, placeholder_names, rebuild_call
@@ -66,15 +66,16 @@ def record_whole(
     form = replace(bound, leaves=bound.constants)  # keeps no tensor of the caller's
     call = WholeRoot(_skeleton(model), tuple(names), partial(rebuild_call, form))
     node = writer.node("call_function", call, (*state, *inputs))
-    graph = writer.finish(
-        [
-            writer.node("call_function", operator.getitem, (node, i))
-            if isinstance(leaf, Tensor | int | float)
-            else leaf
-            for i, leaf in enumerate(leaves)
-        ],
-        {},
-    )
+    numbers: dict[fx.Node, Any] = {}
+    results: list[Any] = list(leaves)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor | int | float):
+            results[i] = writer.node("call_function", operator.getitem, (node, i))
+            if isinstance(leaf, Tensor):
+                writer.bind(leaf, results[i])
+            else:
+                numbers[results[i]] = leaf
+    graph = writer.finish(results, numbers)
     return RecordedProgram(
         graph=graph,
         layer_of=dict.fromkeys(writer.layer_of, ""),
@@ -87,6 +88,7 @@ def record_whole(
         checkpointed={},
         grad=None,
         sizes=SizeLog(),
+        shapes=writer.shapes,
     )
 
 

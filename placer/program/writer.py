@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 
+from placer._torch import without_torch_function
 from placer.program.failure import Untraceable, locate_caller
 from placer.program.fake import FakeConverter
 from placer.program.operand_order import sort_operands
@@ -41,8 +42,11 @@ class GraphWriter:
         self.layer_of: dict[str, str] = {}
         self.location_of: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
+        self.shapes: tuple[
+            Any, ...
+        ] = ()  # of the finished graph's nodes: also numbers; None for tuples
         self._node_of: dict[int, fx.Node] = {}
-        self._alive: list[Tensor] = []  # keeps the ids in _node_of valid
+        self._made: list[tuple[fx.Node, Tensor]] = []  # keeps the ids in _node_of valid
         self._pure: set[fx.Node] = set()
         self._taken: set[str] = set()
         self._state = {
@@ -114,6 +118,9 @@ class GraphWriter:
             if node in self._pure and not node.users:
                 self.graph.erase_node(node)
         sort_operands(self.graph, numbers, self.layer_of)
+        with without_torch_function():
+            shape_of = {node: tensor.shape for node, tensor in self._made}
+        self.shapes = tuple(shape_of.get(node, numbers.get(node)) for node in self.graph.nodes)
         if not named:
             return self.graph
         self.graph.lint()
@@ -133,7 +140,7 @@ class GraphWriter:
         if isinstance(value, Tensor):
             bound.add(id(value))
             self._node_of[id(value)] = node
-            self._alive.append(value)
+            self._made.append((node, value))
             return
         function: Callable[..., Any] = operator.getitem
         items: Iterable[tuple[Any, Any]] = ()
@@ -166,7 +173,9 @@ class GraphWriter:
         if id(tensor) in self._node_of:
             return self._node_of[id(tensor)]
         if id(tensor) in self._state:
-            return self.node("get_attr", self._state[id(tensor)])
+            node = self.node("get_attr", self._state[id(tensor)])
+            self._made.append((node, tensor))
+            return node
         original = self.converter.original(tensor)
         if original is None:
             if type(tensor) not in (Tensor, nn.Parameter):

@@ -518,7 +518,10 @@ def test_kept(name: str, cut: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     model = CASES[name]().double()
     spec = PlacementSpec(
-        devices=[f"cpu:{i}" for i in range(stages)], replicas=replicas, microbatches=microbatches
+        devices=[f"cpu:{i}" for i in range(stages)],
+        replicas=replicas,
+        microbatches=microbatches,
+        inputs={"x": {"batch_dim": 0}},  # some compute across rows: of each slice by itself
     )
     scheduled = "backward hooks on the model" not in name  # step() refuses those, tested below
     placed = assert_same(model, spec, (_input(),), scheduled=scheduled)

@@ -353,7 +353,7 @@ def test_a_module_of_two_names(layers: dict[str, str], device: str, note: str | 
 @pytest.mark.parametrize(("fields", "told"), [({}, False), ({"replicas": 2}, True)])
 def test_what_a_cut_of_the_batch_means_is_noted(fields: dict[str, Any], told: bool) -> None:
     spec = {"devices": ["cpu:0"], "replica_devices": [], **fields}
-    notes = placer.make_plan(nn.GRU(4, 4), spec, torch.ones(6, 2, 4)).notes
+    notes = placer.make_plan(nn.GRU(4, 4, batch_first=True), spec, torch.ones(6, 2, 4)).notes
     assert any("split along dim 0 of input." in note for note in notes) is told
 
 

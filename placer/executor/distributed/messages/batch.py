@@ -175,7 +175,7 @@ def gather_result(
             gathered.append(
                 _broadcast_leaves(crossings.result, given, source, finder.device, broadcast)
             )
-    return join_results(crossings.staged, gathered)
+    return join_results(crossings.staged, gathered, batch.sizes)
 
 
 def _broadcast_leaves(

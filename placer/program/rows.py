@@ -1,0 +1,448 @@
+"""How values depend on the rows of the batch: which have a part per row, and what mixes rows.
+
+A recording is compared with that of twice the batch, node by node. A dimension that is twice as large has the
+rows; a value that depends on them but does not grow is a statistic of the batch. Where a value with rows is
+computed from a statistic, or along the rows, a slice of the batch gives other results than the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from placer.program.batch import BatchDim
+from placer.program.targets import SELECTS, UnderModes
+
+Combination = Literal["same", "mean", "sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """How a value of the whole batch follows from those of its slices.
+
+    ``dim`` is the dimension along which those of the slices are concatenated. Without, ``combination`` says
+    how they give the whole: all are the same, or theirs is a mean or a sum over rows; None if that is not
+    known. ``depends``: it depends on the values of inputs that are split. ``blocks``: the rows come so many
+    times, one block after the other. ``numbered``: it is made from the numbers of the rows, 0, 1, 2, …, which
+    begin anew in every slice.
+    """
+
+    dim: BatchDim = None
+    combination: Combination | None = "same"
+    depends: bool = False
+    blocks: int = 1
+    numbered: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """A node whose result has rows that depend on other rows of the batch."""
+
+    node: str
+    reason: str  # begins with "it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFlow:
+    """How each node depends on the rows of the batch, and the nodes that mix rows."""
+
+    rows: Mapping[str, Rows]
+    mixing: tuple[Mixing, ...]
+
+
+Shapes = Sequence[Any]
+"""For each node of a graph: the shape of its tensor, its number, or None if it is neither."""
+
+
+def find_rows(
+    graph: fx.Graph,
+    shapes: Shapes,
+    doubled: Shapes,
+    batch_dims: Sequence[BatchDim],
+    model: nn.Module,
+    written: Mapping[str, Collection[str]],
+    read: Mapping[str, Collection[str]],
+) -> RowFlow:
+    """Follow the rows through ``graph``; ``doubled`` are the shapes for twice the batch.
+
+    ``batch_dims`` are those of the placeholders. ``written`` and ``read`` have the names of parameters and
+    buffers that nodes write and read.
+    """
+    flow = _Flow(dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)), model)
+    dims = iter(batch_dims)
+    changed: set[str] = set()  # state that depends on the batch
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            flow.start(node, next(dims))
+            continue
+        state_mixes = not flow.is_batch_norm(node) and changed.intersection(read.get(node.name, ()))
+        flow.follow(node, state_mixes=bool(state_mixes))
+        # What a module writes need not depend on the batch (a spectral norm), and cannot be seen here.
+        if flow.rows[node].depends and node.op != "call_module":
+            changed.update(written.get(node.name, ()))
+    return RowFlow(
+        rows={node.name: rows for node, rows in flow.rows.items()}, mixing=tuple(flow.mixing)
+    )
+
+
+def rows_by_size(shape: Any, doubled: Any) -> Rows:
+    """How a result depends on the batch, by its ``shape``, or number, and that for twice the batch."""
+    if isinstance(shape, torch.Size) and isinstance(doubled, torch.Size):
+        if len(shape) == len(doubled):
+            grown = [d for d, (a, b) in enumerate(zip(shape, doubled, strict=True)) if a != b]
+            if len(grown) == 1:
+                return Rows(dim=grown[0], combination=None, depends=True)
+        return Rows(combination=None, depends=True)
+    return Rows() if shape == doubled else Rows(combination=None)
+
+
+class _Flow:
+    def __init__(self, shapes: Mapping[fx.Node, tuple[Any, Any]], model: nn.Module) -> None:
+        self.rows: dict[fx.Node, Rows] = {}
+        self.mixing: list[Mixing] = []
+        self._shapes = shapes
+        self._model = model
+        self._size = 1  # rows of the batch
+
+    def start(self, node: fx.Node, dim: BatchDim) -> None:
+        self.rows[node] = Rows() if dim is None else Rows(dim=dim, combination=None, depends=True)
+        if dim is not None:
+            self._size = self._shapes[node][0][dim]
+
+    def follow(self, node: fx.Node, *, state_mixes: bool) -> None:
+        sources = [self.rows[source] for source in self._sources(node)]
+        depends = any(source.depends for source in sources) or state_mixes
+        shape, doubled = self._shapes[node]
+        numbered = any(source.numbered for source in sources) or self._name(node) in _NUMBERING
+        if not isinstance(shape, torch.Size):
+            self.rows[node] = self._other(shape, doubled, depends=depends, numbered=numbered)
+        else:
+            grown = [d for d, (a, b) in enumerate(zip(shape, doubled, strict=True)) if a != b]
+            if not grown:
+                combination = self._combination(node) if depends else "same"
+                self.rows[node] = Rows(combination=combination, depends=depends)
+            else:
+                blocks = self._blocks(node, grown[0], shape)
+                self.rows[node] = Rows(
+                    dim=grown[0],
+                    combination=None,
+                    depends=depends,
+                    blocks=blocks,
+                    numbered=numbered and not depends,
+                )
+            if depends and grown:
+                self._check(node, grown, shape, doubled, state_mixes=state_mixes)
+
+    def _other(self, value: Any, doubled: Any, *, depends: bool, numbered: bool) -> Rows:
+        """Of a number, which depends on sizes only, or of a tuple, whose items are nodes of their own."""
+        if not isinstance(value, int | float):
+            return Rows(combination=None, depends=depends, numbered=numbered and not depends)
+        if value == doubled:
+            return Rows()
+        return Rows(combination="sum" if doubled == 2 * value else None)
+
+    # -- values without rows -----------------------------------------------------------------------
+
+    def _combination(self, node: fx.Node) -> Combination | None:
+        """How the statistics of slices that ``node`` computes give that of the batch."""
+        name, module = self._name(node), self._module(node)
+        sources = [self.rows[source] for source in node.all_input_nodes]
+        found = {source.combination for source in sources}
+        if any(source.dim is not None for source in sources):
+            with_rows = all(x.dim is not None or x.combination == "same" for x in sources)
+            if not with_rows:
+                return None
+            if name in _REDUCTIONS:
+                return _REDUCTIONS[name]
+            if name in _LOSSES:
+                asked = (
+                    module.reduction if module is not None else _argument(node, "reduction", "mean")
+                )
+                return _REDUCTIONS.get(str(asked).removeprefix("batch"))
+            return None
+        if name in ("div", "true_divide", "truediv", "__truediv__") and len(node.args) == 2:
+            top, bottom = (
+                self.rows[x].combination if isinstance(x, fx.Node) else "same" for x in node.args
+            )
+            if bottom == "same":
+                return top
+            is_count = isinstance(node.args[1], fx.Node) and not self.rows[node.args[1]].depends
+            return "mean" if (top, bottom) == ("sum", "sum") and is_count else None
+        if name in ("mul", "multiply", "__mul__", "__rmul__"):
+            others = found - {"same"}
+            few = sum(source.combination != "same" for source in sources) == 1
+            return next(iter(others)) if few else None
+        if name in (
+            "add",
+            "sub",
+            "__add__",
+            "__radd__",
+            "__sub__",
+            "__rsub__",
+            "add_",
+            "sub_",
+            "rsub",
+        ):
+            plain = len(node.all_input_nodes) < len(
+                node.args
+            )  # a number, which counts once per slice
+            if found <= {"mean", "same"}:
+                return "mean"
+            return "sum" if found == {"sum"} and not plain else None
+        if name in _LINEAR and len(found - {"same"}) == 1 and len(found) == 1:
+            return next(iter(found))
+        return None
+
+    # -- values with rows --------------------------------------------------------------------------
+
+    def _blocks(self, node: fx.Node, dim: int, shape: torch.Size) -> int:
+        """How often the rows come one after the other along ``dim``."""
+        name = self._name(node)
+        sources = [x for x in node.all_input_nodes if self.rows[x].dim is not None]
+        if not sources:
+            return 1
+        blocks = max(self.rows[source].blocks for source in sources)
+        first = sources[0]
+        if name in ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"):
+            inside = self._shapes[first][0]
+            if isinstance(inside, torch.Size):
+                before = math.prod(inside[: self.rows[first].dim]) * self.rows[first].blocks
+                return max(1, before // max(1, math.prod(shape[:dim])))
+        if name in ("cat", "concat", "concatenate"):
+            along = _argument(node, "dim", 0, position=1)
+            if along % len(shape) == dim:
+                return sum(self.rows[source].blocks for source in sources)
+        if name in ("repeat", "tile"):
+            times = _flat(node.args[1:])
+            given = times[dim - len(shape)] if len(times) >= len(shape) - dim else 1
+            blocks *= int(given) if isinstance(given, int) else 1
+        if name in SELECT_NAMES and self._name(first) in _SPLITS:
+            whole = next((x for x in first.all_input_nodes if self.rows[x].dim == dim), None)
+            if whole is not None:
+                size: int = self._shapes[whole][0][dim]
+                return max(1, self.rows[whole].blocks * shape[dim] // size)
+        return blocks
+
+    def _check(
+        self, node: fx.Node, grown: list[int], shape: Any, doubled: Any, *, state_mixes: bool
+    ) -> None:
+        """Note ``node`` if its rows depend on other rows."""
+        dim = grown[0]
+        if self.is_batch_norm(node):
+            return
+        statistic = next(
+            (x for x in self._tensors_read(node) if self.rows[x].depends and self._is_statistic(x)),
+            None,
+        )
+        if state_mixes:
+            self._note(node, "it reads a buffer or parameter that was set from the batch")
+        elif statistic is not None:
+            self._note(node, f"it uses a statistic of the batch ({statistic.name})")
+        elif len(grown) > 1:
+            self._note(node, "it pairs the rows of the batch with each other")
+        elif doubled[dim] != 2 * shape[dim] or shape[dim] % self._size:
+            self._note(node, "it regroups the rows of the batch")
+        elif self._along_rows(node):
+            self._note(node, "it computes along the rows of the batch")
+        elif self._name(node) not in _INDEXING and any(
+            self.rows[source].numbered for source in self._tensors_read(node)
+        ):
+            self._note(node, "it uses the numbers of the rows, which begin anew in every slice")
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes whose values ``node`` reads, not only their shapes or types."""
+        name = self._name(node)
+        if name.endswith("_like") or name.startswith("new_"):
+            return []
+        if name.endswith("_as") or name == "to":
+            return [x for x in node.all_input_nodes if x is node.args[0]]
+        return node.all_input_nodes
+
+    def _tensors_read(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Nodes whose values ``node`` reads; for an item of a tuple, what the tuple was made from."""
+        for source in self._sources(node):
+            value = self._shapes[source][0]
+            if isinstance(value, torch.Size):
+                yield source
+            elif value is None and node.target in SELECTS and source.op != "placeholder":
+                yield from self._tensors_read(source)
+
+    def _is_statistic(self, node: fx.Node) -> bool:
+        return isinstance(self._shapes[node][0], torch.Size) and self.rows[node].dim is None
+
+    def _along_rows(self, node: fx.Node) -> bool:
+        """Does ``node`` compute along the dimension that has the rows?"""
+        while node.target in SELECTS and isinstance(node.args[0], fx.Node):
+            if isinstance(self._shapes[node.args[0]][0], torch.Size):
+                break
+            node = node.args[0]
+        name, module = self._name(node), self._module(node)
+        sources = [x for x in node.all_input_nodes if self.rows[x].dim is not None]
+        if not sources or not isinstance(self._shapes[sources[0]][0], torch.Size):
+            return False
+        first = sources[0]
+        dim, rank = self.rows[first].dim, len(self._shapes[first][0])
+        assert dim is not None
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            return dim != (0 if module.batch_first else 1) or rank < 3
+        if name == "scaled_dot_product_attention":
+            return dim >= rank - 2
+        if name in _ALONG:
+            given: Any = _argument(
+                node, "dim", _argument(node, "dims", None, position=1), position=1
+            )
+            if module is not None:
+                given = getattr(module, "dim", None)
+            along = [x % rank for x in _flat((given,)) if isinstance(x, int)]
+            return dim in along or (given is None and name in ("flip", "roll", "cumsum"))
+        if name in ("getitem", "__getitem__"):
+            return self._picks_rows(node, dim)
+        if name in (
+            "index_select",
+            "gather",
+            "take_along_dim",
+            "scatter",
+            "scatter_add",
+            "index_add",
+        ):
+            along = _argument(node, "dim", None, position=1)
+            index = _argument(node, "index", None, position=2)
+            inside = isinstance(along, int) and along % rank == dim and node.args[0] is first
+            return inside and isinstance(index, fx.Node) and not self._is_position(index)
+        return False
+
+    def _picks_rows(self, node: fx.Node, dim: int) -> bool:
+        """Does ``x[index]`` choose rows by a tensor other than ``torch.arange``?"""
+        index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
+        position = 0
+        rank = len(self._shapes[node.args[0]][0])  # type: ignore[index]
+        for part in index:
+            if part is None:
+                continue
+            if part is ...:
+                position = rank - sum(x is not None and x is not ... for x in index) + position
+                continue
+            if position == dim and isinstance(part, fx.Node):
+                is_tensor = isinstance(self._shapes[part][0], torch.Size)
+                return is_tensor and not self._is_position(part)
+            position += 1
+        return False
+
+    def _is_position(self, node: fx.Node) -> bool:
+        """Is it the numbers of the rows, 0, 1, 2, …?"""
+        name = self._name(node)
+        if name == "arange":
+            return True
+        passes = name in _LINEAR or name in ("long", "int", "getitem", "__getitem__")
+        sources = [x for x in node.all_input_nodes if isinstance(self._shapes[x][0], torch.Size)]
+        return passes and len(sources) == 1 and self._is_position(sources[0])
+
+    def _note(self, node: fx.Node, reason: str) -> None:
+        self.mixing.append(Mixing(node=node.name, reason=reason))
+
+    # -- what a node calls -------------------------------------------------------------------------
+
+    def is_batch_norm(self, node: fx.Node) -> bool:
+        """Does ``node`` normalise by statistics of the batch? The spec says what that means for slices."""
+        module = self._module(node)
+        if module is not None:
+            return isinstance(module, nn.modules.batchnorm._BatchNorm)
+        return self._name(node) == "batch_norm"
+
+    def _module(self, node: fx.Node) -> nn.Module | None:
+        if node.op == "call_module":
+            return self._model.get_submodule(str(node.target))
+        return None
+
+    def _name(self, node: fx.Node) -> str:
+        module = self._module(node)
+        if module is not None:
+            return _FUNCTION_OF.get(type(module), type(module).__name__)
+        target: Any = node.target
+        if isinstance(target, UnderModes):
+            target = target.function
+        return str(getattr(target, "__name__", target)).removesuffix(".default")
+
+
+_REDUCTIONS: Mapping[str, Combination] = {"mean": "mean", "sum": "sum", "count_nonzero": "sum"}
+_LOSSES = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
+    *("binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss"),
+)
+_FUNCTION_OF: Mapping[type[nn.Module], str] = {
+    nn.MSELoss: "mse_loss",
+    nn.L1Loss: "l1_loss",
+    nn.SmoothL1Loss: "smooth_l1_loss",
+    nn.HuberLoss: "huber_loss",
+    nn.BCELoss: "binary_cross_entropy",
+    nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
+    nn.KLDivLoss: "kl_div",
+    nn.Softmax: "softmax",
+    nn.LogSoftmax: "log_softmax",
+}
+# Functions f with f(a + b) = f(a) + f(b) and f(c * a) = c * f(a)
+_LINEAR = (
+    *("neg", "clone", "detach", "to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "expand", "permute"),
+    *(
+        "transpose",
+        "t",
+        "getitem",
+        "__getitem__",
+        "select",
+        "stack",
+        "cat",
+        "sum",
+        "mean",
+        "getattr",
+    ),
+)
+_ALONG = (
+    *("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
+    *("sort", "argsort", "flip", "roll"),
+)
+_SPLITS = ("chunk", "split", "tensor_split", "unbind")
+_NUMBERING = ("arange", "linspace", "randperm", "tril_indices", "triu_indices", "meshgrid")
+_INDEXING = (
+    *(
+        "getitem",
+        "__getitem__",
+        "setitem",
+        "__setitem__",
+        "index_select",
+        "gather",
+        "take_along_dim",
+    ),
+    *(
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "index_add",
+        "index_add_",
+        "index_copy_",
+    ),
+    *("index_put", "index_put_", "index_fill", "index_fill_"),
+)
+SELECT_NAMES: Collection[str] = ("getitem", "get_field")
+
+
+def _argument(node: fx.Node, name: str, default: Any, *, position: int | None = None) -> Any:
+    if name in node.kwargs:
+        return node.kwargs[name]
+    if position is not None and len(node.args) > position:
+        return node.args[position]
+    return default
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, tuple | list):
+        return [item for part in value for item in _flat(part)]
+    return [value]
