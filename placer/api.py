@@ -277,7 +277,7 @@ def _refuse_placed(model: nn.Module) -> None:
 
 
 def _rules(wanted: PlacementSpec | Plan) -> SplitRules:
-    return SplitRules.of(wanted.batch_dims, wanted.replicas, wanted.microbatches)
+    return SplitRules.of(wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches)
 
 
 def _capture(

@@ -24,7 +24,13 @@ from placer.executor.scatter import ScatteredBatch, join_results, scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
 from placer.precision import full_precision, precision_context
-from placer.program import IgnoreDeviceMoves, flatten_call, flatten_result, rebuild_call
+from placer.program import (
+    IgnoreDeviceMoves,
+    flatten_call,
+    flatten_result,
+    rebuild_call,
+    unflatten_output,
+)
 from placer.program.copying import copy_module
 from placer.program.python_random import keep_random
 from placer.program.random_layers import find_random_layers
@@ -259,13 +265,13 @@ def _run_slices(
         statistics.set_counters(plain)
         update_statistics(plain, statistics.take_moments())
     leaves = [_leaves(output) for output in outputs]
-    if any(len(found) != len(staged.result) for found in leaves):
+    if any(len(found) != len(call.result.names) for found in leaves):
         raise PlacerError(
             "the model's result",
             "is an object that holds sizes of the batch, and those of slices cannot be joined",
             "verify it with 1 replica and 1 micro-batch",
         )
-    return join_results(staged, leaves, batch.sizes)
+    return unflatten_output(call, join_results(staged, leaves, batch.sizes))
 
 
 def _call_plain(

@@ -40,7 +40,9 @@ class LoadedModel:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
         rules = None
         if wanted is not None:
-            rules = SplitRules.of(wanted.batch_dims, wanted.replicas, wanted.microbatches)
+            rules = SplitRules.of(
+                wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches
+            )
         program = capture_model(
             self.model,
             self.args,

@@ -71,6 +71,7 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
         written_inputs=frozenset(program.mutated_inputs),
         result=result,
         rows=program.results,
+        stored=program.stored,
         state_stage=_owners(program, stage_of),
         constants=dict(program.constants),
         constant_paths=program.constant_paths,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from placer.program import CallFormat, Conditions, Path, Rows
+from placer.program import CallFormat, Conditions, Path, Rows, Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,8 @@ class StagedModel:
 
     ``graph_inputs`` are the names of the model's tensor inputs, ``written_inputs`` those that its
     forward changes in place. ``result`` is the flat list of its outputs, each ``("value", node)`` or
-    ``("constant", object)``; ``rows`` says how each of them depends on the rows of the batch.
+    ``("constant", object)``, followed by the values that forward stores, which ``stored`` describes.
+    ``rows`` says how each of them depends on the rows of the batch.
     ``state_stage`` is the stage that owns each parameter and buffer: the first one that reads it.
     Later stages that read it get a copy.
     """
@@ -65,11 +66,16 @@ class StagedModel:
     written_inputs: frozenset[str]
     result: tuple[tuple[str, Any], ...]
     rows: tuple[Rows, ...]
+    stored: tuple[Stored, ...]
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
     constant_paths: Mapping[str, Path]  # paths of the constants in attributes of modules
     call: CallFormat
     conditions: Conditions  # the conditions under which the stages compute what the model does
+
+    def stored_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Those of the result's ``leaves`` that forward stores."""
+        return leaves[len(self.call.result.names) :]
 
     def example_inputs(self) -> list[torch.Tensor]:
         """Tensors on ``meta`` like the inputs that the model was captured with."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from placer.emit import StagedModel
 from placer.executor.caller_graph import CallerGraph, shared_graph
@@ -34,24 +35,26 @@ from placer.executor.pickled import (
     model_signature,
 )
 from placer.executor.place import CALLER, Place, is_on
-from placer.executor.programs import Programs, ProgramsByCall
+from placer.executor.programs import Call, Programs, ProgramsByCall
 from placer.executor.replica import Replica
 from placer.executor.sampler import ReplicaSampler
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,
+    check_results,
     join_results,
     scatter_batch,
     split_target,
     unwrap_target,
 )
 from placer.executor.signature import MethodWithSignature
+from placer.executor.slice_store import stored_for_slice
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
 from placer.plan.types import Plan
-from placer.program import CallFormat, rebuild_call, unflatten_output
+from placer.program import CallFormat, Target, rebuild_call, set_flags, store, unflatten_output
 from placer.schedule import one_process_order
 
 _SHARED_TABLES = tuple(name for name in vars(nn.Module()) if name != "training")
@@ -218,18 +221,22 @@ class PlacedModule(nn.Module):
         ``CaptureError`` when the call differs from the captured one and cannot be captured.
         """
         refuse_compile()
-        return self._run(*self._calls.find(args, kwargs))
+        return self._run(self._calls.find(args, kwargs))
 
     _forward.__name__ = "forward"
     forward = MethodWithSignature(_forward, lambda module: module._programs.call.signature)
 
     def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
         """`forward` for the flattened tensor inputs of the captured call."""
-        return self._run(self._programs, leaves)
+        return self._run(Call(self._programs, leaves, {}))
 
-    def _run(self, programs: Programs, leaves: list[torch.Tensor]) -> Any:
+    def _run(self, call: Call) -> Any:
+        programs, leaves, _ = call
         home = self._replicas[0].output_place
+        set_flags(programs.captured.stored, Target(model=self._tree, inputs=leaves))
         batch = self._scatter(programs.call, leaves)
+        if len(batch.slices) > 1:
+            check_results(programs.captured)
         results = []
         with self._deferred_statistics():
             for index, runs in enumerate(self._runs(programs, batch)):
@@ -238,7 +245,16 @@ class PlacedModule(nn.Module):
                     results.append(transfer(result, run.replica.output_place, home))
                 if index == 0:
                     self._write_back(runs)
-        return join_results(run.replica.staged, results, batch.sizes)
+        staged = run.replica.staged
+        joined = join_results(staged, results, batch.sizes)
+        self._store(staged, joined, call)
+        return unflatten_output(staged.call, joined)
+
+    def _store(self, staged: StagedModel, leaves: Sequence[Any], call: Call) -> None:
+        """Leave behind what forward would have left; ``leaves`` are those of the whole batch's result."""
+        if staged.stored:
+            target = Target(model=self._tree, arguments=call.arguments, inputs=call.leaves)
+            store(staged.stored, staged.stored_leaves(leaves), target)
 
     def _runs(
         self,
@@ -346,7 +362,7 @@ class PlacedModule(nn.Module):
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
         loss = self._step(
-            *self._calls.find(args, kwargs, step=True),
+            self._calls.find(args, kwargs, step=True),
             target=target,
             loss_of=loss_of,
             own_rows=own_rows,
@@ -359,12 +375,12 @@ class PlacedModule(nn.Module):
         self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """`step` for the flattened inputs of the captured call, without a target, for a mean over rows."""
-        return self._step(self._programs, leaves, loss_of=StepLoss(loss_fn, reduction="mean"))
+        call = Call(self._programs, leaves, {})
+        return self._step(call, loss_of=StepLoss(loss_fn, reduction="mean"))
 
     def _step(
         self,
-        programs: Programs,
-        leaves: list[torch.Tensor],
+        call: Call,
         *,
         loss_of: StepLoss,
         target: Any = None,
@@ -372,22 +388,28 @@ class PlacedModule(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
         # ``own_rows`` makes no difference here: a single process always has all rows.
+        programs, leaves, _ = call
+        set_flags(programs.captured.stored, Target(model=self._tree, inputs=leaves))
         callers = CallerGraph()
         target = callers.cut(target)
         batch = self._scatter(programs.call, callers.cut(leaves))
         targets = split_target(target, batch.total, batch.sizes)
         counts = self._count(loss_of, target, targets, batch.total)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
-        losses = []
+        losses: list[torch.Tensor] = []
+        kept: list[Sequence[Any]] = []
         in_parts = len(batch.slices) > 1 or len(self.plan.stages) > 1
         hooked = self._tree.parameters() if in_parts else ()
         with self._deferred_statistics(), hooks_run_once(hooked):
             for index, runs in enumerate(self._runs(programs, batch, targets, counts)):
-                losses += self._replica_step(runs, loss_of, scale)
+                losses += self._replica_step(runs, loss_of, scale, kept)
                 if index == 0:
                     self._write_back(runs)
+                staged = runs[-1].replica.staged
         callers.backward()
         home = self._replicas[0].output_place
+        if staged.stored:
+            self._store(staged, join_results(staged, kept, batch.sizes), call)
         return torch.stack([loss.to(home.device) for loss in losses]).sum()
 
     @property
@@ -430,18 +452,29 @@ class PlacedModule(nn.Module):
         return torch.amp.GradScaler(self.output_device.type, **options)
 
     def _replica_step(
-        self, runs: list[PlacedMicrobatch], loss_of: StepLoss, scale: float
+        self,
+        runs: list[PlacedMicrobatch],
+        loss_of: StepLoss,
+        scale: float,
+        kept: list[Sequence[Any]],
     ) -> list[torch.Tensor]:
         """Run one replica's micro-batches and return their losses, without ``scale``.
 
-        Raises ``PlacerError`` if their backwards meet in a graph that was made before the step.
+        The leaves of their results, without graphs, are added to ``kept`` if forward stores any. Raises
+        ``PlacerError`` if their backwards meet in a graph that was made before the step.
         """
 
         def loss_of_slice(index: int, result: list[Any]) -> torch.Tensor:
             given = runs[index]
-            return self._loss_of_slice(
-                loss_of, given, unflatten_output(given.replica.staged.call, result)
-            )
+            staged = given.replica.staged
+            output = unflatten_output(staged.call, result)
+            if not staged.stored:
+                return self._loss_of_slice(loss_of, given, output)
+            home = self._replicas[0].output_place
+            leaves = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            kept.append(transfer(leaves, given.replica.output_place, home))
+            with stored_for_slice(staged, result, self._tree):
+                return self._loss_of_slice(loss_of, given, output)
 
         actions = one_process_order(self.plan.schedule, len(self._staged.stages), len(runs))
         try:

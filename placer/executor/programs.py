@@ -267,7 +267,15 @@ def capture_for_plan(
 
 def plan_rules(plan: Plan) -> SplitRules:
     """How the inputs of ``plan`` are split."""
-    return SplitRules.of(plan.batch_dims, plan.replicas, plan.microbatches)
+    return SplitRules.of(plan.batch_dims, plan.stored, plan.replicas, plan.microbatches)
+
+
+class Call(NamedTuple):
+    """A call of a placed model: its programs, its tensors, and its arguments as the caller passed them."""
+
+    programs: Programs
+    leaves: list[Tensor]
+    arguments: Mapping[str, Any]
 
 
 class ProgramsByCall:
@@ -292,10 +300,8 @@ class ProgramsByCall:
         """The plain attributes that any of these programs reads."""
         return [guard for programs in self._known for guard in programs.guards]
 
-    def find(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: bool = False
-    ) -> tuple[Programs, list[Tensor]]:
-        """The programs for a call, and its tensors; a new kind of call is captured.
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: bool = False) -> Call:
+        """The programs for a call, its tensors and arguments; a new kind of call is captured.
 
         ``step`` says whether ``placed.step`` was called or ``placed(x)``, for error messages.
 
@@ -312,7 +318,7 @@ class ProgramsByCall:
             raise CaptureError(error.where, error.problem, remedy) from None
         for programs in self._known:
             if call_difference(programs.call, bound) is None:
-                return programs, call_tensors(programs.call, bound)
+                return Call(programs, call_tensors(programs.call, bound), bound.arguments)
         difference = call_difference(captured.call, bound)
         assert difference is not None
         plain = all(isinstance(leaf, _PLAIN_TYPES) for leaf in bound.leaves)
@@ -326,7 +332,8 @@ class ProgramsByCall:
             )
         self._before_capture()
         self._known.append(captured.for_call(bound))
-        return self._known[-1], call_tensors(self._known[-1].call, bound)
+        programs = self._known[-1]
+        return Call(programs, call_tensors(programs.call, bound), bound.arguments)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.utils._pytree import (
 
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError
-from placer.program import CallFormat, Rows, rows_of, unflatten_output
+from placer.program import CallFormat, Rows, rows_of
 from placer.schedule import split_batch
 
 
@@ -177,30 +177,34 @@ def _is_whole(value: Any) -> bool:
 def check_results(staged: StagedModel) -> None:
     """Raise ``PlacerError`` if it is not known how a result of the batch follows from those of its slices."""
     for name, rows in zip(staged.call.result.names, staged.rows, strict=True):
-        if rows.numbered or (rows.dim is None and rows.combination is None):
+        if not rows.is_known:
             made = (
                 "is made from the numbers of the rows" if rows.numbered else "has no row per sample"
             )
             raise PlacerError(
                 f"result {name}".rstrip(),
                 f"{made}, and it is not known how that of the batch follows from those of its slices",
-                "use 1 replica and 1 micro-batch; or placed.step(…), whose loss_fn gets those of each slice",
+                "use 1 replica and 1 micro-batch; or placed.step(…), whose loss_fn gets those of each slice; "
+                f'or say it in the spec: "stored": {{"{f"result.{name}".rstrip(".")}": "mean"}}, "sum" or '
+                '"concatenate"',
             )
 
 
-def join_results(staged: StagedModel, slices: Sequence[Sequence[Any]], sizes: Sequence[int]) -> Any:
-    """What ``forward`` returns for the whole batch, from the result leaves of its slices.
+def join_results(
+    staged: StagedModel, slices: Sequence[Sequence[Any]], sizes: Sequence[int]
+) -> list[Any]:
+    """The leaves of the result for the whole batch, from those of its slices.
 
     Results with a row per sample are concatenated along their rows, and others are combined as is known of
     them (`placer.program.rows`). ``sizes`` are the numbers of rows of the slices. Raises ``PlacerError`` if
     slices have results of different sizes.
     """
-    leaves = list(slices[0])
-    if len(slices) > 1:
-        check_results(staged)
-        columns = zip(staged.call.result.names, zip(*slices, strict=True), staged.rows, strict=True)
-        leaves = [_join(name, column, rows, sizes) for name, column, rows in columns]
-    return unflatten_output(staged.call, leaves)
+    if len(slices) == 1:
+        return list(slices[0])
+    names = [f"result {name}".rstrip() for name in staged.call.result.names]
+    names += [name for each in staged.stored for name in each.leaf_names]
+    columns = zip(names, zip(*slices, strict=True), staged.rows, strict=True)
+    return [_join(name, column, rows, sizes) for name, column, rows in columns]
 
 
 def _join(name: str, column: tuple[Any, ...], rows: Rows, sizes: Sequence[int]) -> Any:
@@ -211,11 +215,13 @@ def _join(name: str, column: tuple[Any, ...], rows: Rows, sizes: Sequence[int]) 
         except RuntimeError as error:
             found = ", ".join("x".join(map(str, value.shape)) for value in column)
             raise PlacerError(
-                f"result {name}".rstrip(),
+                name,
                 f"slices of the batch have results of sizes that cannot be put together: {found}",
                 "let forward return the same size for every slice (total_length= of pad_packed_sequence), or "
                 "use 1 replica and 1 micro-batch",
             ) from error
+    if rows.combination == "concatenate":
+        return torch.cat(column) if column[0].dim() else torch.stack(column)
     if rows.combination == "sum":
         return sum(column[1:], column[0])
     if rows.combination == "mean":

@@ -20,6 +20,7 @@ from placer.spec.fields import (
     Objective,
     Precision,
     ScheduleName,
+    StoredRule,
 )
 
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts bytes in an int64
@@ -256,6 +257,7 @@ class Plan:
     host: HostPeak | None = None  # None: nothing is offloaded
     # The spec's ``inputs``: pattern -> dimension of the batch, None for inputs that are whole.
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    stored: Mapping[str, StoredRule] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan

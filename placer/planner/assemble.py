@@ -41,6 +41,7 @@ def assemble_plan(
         optimizer=options.optimizer,
         training=spec.training,
         batch_dims=spec.batch_dims,
+        stored=spec.stored,
         step_seconds=partition.seconds,
         optimizer_seconds=partition.optimizer_seconds,
         fingerprint=program.fingerprint,

@@ -59,6 +59,7 @@ from placer.program.objects import Path
 from placer.program.result import flatten_result, result_tensors
 from placer.program.rows import Rows
 from placer.program.state import first_names, named_state
+from placer.program.stored import Stored, Target, set_flags, store
 from placer.program.targets import SELECTS
 from placer.program.types import (
     TENSOR,
@@ -89,6 +90,8 @@ __all__ = [
     "Program",
     "Rows",
     "SplitRules",
+    "Stored",
+    "Target",
     "WholeModule",
     "bind_arguments",
     "call_difference",
@@ -115,6 +118,8 @@ __all__ = [
     "row_counts",
     "rows_of",
     "same_program",
+    "set_flags",
+    "store",
     "tensors_of",
     "training_flags",
     "unflatten_output",

@@ -94,23 +94,22 @@ class _WriteLog(DispatchMode):
         self.drew = False
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        draws, written = _effects(func)
-        self.drew = self.drew or draws
-        for index, name in written:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        for index, name in written_arguments(func):
             value = args[index] if index < len(args) else kwargs.get(name)
             self.written.update(_storages(value))
         return func(*args, **kwargs)
 
 
 @functools.cache
-def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Whether the operator draws random numbers, and position and name of each argument that it writes."""
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that the operator writes."""
     arguments = list(enumerate(func._schema.arguments))
     written = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
     if func._schema.name in _BATCH_NORMS:
         # They write running statistics (arguments 3 and 4), which their schemas do not declare.
         written += [(i, a.name) for i, a in arguments[3:5]]
-    return torch.Tag.nondeterministic_seeded in func.tags, tuple(written)
+    return tuple(written)
 
 
 _BATCH_NORMS = (

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from placer.errors import CaptureError, nearest
 from placer.program.fake import FakeConverter
+from placer.spec.fields import StoredRule
 from placer.spec.layers import match_paths
 
 # The dimension along which an input has a row per sample; None if every slice of the batch gets all of it.
@@ -29,22 +30,29 @@ _MOST_RUNS = 24  # of forward, to find the inputs that have a row per sample
 class SplitRules:
     """What is known about the inputs before forward is run.
 
-    ``patterns`` are those of a spec, ``names`` are of inputs whose dimension is known. ``is_split``: there
+    ``patterns`` are those of a spec, ``names`` are of inputs whose dimension is known. ``stored``: pattern of
+    a stored value or a result -> how those of slices give that of the batch. ``is_split``: there
     will be several slices, so an input for which the example cannot tell is an error. ``is_checked``: the
     patterns were those of another call, so one that matches no input is no mistake.
     """
 
     patterns: Mapping[str, BatchDim] = field(default_factory=dict)
     names: Mapping[str, BatchDim] = field(default_factory=dict)
+    stored: Mapping[str, StoredRule] = field(default_factory=dict)
     is_split: bool = False
     is_checked: bool = False
 
     @classmethod
     def of(
-        cls, batch_dims: Mapping[str, BatchDim], replicas: int | str, microbatches: int | str
+        cls,
+        batch_dims: Mapping[str, BatchDim],
+        stored: Mapping[str, StoredRule],
+        replicas: int | str,
+        microbatches: int | str,
     ) -> SplitRules:
         """The rules of a spec or plan with these fields; "auto" may become several."""
-        return cls(patterns=batch_dims, is_split=replicas != 1 or microbatches != 1)
+        is_split = replicas != 1 or microbatches != 1
+        return cls(patterns=batch_dims, stored=stored, is_split=is_split)
 
     def with_names(self, names: Mapping[str, BatchDim]) -> SplitRules:
         """These rules and the dimensions of more inputs, which win; patterns need not match any more."""

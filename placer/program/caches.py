@@ -1,9 +1,8 @@
-"""Isolate runs on fake tensors from caches and global variables of the model's code.
+"""Isolate runs on fake tensors from the caches of the model's code.
 
 A ``functools.lru_cache`` keeps results of earlier calls. In a recording, a cached size would be a plain
 number and a cached tensor a constant, and later the model must not find fake tensors in the cache. So cached
-functions are replaced by wrappers while a model runs on fake tensors. Afterwards, global variables and
-containers that got tensors or sizes of the run are restored.
+functions are replaced by wrappers while a model runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from placer.program.sizes import SizeFloat, SizeInt, plain
 
 @contextmanager
 def isolated_caches(reachable: ReachableState) -> Iterator[None]:
-    """Run this block without leaving results in functools caches or global variables (this thread only).
+    """Run this block without leaving results in functools caches (this thread only).
 
     Calls of a cached function with recorded sizes in their arguments bypass its cache. Other calls use the
     cache, unless the result contains a tensor: such a result is kept for this block only, and the cache that
@@ -31,8 +30,6 @@ def isolated_caches(reachable: ReachableState) -> Iterator[None]:
     """
     wrappers: dict[int, Any] = {}  # id of a cached function -> its wrapper in this block
     replaced: list[tuple[Reference, Any]] = []
-    containers: list[tuple[Any, Any]] = []  # (container, shallow copy)
-    variables: list[tuple[Reference, Any]] = []  # (reference, value)
     try:
         for reference in reachable.cached:
             if reference.read() is reference.value:
@@ -41,42 +38,11 @@ def isolated_caches(reachable: ReachableState) -> Iterator[None]:
                 wrapper = wrappers[id(reference.value)]
                 reference.write(wrapper)
                 replaced.append((reference, wrapper))
-        # Most containers are empty hook tables of modules, which need no copy.
-        containers += [(found, found.copy() if found else ()) for found in reachable.containers]
-        variables += [(reference, reference.read()) for reference in reachable.variables]
         yield
     finally:
-        for reference, before in reversed(variables):
-            _restore_variable(reference, before)
-        for container, copy in reversed(containers):
-            _restore(container, copy)
         for reference, wrapper in reversed(replaced):
             if reference.read() is wrapper:  # otherwise the model's code has replaced it
                 reference.write(reference.value)
-
-
-def _restore(container: Any, before: Any) -> None:
-    if len(container) == len(before) and _items(container) == _items(before):
-        return
-    if not _is_of_a_run(container):
-        return
-    container.clear()
-    if isinstance(container, list):
-        container.extend(before)
-    else:
-        container.update(before)
-
-
-def _items(container: Any) -> list[Any]:
-    """The ids of the items, because ``==`` on tensors does not return a bool."""
-    values = [*container.keys(), *container.values()] if isinstance(container, dict) else container
-    return [id(value) for value in values]
-
-
-def _restore_variable(reference: Reference, before: Any) -> None:
-    now = reference.read()
-    if now is not before and _is_of_a_run(now):
-        reference.write(before)
 
 
 def _is_of_a_run(value: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from placer.errors import CaptureError, nearest
 from placer.program.batch import BatchDim
+from placer.program.objects import Path, parts
 from placer.program.result import ResultFormat, readable
 from placer.program.types import TENSOR, CallFormat, Input
 
@@ -28,6 +29,7 @@ class BoundCall:
     positional: Mapping[str, bool]
     leaf_names: tuple[str, ...]
     leaves: tuple[Any, ...]
+    arguments: Mapping[str, Any]  # by parameter name, as the caller passed them
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -75,7 +77,19 @@ def rebuild_arguments(
     Arguments that the caller passed by keyword are passed by keyword again, and defaults are left out,
     because a decorator of ``forward`` may depend on that.
     """
-    arguments = tree_unflatten(list(leaves), call.in_spec)
+    return place_arguments(call, call_arguments(call, leaves))
+
+
+def call_arguments(call: BoundCall | CallFormat, leaves: Sequence[Any]) -> dict[str, Any]:
+    """The arguments by parameter name, rebuilt from the flat list of their leaves."""
+    arguments: dict[str, Any] = tree_unflatten(list(leaves), call.in_spec)
+    return arguments
+
+
+def place_arguments(
+    call: BoundCall | CallFormat, arguments: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` that pass ``arguments`` as the caller did."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for name, is_positional in call.positional.items():
@@ -89,6 +103,21 @@ def rebuild_arguments(
         else:
             kwargs[name] = arguments[name]
     return tuple(args), kwargs
+
+
+def arguments_roots(call: BoundCall, arguments: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+    """What the caller passes, as roots of a `Snapshot`: paths begin with the name of a parameter.
+
+    Python itself makes the tuple of ``*args`` and the dict of ``**kwargs``.
+    """
+    made = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    roots: list[tuple[Path, Any]] = []
+    for name, value in arguments.items():
+        if call.signature.parameters[name].kind in made:
+            roots += [((name, key), part) for key, part in parts(value)]
+        else:
+            roots.append(((name,), value))
+    return roots
 
 
 def make_call_format(
@@ -207,6 +236,7 @@ def bind_arguments(
         positional=positional,
         leaf_names=tuple(readable(path) for path, _ in paths),
         leaves=tuple(leaf for _, leaf in paths),
+        arguments=bound.arguments,
     )
 
 

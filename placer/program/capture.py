@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,13 +34,16 @@ from placer.program.fake import FakeConverter
 from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
-from placer.program.record import RecordedProgram, record_model
+from placer.program.objects import spell
+from placer.program.record import RecordedProgram, Setup, record_model
+from placer.program.restore import Change
 from placer.program.rows import RowFlow, Rows, find_rows, rows_by_size
 from placer.program.size_log import reads_rows
 from placer.program.state import named_state
 from placer.program.types import Conditions, Program, WholeModule, rows_of, training_flags
 from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
+from placer.spec.layers import match_paths
 from placer.versions import require
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
@@ -81,9 +85,15 @@ def capture_model(
     bound = bind_call(model, args, kwargs)
     converter = FakeConverter()
     with RECORDING:
-        capture = _Capture(model, bound, converter, converter.module(model))
-        capture.ignore_device_moves, capture.grad = ignore_device_moves, grad
-        capture.rules = rules or SplitRules()
+        setup = Setup(
+            converter=converter,
+            model=model,
+            fake_model=converter.module(model),
+            bound=bound,
+            ignore_device_moves=ignore_device_moves,
+            grad=grad,
+        )
+        capture = _Capture(setup, rules or SplitRules())
         recording = capture.record()
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
         unread = [n for n, node in zip(capture.names, inputs, strict=True) if not node.users]
@@ -95,21 +105,15 @@ def capture_model(
 class _Capture:
     """One capture: repeated recordings, and the modules that so far had to become single nodes."""
 
-    def __init__(
-        self, model: nn.Module, bound: BoundCall, converter: FakeConverter, fake_model: nn.Module
-    ) -> None:
-        self.model = model
-        self.bound = bound
-        self.converter = converter
-        self.fake_model = fake_model
-        self.inputs = converter.inputs(bound.tensors)
-        self.names = placeholder_names(bound)
-        self.rules = SplitRules()
+    def __init__(self, setup: Setup, rules: SplitRules) -> None:
+        self.setup = setup
+        self.model, self.bound, self.converter = setup.model, setup.bound, setup.converter
+        self.inputs = self.converter.inputs(self.bound.tensors)
+        self.names = placeholder_names(self.bound)
+        self.rules = rules
         self.batch = Batch(dims=(None,) * len(self.inputs), doubled=None)
         self.whole: dict[str, WholeModule] = {}
         self.guess = 1
-        self.ignore_device_moves = False
-        self.grad = True
         self.fixed_batch_reason = ""
         self.reads_rows = False
         self.mixing_note = ""
@@ -120,15 +124,8 @@ class _Capture:
 
         What the model keeps of earlier calls is left out, if its next call would make it again.
         """
-        self.forgotten = forget_earlier_calls(
-            self.converter,
-            self.model,
-            self.fake_model,
-            self.bound,
-            self.inputs,
-            ignore_device_moves=self.ignore_device_moves,
-        )
-        self.whole = {module.layer: module for module in find_whole_modules(self.fake_model)}
+        self.forgotten = forget_earlier_calls(self.setup, self.inputs)
+        self.whole = {module.layer: module for module in find_whole_modules(self.setup.fake_model)}
         while True:
             try:
                 recording = self._run(self.inputs)
@@ -159,19 +156,18 @@ class _Capture:
             ) from error
 
     def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
-        call = self.converter, self.model, self.fake_model, self.bound, inputs
+        setup = replace(
+            self.setup,
+            whole=frozenset(self.whole),
+            guess=self.guess,
+            forgotten=self.forgotten.tensors,
+        )
         try:
             if "" in self.whole:
-                return record_whole(*call, guess=self.guess)
-            return record_model(
-                *call,
-                frozenset(self.whole),
-                guess=self.guess,
-                ignore_device_moves=self.ignore_device_moves,
-                grad=self.grad,
-                named=named,
-                forgotten=self.forgotten.tensors,
-            )
+                whole = self.whole[""]
+                location = f", {whole.location}" if whole.location else ""
+                return record_whole(setup, inputs, whole.reason + location)
+            return record_model(setup, inputs, named=named)
         except ForwardFailure as failure:
             end_frames(failure)
             if failure.guessed and self.guess:
@@ -289,6 +285,36 @@ class _Capture:
             )
         return flow
 
+    def result_rows(self, recording: RecordedProgram, flow: RowFlow | None) -> tuple[Rows, ...]:
+        """How each leaf of the output node depends on the rows of the batch.
+
+        By its shape if ``flow`` is not known. Raises ``CaptureError`` if the batch is to be split and it is
+        not known how a stored value of the batch follows from those of slices, or if a single node stores
+        one.
+        """
+        (leaves,) = recording.graph.output_node().args
+        assert isinstance(leaves, list | tuple)
+        doubled: RecordedProgram | None = self.batch.doubled
+        if flow is not None:
+            rows = [flow.rows[x.name] if isinstance(x, fx.Node) else Rows() for x in leaves]
+        elif doubled is not None and len(doubled.results) == len(recording.results):
+            rows = list(map(rows_by_size, recording.results, doubled.results))
+        else:
+            rows = [Rows(combination=None) for _ in leaves]
+        names = [f"result.{name}".rstrip(".") for name in recording.result.names]
+        names += [name for each in recording.stored for name in each.leaf_names]
+        for pattern, combination in self.rules.stored.items():
+            for name in match_paths(pattern, names):
+                rows[names.index(name)] = Rows(combination=combination)
+        if self.rules.is_split:
+            for name, row in list(zip(names, rows, strict=True))[len(recording.result.names) :]:
+                if not row.is_known:
+                    raise _unknown_store(name)
+            for change in recording.changed_inside:
+                if not isinstance(change.value, bool | str | type(None)):
+                    raise _store_of_whole(change)
+        return tuple(rows)
+
     def _run_larger(self, inputs: Sequence[Tensor]) -> tuple[RecordedProgram | None, str]:
         """Record with a larger batch; None and the reason if that fails."""
         try:
@@ -390,43 +416,34 @@ def _assemble(
             guess=capture.guess,
             lines=tuple(graph_lines(graph)),
             guards=recording.guards,
-            ignore_device_moves=capture.ignore_device_moves,
+            stored=recording.stored,
+            ignore_device_moves=capture.setup.ignore_device_moves,
             grad=recording.grad,
             hooked_by_forward=capture.forgotten.hooks,
         ),
-        results=_result_rows(recording, capture.batch.doubled, flow),
+        results=capture.result_rows(recording, flow),
         fixed_batch_reason=capture.fixed_batch_reason,
-        notes=(*filter(None, (capture.mixing_note,)), *_side_effect_notes(recording)),
+        notes=(capture.mixing_note,) if capture.mixing_note else (),
+        stored=recording.stored,
     )
 
 
-def _result_rows(
-    recording: RecordedProgram, doubled: RecordedProgram | None, flow: RowFlow | None
-) -> tuple[Rows, ...]:
-    """How each leaf of the result depends on the rows of the batch; by its shape if nodes are not known."""
-    (leaves,) = recording.graph.output_node().args
-    assert isinstance(leaves, list | tuple)
-    if flow is not None:
-        return tuple(flow.rows[x.name] if isinstance(x, fx.Node) else Rows() for x in leaves)
-    if doubled is None or len(doubled.results) != len(recording.results):
-        return tuple(Rows(combination=None) for _ in leaves)
-    return tuple(map(rows_by_size, recording.results, doubled.results))
+def _unknown_store(name: str) -> CaptureError:
+    return CaptureError(
+        name,
+        "is stored by forward and has no row per sample, and it is not known how that of the batch follows "
+        "from those of its slices",
+        f'say it in the spec: "stored": {{"{name}": "mean"}}, "sum" or "concatenate"; or use 1 replica and 1 '
+        "micro-batch",
+    )
 
 
-def _side_effect_notes(recording: RecordedProgram) -> tuple[str, ...]:
-    """A sentence for each attribute that forward sets on modules: the placed model does not set it."""
-    setters: dict[str, list[str]] = {}
-    for path, attribute in recording.side_effects:
-        setters.setdefault(attribute, []).append(path or "the model")
-    read = {setting.name for setting in recording.guards}
-    notes = []
-    for attribute, paths in sorted(setters.items()):
-        others = f" and of {len(paths) - 1} more" if len(paths) > 1 else ""
-        stays = ": every call computes what the first would" if attribute in read else ""
-        notes.append(
-            f"forward of {paths[0]}{others} sets self.{attribute}; the placed model does not{stays}"
-        )
-    return tuple(notes)
+def _store_of_whole(change: Change) -> CaptureError:
+    return CaptureError(
+        spell(change.path),
+        "is set by a module that stays whole, which would set it for every slice of the batch",
+        "use 1 replica and 1 micro-batch, or return the value",
+    )
 
 
 def _state_of(

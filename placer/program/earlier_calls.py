@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -28,14 +27,12 @@ from placer._torch import FORWARD_HOOK_TABLES
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.batch import grown
-from placer.program.call import BoundCall
 from placer.program.constants import find_value, is_constant
 from placer.program.failure import ForwardFailure, TraceFailure, end_frames
-from placer.program.fake import FakeConverter
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf
 from placer.program.objects import attribute_of
 from placer.program.reachable import ReachableState
-from placer.program.record import run_once
+from placer.program.record import Setup, run_once
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot, module_roots
 from placer.program.sizes import SizeFloat, SizeInt, plain
@@ -84,22 +81,13 @@ class _Attribute:
             values[self.name] = self.missing
 
 
-def forget_earlier_calls(
-    converter: FakeConverter,
-    model: nn.Module,
-    fake_model: nn.Module,
-    bound: BoundCall,
-    inputs: Sequence[Tensor],
-    *,
-    guess: int = 1,
-    ignore_device_moves: bool = False,
-) -> Forgotten:
-    """Remove from ``fake_model``, the fake copy of ``model``, what forward recreates with equal values.
+def forget_earlier_calls(setup: Setup, inputs: Sequence[Tensor]) -> Forgotten:
+    """Remove from the fake copy of a model what forward recreates with equal values.
 
     A candidate is an attribute with a tensor (not a parameter, nor a persistent buffer), or a forward hook,
-    that code reachable from the model sets after ``__init__``. Without candidates, nothing is recorded. The
-    arguments are those of `record_model`.
+    that code reachable from the model sets after ``__init__``. Without candidates, nothing is recorded.
     """
+    converter, model, fake_model = setup.converter, setup.model, setup.fake_model
 
     def run(whole: Collection[str], doubled: bool) -> Recorder | None:
         rows = next((x.size(0) for x in inputs if x.dim()), 0)
@@ -107,9 +95,10 @@ def forget_earlier_calls(
             return None
         dims = [0 if doubled and x.dim() and x.size(0) == rows else None for x in inputs]
         called = grown(converter, inputs, dims, 2)
-        arguments = converter, model, fake_model, frozenset(whole), guess
-        make = partial(Recorder, *arguments, ignore_device_moves=ignore_device_moves)
-        return run_once(make, converter, bound, called, locate_draws=False)[0]
+        before = Snapshot(module_roots(fake_model), converter.reachable)
+        return run_once(replace(setup, whole=frozenset(whole)), called, before, locate_draws=False)[
+            0
+        ]
 
     removed: dict[_Attribute, None] = {}
     pending = [*_tensors(model, converter.reachable), *_hooks(model, converter.reachable)]

@@ -37,6 +37,7 @@ from placer.program.fake_mode import FakeMode
 from placer.program.packed import PACKING, RECURRENT, run_recurrent
 from placer.program.python_random import keep_random
 from placer.program.reachable import ReachableState, find_reachable_state
+from placer.program.restore import Snapshot, restored
 
 _CPU = torch.device("cpu")
 
@@ -75,6 +76,20 @@ class FakeConverter:
         }
         return copies
 
+    def copies(self, fakes: Sequence[Tensor]) -> list[Tensor]:
+        """New fake tensors like ``fakes``, for a run that may write to them."""
+        with without_modes(), without_torch_function():
+            made = [
+                torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+                if x.layout == torch.strided
+                else torch.empty(x.shape, dtype=x.dtype, device="meta")
+                for x in fakes
+            ]
+            return [
+                FakeTensor(self.mode, data.requires_grad_(x.requires_grad), _CPU)
+                for data, x in zip(made, fakes, strict=True)
+            ]
+
     def register(self, fake: Tensor, original: Tensor) -> None:
         """Register ``fake``, which a run computed, as the fake copy of ``original``."""
         self._fakes[id(original)] = fake
@@ -87,11 +102,17 @@ class FakeConverter:
     @contextmanager
     def running(self, guess: int = 1) -> Iterator[None]:
         """In this block, code runs on fake tensors and gets ``guess`` where it reads values (`GuessData`)."""
-        with self.mode, GuessData(self.mode, guess), fake_execution(), self.isolated_caches():
+        with (
+            self.mode,
+            GuessData(self.mode, guess),
+            fake_execution(),
+            self.isolated_caches(),
+            restored(Snapshot((), self.reachable)),
+        ):
             yield
 
     def isolated_caches(self) -> AbstractContextManager[None]:
-        """In this block, the modules' code leaves nothing in caches and global variables."""
+        """In this block, the modules' code leaves nothing in caches."""
         return isolated_caches(self.reachable)
 
     def tree(self, value: Any) -> Any:

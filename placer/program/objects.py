@@ -22,6 +22,7 @@ _ATOMS = (
     *(Tensor, np.ndarray, np.generic, torch.dtype, torch.device, torch.layout, torch.Generator),
     *(type, ModuleType, BuiltinFunctionType, weakref.ref, torch.memory_format),
 )
+_ITERABLES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
 _MOST = 50_000  # objects in one walk; a model whose attributes reach more is not searched further
 
 
@@ -32,11 +33,18 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]]:
     """
     if isinstance(value, dict):
         return list(dict.items(value))
-    if isinstance(value, list | tuple | deque):
-        return list(enumerate(value))
-    if isinstance(value, set | frozenset):
-        return [(None, item) for item in value]
+    items = items_of(value)
+    if items is not None:
+        return (
+            [(None, x) for x in items] if isinstance(value, set | frozenset) else enumerate(items)
+        )
     return list(vars(value).items()) if is_object(value) else ()
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """The items of a list, tuple, deque or set, even if its class has its own way to list them; else None."""
+    kind = next((kind for kind in _ITERABLES if isinstance(value, kind)), None)
+    return None if kind is None else list(kind.__iter__(value))
 
 
 def is_object(value: Any) -> bool:

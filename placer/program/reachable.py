@@ -34,6 +34,7 @@ _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "num
 _CODE = (FunctionType, MethodType, type, functools.partial, tuple)
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
+_VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
 _ASKING = frozenset(("hasattr", "getattr", "__dict__", "_buffers"))
 _ASSIGNING = frozenset(("setattr", "__setattr__", "register_buffer"))
 
@@ -44,7 +45,10 @@ def _itself(function: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where a value is stored: a key of a dict or list, a cell of a closure, or an attribute of a class."""
+    """Where a value is stored: a key of a dict or list, a cell of a closure, or an attribute of a class.
+
+    The key of a cell is the name of its variable.
+    """
 
     holder: Any
     key: Any
@@ -63,6 +67,15 @@ class Reference:
         except (LookupError, ValueError):
             return None
 
+    @property
+    def name(self) -> str:
+        """The name of the variable, for messages."""
+        if isinstance(self.holder, type):
+            return f"{self.holder.__qualname__}.{self.key}"
+        if isinstance(self.holder, dict) and "__name__" in self.holder:
+            return f"{self.holder['__name__']}.{self.key}"
+        return str(self.key)
+
     def write(self, value: Any) -> None:
         """Store ``value``."""
         if isinstance(self.holder, CellType):
@@ -77,14 +90,14 @@ class Reference:
 class ReachableState:
     """The state that the code of modules can reach.
 
-    ``cached`` are references to ``functools.lru_cache`` functions, ``variables`` those of global and
-    closure variables that are None or tensors, ``containers`` dicts, lists and sets, ``codes`` the
-    code of functions.
+    ``cached`` are references to ``functools.lru_cache`` functions, ``variables`` those of variables (global,
+    of a closure, or of a class) that are None, tensors, numbers or strings, ``containers`` dicts, lists and
+    sets in such variables, with their names, ``codes`` the code of functions.
     """
 
     cached: list[Reference] = field(default_factory=list)
     variables: list[Reference] = field(default_factory=list)
-    containers: list[Any] = field(default_factory=list)
+    containers: list[tuple[str, Any]] = field(default_factory=list)
     codes: list[CodeType] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
@@ -156,8 +169,12 @@ class _Search:
             if holder is not None:
                 self.found.cached.append(Reference(holder, key, value, wrap))
             self.add(wrapped)
-        elif isinstance(value, _CODE) or type(value) in _CONTAINERS:
+        elif isinstance(value, _CODE):
             self.add(value)
+        elif type(value) in _CONTAINERS:
+            if self._is_new(value):
+                self._waiting.append(value)
+                self.found.containers.append((Reference(holder, key, value).name, value))
         elif not isinstance(value, (ModuleType, *_ATOMS)):
             self.add(type(value))
 
@@ -173,11 +190,9 @@ class _Search:
             elif isinstance(value, functools.partial):
                 self.look(None, None, value.func)
             elif isinstance(value, dict):
-                self.found.containers.append(value)
                 for key, item in list(value.items()):
                     self.look(value, key, item)
             elif isinstance(value, list | set):
-                self.found.containers.append(value)
                 for index, item in enumerate(value):
                     self.look(value if isinstance(value, list) else None, index, item)
             elif isinstance(value, tuple):
@@ -194,16 +209,19 @@ class _Search:
                 self.look(cls, name, value.__func__, type(value))
             elif isinstance(value, property):
                 self.look(None, None, value.fget)
-            elif not name.startswith("__") or isinstance(value, FunctionType):
+            elif isinstance(value, FunctionType):
                 self.look(cls, name, value)
+            elif not name.startswith("__"):
+                self._variable(cls, name, value)
 
     def _function(self, function: FunctionType) -> None:
         if _is_foreign(function):
             return
         self.found.codes.append(function.__code__)
-        for cell in function.__closure__ or ():
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
             try:
-                self._variable(cell, None, cell.cell_contents)
+                self._variable(cell, name, cell.cell_contents)
             except ValueError:  # it is empty
                 continue
         space = function.__globals__
@@ -223,7 +241,7 @@ class _Search:
 
     def _variable(self, holder: Any, key: Any, value: Any) -> None:
         self.look(holder, key, value)
-        if value is None or isinstance(value, Tensor):
+        if isinstance(value, _VALUES):
             self.found.variables.append(Reference(holder, key, value))
 
     def _module(self, module: ModuleType, names: set[str]) -> None:
@@ -235,7 +253,7 @@ class _Search:
                 if self._is_new(value):
                     self._module(value, names)
             else:
-                self.look(vars(module), name, value)
+                self._variable(vars(module), name, value)
 
 
 def _strings(code: CodeType) -> list[str]:

@@ -6,26 +6,35 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from placer.errors import CaptureError
+from placer.operands import tensors_of_tree
 from placer.program.call import BoundCall
-from placer.program.failure import TraceFailure, describe, leads_to, locate
+from placer.program.failure import (
+    ForwardFailure,
+    TraceFailure,
+    describe,
+    end_frames,
+    leads_to,
+    locate,
+)
 from placer.program.fake import FakeConverter, fake_execution
 from placer.program.guards import AttributeGuard
-from placer.program.leaves import is_inside
+from placer.program.leaving import Left
 from placer.program.objects import attribute_of
 from placer.program.python_random import PythonRandomDraw
 from placer.program.recorder import Recorder
-from placer.program.restore import Snapshot, module_roots
+from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
+from placer.program.stored import Stored
 from placer.program.writer import CPU
 
 
@@ -38,8 +47,9 @@ class RecordedProgram:
     location_of: dict[str, str]
     constants: dict[str, Tensor]
     result: ResultFormat
-    results: tuple[Any, ...]  # per leaf of the result: the shape of a tensor, or the value
-    side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) pairs that forward changes
+    results: tuple[Any, ...]  # per leaf of the output node: the shape of a tensor, or the value
+    stored: tuple[Stored, ...]  # what forward leaves behind; its leaves follow those of the result
+    changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
     grad: (
@@ -53,63 +63,61 @@ class UnlocatedRandomDraw(TraceFailure):
     """Forward drew random numbers from Python or numpy; the run did not find out in which module."""
 
 
-def record_model(
-    converter: FakeConverter,
-    model: nn.Module,
-    fake_model: nn.Module,
-    bound: BoundCall,
-    inputs: Sequence[Tensor],
-    whole: frozenset[str],
-    *,
-    guess: int = 1,
-    ignore_device_moves: bool = False,
-    grad: bool = True,
-    named: bool = True,
-    forgotten: Sequence[Tensor] = (),
-) -> RecordedProgram:
-    """Run ``fake_model``, the fake copy of ``model``, on fake ``inputs`` and record what it does.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is recorded, and how.
 
     Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
-    read values of tensors, they get ``guess``. ``torch.is_grad_enabled()`` returns ``grad`` to the model's
-    code. With ``named``, equal graphs have equal node names, which a graph that is only compared does not
-    need. ``forgotten`` are tensors of ``model`` that were removed from ``fake_model``, which is restored
-    afterwards. Raises ``TraceFailure``, which names the innermost module that cannot be recorded;
-    ``ForwardFailure`` if the model itself fails; and ``CaptureError`` if it moves tensors to several
-    devices, unless ``ignore_device_moves``.
+    read values of tensors, they get ``guess``. ``grad`` is the answer to ``torch.is_grad_enabled()`` in the
+    model's code. ``forgotten`` are tensors of ``model`` that were removed from ``fake_model``, its fake copy.
     """
-    snapshot = Snapshot(module_roots(fake_model))
-    make = partial(Recorder, ignore_device_moves=ignore_device_moves, grad=grad)
-    run = partial(
-        run_once,
-        partial(make, converter, model, fake_model, whole, guess),
-        converter,
-        bound,
-        inputs,
-    )
+
+    converter: FakeConverter
+    model: nn.Module
+    fake_model: nn.Module
+    bound: BoundCall
+    whole: frozenset[str] = frozenset()
+    guess: int = 1
+    ignore_device_moves: bool = False
+    grad: bool = True
+    forgotten: Sequence[Tensor] = ()
+
+    def recorder(self) -> Recorder:
+        return Recorder(
+            self.converter,
+            self.model,
+            self.fake_model,
+            self.whole,
+            self.guess,
+            ignore_device_moves=self.ignore_device_moves,
+            grad=self.grad,
+        )
+
+
+def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
+    """Run the fake copy of a model on fake ``inputs`` and record what it does; it is restored afterwards.
+
+    With ``named``, equal graphs have equal node names, which a graph that is only compared does not
+    need. Raises ``TraceFailure``, which names the innermost module that cannot be recorded;
+    ``ForwardFailure`` if the model itself fails; and ``CaptureError`` if it moves tensors to several
+    devices, unless they are ignored.
+    """
+    snapshot = Snapshot(module_roots(setup.fake_model), setup.converter.reachable)
     try:
         try:
-            recorder, leaves = run(locate_draws=False)
+            recorder, leaves = run_once(setup, inputs, snapshot, locate_draws=False)
         except UnlocatedRandomDraw as failure:
             # Run again and compare the generators' states around every module. That is slow, so it
             # is done only now.
             snapshot.restore()
-            run()
+            run_once(setup, inputs, snapshot)
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        changed = dict.fromkeys(attribute_of(change.path) for change in snapshot.changes())
-        changes = [x for x in changed if not is_inside(recorder.single_nodes, x[0])]
-        effects = _replace_buffers(recorder, model, fake_model, changes, forgotten)
-        cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
-        if effects:
-            # Does what forward left behind change what the next forward computes? The next one may
-            # read constants from there, which the first one computed.
-            first = recorder.lines(leaves, constants=not any(cached))
-            another, results = run()
-            second = another.lines(results, constants=not any(cached))
-            for path, attribute in effects:
-                if path and first != second:
-                    raise TraceFailure(path, f"its forward changes its attribute {attribute!r}", "")
+        left = _replace_buffers(recorder, setup, recorder.left)
+        if left:
+            left = _compare_with_next(setup, inputs, recorder, leaves, left)
+        results = [*leaves, *(leaf for each in left for leaf in each.leaves)]
         sizes = recorder.sizes.log()
-        graph = recorder.writer.finish(leaves, recorder.sizes.values, named=named)
+        graph = recorder.writer.finish(results, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
     writer = recorder.writer
@@ -121,9 +129,10 @@ def record_model(
         location_of={k: v for k, v in writer.location_of.items() if k in names},
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
-        results=recorder.results,
-        side_effects=tuple(effects),
-        guards=recorder.guards(forgotten),
+        results=(*recorder.results, *(shape for each in left for shape in each.shapes)),
+        stored=tuple(each.stored for each in left),
+        changed_inside=tuple(recorder.changed_inside.values()),
+        guards=recorder.guards(setup.forgotten),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
         sizes=sizes,
@@ -132,18 +141,15 @@ def record_model(
 
 
 def run_once(
-    make_recorder: Callable[[], Recorder],
-    converter: FakeConverter,
-    bound: BoundCall,
-    inputs: Sequence[Tensor],
-    *,
-    locate_draws: bool = True,
+    setup: Setup, inputs: Sequence[Tensor], before: Snapshot, *, locate_draws: bool = True
 ) -> tuple[Recorder, list[Any]]:
-    recorder = make_recorder()
+    """Run and record the model once; ``before`` has its state. The model keeps what forward changes."""
+    recorder = setup.recorder()
     recorder.locate_draws = locate_draws
+    given = setup.converter.copies(inputs)
     try:
-        with recording_modes(converter), recorder.watching():
-            return recorder, recorder.run(bound, inputs)
+        with recording_modes(setup.converter), recorder.watching():
+            return recorder, recorder.run(setup.bound, given, before)
     except TraceFailure:
         raise
     except Exception as error:
@@ -157,34 +163,63 @@ def run_once(
         raise kind("", describe(error), locate(error)) from error
 
 
-def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:
-    return fake_model.get_submodule(path).__dict__.get(attribute)
-
-
-def _replace_buffers(
+def _compare_with_next(
+    setup: Setup,
+    inputs: Sequence[Tensor],
     recorder: Recorder,
-    model: nn.Module,
-    fake_model: nn.Module,
-    changes: Iterable[tuple[str, str]],
-    forgotten: Sequence[Tensor],
-) -> list[tuple[str, str]]:
+    leaves: Sequence[Any],
+    left: list[Left],
+) -> list[Left]:
+    """Run once more from the state that the first run has left; tells how lists change.
+
+    A list that was empty before may be extended by every call, or filled anew.
+    """
+    for each in left:
+        for tensor in tensors_of_tree(each.change.value) if each.change is not None else ():
+            recorder.keep(tensor)
+    before = Snapshot(module_roots(setup.fake_model), setup.converter.reachable)
+    try:
+        following, _ = run_once(setup, inputs, before, locate_draws=False)
+    except (TraceFailure, ForwardFailure, CaptureError) as failure:
+        end_frames(failure)
+        return left
+    kinds = {
+        (x.stored.root, x.stored.path): x.stored.kind
+        for x in following.left
+        if x.stored.kind in ("extend", "items")
+    }
+    return [
+        replace(x, stored=replace(x.stored, kind="items"))
+        if x.stored.kind == "extend" and kinds.get((x.stored.root, x.stored.path)) == "items"
+        else x
+        for x in left
+    ]
+
+
+def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> list[Left]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    ``changes`` are pairs (module path, attribute). Returns all other changes, among them buffers in
-    ``forgotten``, which the model did not have before its first call.
+    Returns all other changes, among them buffers in ``forgotten``, which the model did not have before its
+    first call, and buffers that require a gradient now.
     """
     others = []
-    for path, attribute in changes:
-        before = model.get_submodule(path)._buffers.get(attribute)
-        now = fake_model.get_submodule(path)._buffers.get(attribute)
+    for each in left:
+        change = each.change
+        name = attribute_of(each.stored.path) if each.stored.root == "model" else ("", "")
+        if change is None or change.root != "model" or change.path[1] != "_buffers":
+            others.append(each)
+            continue
+        path, attribute = name
+        before = setup.model.get_submodule(path)._buffers.get(attribute)
+        now = setup.fake_model.get_submodule(path)._buffers.get(attribute)
         if (
             before is None
-            or any(before is tensor for tensor in forgotten)
+            or any(before is tensor for tensor in setup.forgotten)
             or now is None
             or now.requires_grad
             or (now.shape, now.dtype) != (before.shape, before.dtype)
         ):
-            others.append((path, attribute))
+            others.append(each)
         else:
             recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
     return others

@@ -28,11 +28,19 @@ from placer._torch import (
     DispatchMode,
     is_checkpointing,
     saved_tensor_hooks,
+    storage_key,
     without_modes,
     without_torch_function,
 )
 from placer.operands import tensors_of_tree
-from placer.program.call import BoundCall, placeholder_names, rebuild_call
+from placer.program.alias import written_arguments
+from placer.program.call import (
+    BoundCall,
+    arguments_roots,
+    call_arguments,
+    place_arguments,
+    placeholder_names,
+)
 from placer.program.constants import (
     INDEXING,
     copy_real,
@@ -51,13 +59,17 @@ from placer.program.failure import (
     leads_to,
     locate,
     locate_caller,
+    locate_function,
 )
 from placer.program.fake import FakeConverter, GuessData
 from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
-from placer.program.leaves import is_inside, is_torch_leaf
+from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole
+from placer.program.leaving import Left, StoreFailure, flag_of, write_changes, written_input
 from placer.program.moves import NamedDevices, replace_device
+from placer.program.objects import Path
 from placer.program.python_random import forbid_python_random, keep_random
+from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import ResultFormat, flatten_result
 from placer.program.size_recorder import SizeRecorder
 from placer.program.sizes import SizeFloat, SizeInt, plain
@@ -68,7 +80,9 @@ from placer.program.targets import (
     Modes,
     UnderModes,
     call_module,
+    present_value,
 )
+from placer.program.types import TENSOR
 from placer.program.watch import watch_calls
 from placer.program.writer import CPU, GraphWriter, executable
 
@@ -114,9 +128,18 @@ class Recorder(TorchFunctionMode):
         self.asked_grad = False
         self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
+        self.reachable = converter.reachable
         self.fake_model = fake_model
         self.whole = whole
         self.writer = GraphWriter(converter, fake_model)
+        self.flags: dict[
+            int, bool
+        ] = {}  # id of a parameter -> whether it required gradients before
+        self.inputs: set[int] = set()  # ids of the inputs
+        self.left: list[Left] = []  # what forward has left behind besides its result
+        self.written: set[int] = set()  # storages that operators have written
+        # Root and path of what single nodes have changed, which they do again in every call.
+        self.changed_inside: dict[tuple[str, Path], Change] = {}
         self.failed_in: tuple[Exception, str] | None = None  # an exception and its innermost module
         self.failed: ForwardFailure | None = None  # the failure of a module that is a single node
         self.refused: TraceFailure | None = None  # the first operation that a graph cannot express
@@ -166,8 +189,11 @@ class Recorder(TorchFunctionMode):
         """The attributes of the model that were read, with their values, including those in ``compared``."""
         return make_guards(self.model, self.attributes, [*self.tensors_read, *compared])
 
-    def run(self, bound: BoundCall, inputs: Sequence[Tensor]) -> list[Any]:
-        """Run forward; the leaves of its result as arguments for the graph's output node."""
+    def run(self, bound: BoundCall, inputs: Sequence[Tensor], before: Snapshot) -> list[Any]:
+        """Run forward; the leaves of its result as arguments for the graph's output node.
+
+        ``before`` has the state of the model and its code. What forward changes is then in ``left``.
+        """
         for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
             self.writer.placeholder(name, tensor)
 
@@ -179,7 +205,34 @@ class Recorder(TorchFunctionMode):
                 self.results = tuple(x.shape if isinstance(x, Tensor) else plain(x) for x in leaves)
             return [self.writer.argument(leaf) for leaf in leaves]
 
-        args, kwargs = rebuild_call(bound, inputs)
+        remaining = iter(inputs)
+        arguments = call_arguments(
+            bound, [next(remaining) if c is TENSOR else c for c in bound.constants]
+        )
+        args, kwargs = place_arguments(bound, arguments)
+        given = Snapshot(arguments_roots(bound, arguments), root="call")
+        grad = [tensor.requires_grad for tensor in inputs]
+        parameters = list(self.fake_model.parameters())
+        self.flags = {id(parameter): parameter.requires_grad for parameter in parameters}
+        self.inputs = set(map(id, inputs))
+        try:
+            return self.run_forward(args, kwargs, flatten, before, given, inputs, grad)
+        finally:
+            with without_torch_function():
+                for parameter in parameters:
+                    parameter.requires_grad_(self.flags[id(parameter)])
+
+    def run_forward(
+        self,
+        args: Any,
+        kwargs: Any,
+        flatten: Callable[[Any], list[Any]],
+        before: Snapshot,
+        given: Snapshot,
+        inputs: Sequence[Tensor],
+        grad: Sequence[bool],
+    ) -> list[Any]:
+        """Run forward, and write down what it leaves behind."""
         with forbid_python_random():
             leaves = flatten(self.fake_model.forward(*args, **kwargs))
         if self.devices.error is not None:
@@ -187,7 +240,38 @@ class Recorder(TorchFunctionMode):
         if self.refused is not None:  # forward caught the exception and took another path
             raise self.refused
         self.check_constants()
+        changes = [
+            change
+            for change in (*before.changes(), *given.changes())
+            if (change.root, change.path) not in self.changed_inside
+        ]
+        self.left = self.write_left(changes, inputs, grad)
         return leaves
+
+    def write_left(
+        self, changes: Sequence[Change], inputs: Sequence[Tensor], grad: Sequence[bool]
+    ) -> list[Left]:
+        """What forward has left behind; ``grad`` says which inputs required gradients before."""
+        try:
+            left = write_changes(changes, self.writer, self.path_of)
+        except StoreFailure as failure:
+            location = locate_function(type(self.fake_model.get_submodule(failure.layer)).forward)
+            raise TraceFailure(failure.layer, failure.reason, location) from failure
+        for index, (tensor, before) in enumerate(zip(inputs, grad, strict=True)):
+            if storage_key(tensor) in self.written:
+                node = self.writer.node("call_function", present_value, (tensor,))
+                with without_torch_function():
+                    left.append(written_input(index, node, tensor.shape))
+            if tensor.requires_grad != before and tensor.is_leaf:
+                left.append(flag_of("input", (index,), tensor.requires_grad))
+        for path, module in self.fake_model.named_modules():
+            for name, parameter in module._parameters.items():
+                flag = self.flags.get(id(parameter))
+                if parameter is not None and flag not in (None, parameter.requires_grad):
+                    left.append(
+                        flag_of("model", (path, "_parameters", name), parameter.requires_grad)
+                    )
+        return left
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -208,6 +292,9 @@ class Recorder(TorchFunctionMode):
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an operator that ran outside of any torch function, as from ``torch.from_numpy``."""
+        for index, name in written_arguments(func):
+            written = args[index] if index < len(args) else kwargs.get(name)
+            self.written.update(map(storage_key, tensors_of_tree(written)))
         if self.paused or self.inside:
             return func(*args, **kwargs)
         with self.refusing(), without_torch_function():
@@ -243,6 +330,8 @@ class Recorder(TorchFunctionMode):
         if name == "__set__":
             return self.set_property(func, *args)
         method = _is_method(func)
+        if method and name == "requires_grad_" and self.sets_flag(args[0]):
+            return func(*args, **kwargs)
         if method and name in _READS:
             return self.read(func, args, kwargs)
         if method and name in _HOOKS:
@@ -353,10 +442,14 @@ class Recorder(TorchFunctionMode):
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
         guess = GuessData(self.writer.converter.mode, self.guess)
         self.paused = True
+        plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
+        before = None if plain_layer else Snapshot(module_roots(module, path), self.reachable)
         try:
             # Layers of torch draw random numbers from torch only, and none on fake tensors.
             with guess, nullcontext() if is_torch_leaf(module) else keep_random():
                 value = original(module, *executable(args), **executable(kwargs))
+            if before is not None:
+                self.changed_inside |= {(c.root, c.path): c for c in before.changes()}
         except Exception as error:
             location = locate(error) or locate_caller()
             self.failed = ForwardFailure(path, location, guessed=guess.guessed)
@@ -450,7 +543,20 @@ class Recorder(TorchFunctionMode):
         if name != "requires_grad":
             raise Untraceable(f"it assigns to the attribute {name!r} of a tensor")
         func(tensor, value)
-        self.record("call_method", "requires_grad_", (tensor, value), {}, tensor)
+        if not self.sets_flag(tensor):
+            self.record("call_method", "requires_grad_", (tensor, value), {}, tensor)
+
+    def sets_flag(self, tensor: Tensor) -> bool:
+        """Is it the flag of an input or parameter that forward sets, which is set before a call then?
+
+        Raises ``Untraceable`` if forward has used the tensor with another flag before.
+        """
+        if id(tensor) not in self.inputs and id(tensor) not in self.flags:
+            return False
+        node = self.writer.first_use(tensor)
+        if node is not None:
+            raise Untraceable("it changes requires_grad of a tensor that it has used before")
+        return True
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a method that returns values of a tensor's elements to Python."""
@@ -483,20 +589,12 @@ class Recorder(TorchFunctionMode):
         self.record("call_method", "clone", (fake,), {}, copied)
         return copied
 
-    def keep_cached(self, value: Any) -> bool:
-        """Does ``value``, an attribute that forward has set, cache constants?
-
-        It does if its tensors are computed from constants and sizes alone, as a grid of positions is. Then
-        the next run may read them; the program computes them anew in every call.
-        """
-        writer = self.writer
-        made = [t for t in tree_iter(value) if isinstance(t, Tensor) and writer.makes(t)]
-        for tensor in made:
-            if not is_constant(writer.node_of(tensor), writer.constants, self.sizes.values):
-                return False
-        for tensor in made:
-            writer.converter.register(tensor, torch.empty_like(tensor, device="meta"))
-        return bool(made)
+    def keep(self, tensor: Tensor) -> None:
+        """Let the next run read ``tensor``, which forward has left somewhere."""
+        if self.writer.makes(tensor):
+            with without_torch_function(), without_modes():
+                original = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            self.writer.converter.register(tensor, original)
 
     def lines(self, results: Sequence[Any], *, constants: bool) -> list[str]:
         """The recorded graph as text; without ``constants``, all constants look alike."""

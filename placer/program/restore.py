@@ -4,81 +4,115 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, MutableSequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from placer.program.objects import Path, is_object, walk
+from placer.program.objects import Path, is_object, items_of, walk
+from placer.program.reachable import ReachableState, Reference
 
-_Contents = dict[Any, Any] | list[Any] | set[Any]
+MISSING = object()
+"""The value of an entry that does not exist."""
+
+_Contents: TypeAlias = dict[Any, Any] | list[Any] | set[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Kind = Literal["set", "delete", "extend", "update", "items"]
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
-    """What has become of one entry of a dict, an attribute of an object, or the items of a list or set.
+    """What has become of a variable, an entry of a dict, an attribute of an object, or the items of a list.
 
     ``path`` leads to the entry, or to the list or set. "extend": a list or deque has ``value`` (a list) at
     its end, behind what it had; "update": a set has the items ``value`` besides those it had; "items": a
-    list or set has just the items ``value`` now.
+    list or set has just the items ``value`` now. ``holder`` is the container, the object, or the reference
+    to the variable. ``root`` says where paths begin: "code" or what the `Snapshot` was given.
     """
 
+    root: str
     path: Path
-    kind: Literal["set", "delete", "extend", "update", "items"]
-    value: Any = None
-    before: Any = None
+    kind: Kind
+    value: Any
+    before: Any
+    holder: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
+    root: str
     path: Path
     object: Any
     contents: _Contents
+
+    def changes(self) -> Iterator[Change]:
+        now, before = _contents(self.object), self.contents
+        if isinstance(now, dict) and isinstance(before, dict):
+            for key in [*before, *(key for key in now if key not in before)]:
+                value, old = now.get(key, MISSING), before.get(key, MISSING)
+                if not _same(value, old):
+                    kind: Kind = "delete" if value is MISSING else "set"
+                    yield Change(self.root, (*self.path, key), kind, value, old, self.object)
+        elif isinstance(now, set) and isinstance(before, set):
+            if now > before:
+                yield Change(self.root, self.path, "update", now - before, before, self.object)
+            elif now != before:
+                yield Change(self.root, self.path, "items", now, before, self.object)
+        elif isinstance(now, list) and isinstance(before, list) and not _same_items(now, before):
+            new = _new_items(now, before, getattr(self.object, "maxlen", None))
+            if new is None:
+                yield Change(self.root, self.path, "items", now, before, self.object)
+            else:
+                yield Change(self.root, self.path, "extend", new, before, self.object)
 
 
 class Snapshot:
     """The contents of every dict, list, deque and set, and the attributes of every object, in ``roots``.
 
     For a module, `module_roots` gives roots that cover its submodules and what their attributes hold.
-    Tensors are compared by identity; their data is not copied.
+    ``code`` is what the model's code can reach besides: its variables, and the containers in them. A path
+    there is ``(name,)``, or ``(name, key)`` for an entry of a container. Tensors are compared by identity;
+    their data is not copied.
     """
 
-    def __init__(self, roots: Iterable[tuple[Path, Any]]) -> None:
+    def __init__(
+        self,
+        roots: Iterable[tuple[Path, Any]],
+        code: ReachableState | None = None,
+        *,
+        root: str = "model",
+    ) -> None:
         self._holders = [
-            _Holder(path, value, contents)
+            _Holder(root, path, value, contents)
             for path, value in walk(roots)
             if (contents := _contents(value)) is not None
         ]
+        self._variables: list[tuple[Reference, Any]] = []
+        if code is not None:
+            known = {id(holder.object) for holder in self._holders}
+            self._holders += [
+                _Holder("code", (name,), value, contents)
+                for name, value in code.containers
+                if id(value) not in known and (contents := _contents(value)) is not None
+            ]
+            self._variables += [(reference, reference.read()) for reference in code.variables]
 
     def changes(self) -> Iterator[Change]:
         """What has changed since, in the order in which the objects were found."""
+        for reference, before in self._variables:
+            now = reference.read()
+            if not _same(now, before):
+                yield Change("code", (reference.name,), "set", now, before, reference)
         for holder in self._holders:
-            now, before = _contents(holder.object), holder.contents
-            if isinstance(now, dict) and isinstance(before, dict):
-                for key in [*before, *(key for key in now if key not in before)]:
-                    path = (*holder.path, key)
-                    if key not in now:
-                        yield Change(path=path, kind="delete", before=before[key])
-                    elif key not in before:
-                        yield Change(path=path, kind="set", value=now[key])
-                    elif not _same(now[key], before[key]):
-                        yield Change(path=path, kind="set", value=now[key], before=before[key])
-            elif isinstance(now, set) and isinstance(before, set):
-                if now > before:
-                    yield Change(path=holder.path, kind="update", value=now - before, before=before)
-                elif now != before:
-                    yield Change(path=holder.path, kind="items", value=now, before=before)
-            elif (
-                isinstance(now, list) and isinstance(before, list) and not _same_items(now, before)
-            ):
-                new = _new_items(now, before, getattr(holder.object, "maxlen", None))
-                if new is not None:
-                    yield Change(path=holder.path, kind="extend", value=new, before=before)
-                else:
-                    yield Change(path=holder.path, kind="items", value=now, before=before)
+            yield from holder.changes()
 
     def restore(self) -> None:
-        """Give every object that has changed its former contents."""
+        """Give every variable and object that has changed its former contents."""
+        for reference, value in self._variables:
+            if reference.read() is not value:
+                reference.write(value)
         for holder in self._holders:
             now, before = _contents(holder.object), holder.contents
             if isinstance(before, dict) and isinstance(now, dict):
@@ -88,9 +122,18 @@ class Snapshot:
                 _refill(holder.object, before)
 
 
-def module_roots(model: nn.Module) -> list[tuple[Path, Any]]:
+@contextmanager
+def restored(snapshot: Snapshot) -> Iterator[None]:
+    """Restore what ``snapshot`` has at the end of this block."""
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+def module_roots(model: nn.Module, prefix: str = "") -> list[tuple[Path, Any]]:
     """The modules of ``model`` as roots of a `Snapshot`: paths begin with a module's path."""
-    return [((path,), module) for path, module in model.named_modules()]
+    return [((path,), module) for path, module in model.named_modules(prefix=prefix)]
 
 
 def set_items(holder: Any, items: Iterable[Any]) -> None:
@@ -109,10 +152,9 @@ def _contents(value: Any) -> _Contents | None:
     """A copy of what can be changed in ``value``; None if nothing can."""
     if isinstance(value, dict):
         return dict(dict.items(value))
-    if isinstance(value, list | deque):
-        return list(value)
-    if isinstance(value, set):
-        return set(value)
+    items = items_of(value) if isinstance(value, list | deque | set) else None
+    if items is not None:
+        return set(items) if isinstance(value, set) else items
     return dict(vars(value)) if is_object(value) else None
 
 

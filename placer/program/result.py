@@ -31,6 +31,13 @@ PLAIN = (  # types whose values may be arguments of a node as they are
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleReference:
+    """Stands for the model's module at ``path`` among the leaves of a value."""
+
+    path: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedObject:
     """An object that pytree does not flatten, such as a key-value cache, pickled without its tensors.
@@ -92,7 +99,7 @@ def flatten_result(
     objects: list[PackedObject | None] = []
     for path, leaf in paths:
         name = readable(path)
-        if isinstance(leaf, (Tensor, torch.device, *PLAIN)):
+        if isinstance(leaf, (Tensor, torch.device, ModuleReference, *PLAIN)):
             leaves.append(leaf)
             objects.append(None)
             names.append(name)

@@ -18,7 +18,7 @@ from torch import fx, nn
 from placer.program.batch import BatchDim
 from placer.program.targets import SELECTS, UnderModes
 
-Combination = Literal["same", "mean", "sum"]
+Combination = Literal["same", "mean", "sum", "concatenate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,9 @@ class Rows:
     """How a value of the whole batch follows from those of its slices.
 
     ``dim`` is the dimension along which those of the slices are concatenated. Without, ``combination`` says
-    how they give the whole: all are the same, or theirs is a mean or a sum over rows; None if that is not
-    known. ``depends``: it depends on the values of inputs that are split. ``blocks``: the rows come so many
+    how they give the whole: all are the same, theirs is a mean or a sum over rows, or the whole has all of
+    them, one after the other; None if that is not known.
+    ``depends``: it depends on the values of inputs that are split. ``blocks``: the rows come so many
     times, one block after the other. ``numbered``: it is made from the numbers of the rows, 0, 1, 2, …, which
     begin anew in every slice.
     """
@@ -37,6 +38,11 @@ class Rows:
     depends: bool = False
     blocks: int = 1
     numbered: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Do values of slices give that of the whole batch?"""
+        return not self.numbered and (self.dim is not None or self.combination is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

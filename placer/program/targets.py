@@ -97,6 +97,11 @@ def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
+def present_value(value: Tensor) -> Tensor:
+    """``value`` itself: it marks the end of the operations that write to an input."""
+    return value
+
+
 def get_field(value: Any, name: str) -> Any:
     """The field ``name`` of a dataclass that a module returned."""
     return getattr(value, name)

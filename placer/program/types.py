@@ -17,6 +17,7 @@ from placer.program.objects import Path
 from placer.program.result import ResultFormat
 from placer.program.rows import Rows
 from placer.program.size_log import Reading
+from placer.program.stored import Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Conditions:
     guess: int  # 0 or 1: the value that these modules get where they read values of fake tensors
     lines: tuple[str, ...]  # the graph as text, a line per node
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
+    stored: tuple[Stored, ...]  # what forward leaves behind
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     grad: bool | None = (
         None  # the answer to ``torch.is_grad_enabled()``; None if forward never asked
@@ -88,7 +90,8 @@ class Conditions:
 class Program:
     """A model as an ``fx`` graph. It owns no weights: ``model`` is the caller's module.
 
-    The graph's output node returns the flat list of leaves of ``forward``'s result. A ``torch.device``
+    The graph's output node returns the flat list of leaves of ``forward``'s result, and then those of the
+    values that forward stores. A ``torch.device``
     among a node's arguments is always ``cpu``: it stands for the device of the stage that runs the node,
     even if the model's code names an accelerator (`placer.program.moves`). A ``get_attr`` node may pass a
     whole submodule to a ``call_function`` node that calls it under ``torch.no_grad`` or ``torch.autocast``;
@@ -115,11 +118,13 @@ class Program:
     whole_modules: tuple[WholeModule, ...]
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does
     conditions: Conditions
-    results: tuple[Rows, ...]  # how each leaf of the result depends on the rows of the batch
+    # How each leaf of the output node depends on the rows of the batch: of the result, then of ``stored``.
+    results: tuple[Rows, ...]
     fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
     constant_paths: Mapping[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # sentences that tell the user what the graph leaves out
+    stored: tuple[Stored, ...] = ()  # what forward leaves behind besides its result
 
 
 def rows_of(dims: Sequence[BatchDim], shapes: Sequence[torch.Size]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard
-from placer.program.record import record_model
+from placer.program.record import Setup, record_model
 from placer.program.types import CallFormat, Conditions
 from placer.program.watch import RECORDING
 
@@ -69,15 +69,18 @@ def same_program(
     inputs = converter.inputs(bound.tensors)
     try:
         with RECORDING:
-            call = converter, model, converter.module(model), bound, inputs
-            options: dict[str, Any] = {
-                "guess": conditions.guess,
-                "ignore_device_moves": conditions.ignore_device_moves,
-            }
-            forgotten = forget_earlier_calls(*call, **options).tensors
-            recording = record_model(
-                *call, conditions.whole, **options, grad=grad, forgotten=forgotten
+            setup = Setup(
+                converter=converter,
+                model=model,
+                fake_model=converter.module(model),
+                bound=bound,
+                guess=conditions.guess,
+                ignore_device_moves=conditions.ignore_device_moves,
+                grad=grad,
             )
+            forgotten = forget_earlier_calls(setup, inputs).tensors
+            setup = replace(setup, whole=conditions.whole, forgotten=forgotten)
+            recording = record_model(setup, inputs)
     except ForwardFailure as failure:
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",
@@ -86,7 +89,7 @@ def same_program(
     except TraceFailure:
         return None
     same = tuple(graph_lines(recording.graph)) == tuple(conditions.lines)
-    if not same or recording.result != captured.result:
+    if not same or recording.result != captured.result or recording.stored != conditions.stored:
         return None
     if recording.sizes.readings == conditions.readings:
         reads_rows = conditions.reads_rows

@@ -12,35 +12,44 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer._torch import HOOK_TABLES
-from placer.program.call import BoundCall, placeholder_names, rebuild_call
+from placer.errors import CaptureError
+from placer.operands import tensors_of_tree
+from placer.program.call import (
+    arguments_roots,
+    call_arguments,
+    place_arguments,
+    placeholder_names,
+    rebuild_call,
+)
 from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
-from placer.program.fake import FakeConverter, GuessData
+from placer.program.fake import GuessData
 from placer.program.guards import make_guards, watch_attributes
-from placer.program.record import RecordedProgram, recording_modes
-from placer.program.restore import Snapshot, module_roots
+from placer.program.objects import spell
+from placer.program.record import RecordedProgram, Setup, recording_modes
+from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import flatten_result
 from placer.program.size_log import SizeLog
 from placer.program.state import named_state
 from placer.program.targets import WholeRoot
+from placer.program.types import TENSOR
 from placer.program.writer import GraphWriter
 
 
-def record_whole(
-    converter: FakeConverter,
-    model: nn.Module,
-    fake_model: nn.Module,
-    bound: BoundCall,
-    inputs: Sequence[Tensor],
-    *,
-    guess: int,
-) -> RecordedProgram:
-    """A graph that calls all of ``model`` in one node, a function of its parameters, buffers and inputs.
+def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> RecordedProgram:
+    """A graph that calls all of the model in one node, a function of its parameters, buffers and inputs.
 
-    Raises ``ForwardFailure`` if the model itself fails.
+    ``reason`` says why it cannot be recorded. Raises ``ForwardFailure`` if the model itself fails, and ``CaptureError`` if it leaves something behind
+    that a caller could see: the node has a copy of the model.
     """
-    snapshot = Snapshot(module_roots(fake_model))
-    guesses = GuessData(converter.mode, guess)
+    converter, model, fake_model, bound = (
+        setup.converter,
+        setup.model,
+        setup.fake_model,
+        setup.bound,
+    )
+    snapshot = Snapshot(module_roots(fake_model), converter.reachable)
+    guesses = GuessData(converter.mode, setup.guess)
     attributes: set[tuple[str, str]] = set()
 
     def read(path: str, name: str) -> None:
@@ -52,8 +61,16 @@ def record_whole(
             guesses,
             watch_attributes(dict(fake_model.named_modules()), read),
         ):
-            args, kwargs = rebuild_call(bound, inputs)
+            remaining = iter(converter.copies(inputs))
+            arguments = call_arguments(
+                bound, [next(remaining) if c is TENSOR else c for c in bound.constants]
+            )
+            given = Snapshot(arguments_roots(bound, arguments), root="call")
+            args, kwargs = place_arguments(bound, arguments)
             leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
+            _refuse_changes([*snapshot.changes(), *given.changes()], type(model), reason)
+    except CaptureError:
+        raise
     except Exception as error:
         raise ForwardFailure("", locate(error), guessed=guesses.guessed) from error
     finally:
@@ -83,7 +100,8 @@ def record_whole(
         constants={},
         result=result,
         results=tuple(x.shape if isinstance(x, Tensor) else x for x in leaves),
-        side_effects=(),
+        stored=(),
+        changed_inside=(),
         guards=make_guards(model, attributes),
         checkpointed={},
         grad=None,
@@ -104,3 +122,19 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for name in HOOK_TABLES:
         getattr(skeleton, name).clear()
     return skeleton
+
+
+def _refuse_changes(changes: Sequence[Change], kind: type[nn.Module], reason: str) -> None:
+    """Raise ``CaptureError`` for a change that a caller could see; the model's own flags are none."""
+    for change in changes:
+        own_flag = change.root == "model" and isinstance(change.value, bool | str | type(None))
+        hooks = change.root == "model" and change.path[1].endswith("hooks")
+        mode = change.path[-1] == "training"
+        in_code = change.root == "code" and not tensors_of_tree(change.value)
+        if mode or not (own_flag or hooks or in_code):
+            raise CaptureError(
+                kind.__name__,
+                f"its forward cannot be captured ({reason}), and it sets {spell(change.path)}, which a call "
+                "of the placed model would not",
+                "move the code that cannot be captured into a submodule, or return the value",
+            )

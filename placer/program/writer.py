@@ -165,6 +165,22 @@ class GraphWriter:
         """Is there a node that made ``tensor``?"""
         return id(tensor) in self._node_of
 
+    def first_use(self, tensor: Tensor) -> fx.Node | None:
+        """A node that uses an input or parameter, or None."""
+        if id(tensor) in self._node_of:
+            return next(iter(self._node_of[id(tensor)].users), None)
+        name = self._state.get(id(tensor))
+        owner = "" if name is None else name.rpartition(".")[0]
+        nodes = self.graph.find_nodes(op="get_attr", target=name or "")
+        called = (
+            n for n in self.graph.nodes if n.op == "call_module" and is_in(owner, str(n.target))
+        )
+        return next((node for node in (*nodes, *called)), None)
+
+    def is_state(self, tensor: Tensor) -> bool:
+        """Is ``tensor`` a parameter or buffer of the model?"""
+        return id(tensor) in self._state
+
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that made ``tensor``, or a new one that reads it from the model.
 
@@ -227,6 +243,11 @@ class GraphWriter:
             return {key: self.argument(item) for key, item in value.items()}
         items = [self.argument(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
+
+
+def is_in(path: str, container: str) -> bool:
+    """Is the module at ``path`` the one at ``container``, or inside it?"""
+    return path == container or path.startswith(f"{container}.")
 
 
 def executable(value: Any) -> Any:

@@ -158,6 +158,7 @@ Patterns = Annotated[
 ]
 AllocatorName = Literal["default", "expandable"]
 BatchNormMode = Literal["per_microbatch", "deferred", "sync"]
+StoredRule = Literal["mean", "sum", "concatenate"]
 Objective = Literal["throughput", "memory", "latency"]
 Precision = Literal["fp32", "bf16", "fp16"]
 ScheduleField = Annotated[ScheduleName, BeforeValidator(_schedule)]

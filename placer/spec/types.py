@@ -41,6 +41,7 @@ from placer.spec.fields import (
     Patterns,
     Precision,
     ScheduleField,
+    StoredRule,
 )
 from placer.spec.rows import shifted_rows
 
@@ -192,6 +193,12 @@ class PlacementSpec(BaseModel):
         description="Name of an input, such as image or batch.image, or a pattern as in layers -> how it is "
         "split with the batch: 'whole' if every slice needs all of it, or {'batch_dim': n}. Placer finds out "
         "what is not said here, and asks where the example cannot tell.",
+    )
+    stored: dict[str, StoredRule] = Field(
+        default={},
+        description="Name of a value that forward stores, such as encoder.aux_loss, or of a result, such as "
+        "result.loss, or a pattern -> how those of slices of the batch give that of the whole batch, where "
+        "placer cannot tell.",
     )
     replicas: Count = Field(
         default=1, description="Number of copies of the stages that share the batch, or 'auto'."

@@ -59,13 +59,13 @@ from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.place import Place
-from placer.executor.programs import Programs
+from placer.executor.programs import Call, Programs
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target, unwrap_target
 from placer.executor.statistics import NormCall
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import Program, named_state
+from placer.program import Program, named_state, unflatten_output
 
 
 class DistributedModule(PartialModule):
@@ -201,8 +201,9 @@ class DistributedModule(PartialModule):
         """Whether this rank runs the last stage and so computes losses."""
         return self.assignment.device_index == self._last_device
 
-    def _run(self, programs: Programs, leaves: list[Tensor]) -> Any:
+    def _run(self, call: Call) -> Any:
         """The result for the whole batch, on every rank."""
+        programs, leaves, _ = call
         check_inference(leaves, training=self.training)
         leaves = [leaf.detach() for leaf in leaves]
         with torch.no_grad(), self._own_random_state(), self.watch():
@@ -211,7 +212,7 @@ class DistributedModule(PartialModule):
             results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
             self._share_written(share.largest).wait()  # freed before the result takes memory
-            result = gather_result(
+            staged, result = gather_result(
                 share.batch,
                 results,
                 programs,
@@ -221,18 +222,19 @@ class DistributedModule(PartialModule):
             )
             if moments is not None:
                 moments.wait()
-            return result
+            self._store(staged, result, call)
+            return unflatten_output(staged.call, result)
 
     def _step(
         self,
-        programs: Programs,
-        leaves: list[Tensor],
+        call: Call,
         *,
         loss_of: StepLoss,
         target: Any = None,
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
+        programs, leaves, _ = call
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
         check_scaler(scaler, num_devices=self.assignment.num_devices)

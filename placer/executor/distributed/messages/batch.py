@@ -160,8 +160,8 @@ def gather_result(
     *,
     assignment: RankAssignment,
     broadcast: Callable[[Tensor, int], object],
-) -> Any:
-    """The result for the whole batch, on every rank; a collective call.
+) -> tuple[StagedModel, list[Any]]:
+    """The leaves of the result for the whole batch, on every rank, and their stages; a collective call.
 
     ``results`` has the results of micro-batches whose last stage is on this rank. ``broadcast(tensor,
     rank)`` sends a tensor from the given rank to all others.
@@ -175,7 +175,8 @@ def gather_result(
             gathered.append(
                 _broadcast_leaves(crossings.result, given, source, finder.device, broadcast)
             )
-    return join_results(crossings.staged, gathered, batch.sizes)
+    joined = join_results(crossings.staged, gathered, batch.sizes)
+    return crossings.staged, joined
 
 
 def _broadcast_leaves(

@@ -1,0 +1,116 @@
+"""Write down what forward left behind, as values that the program returns (`placer.program.stored`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from placer._torch import without_torch_function
+from placer.program.failure import Untraceable
+from placer.program.objects import Path, spell
+from placer.program.restore import Change
+from placer.program.result import ModuleReference, flatten_result
+from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.stored import Stored
+from placer.program.writer import GraphWriter
+
+_TABLES = frozenset(vars(nn.Module())) - {
+    *("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A change by forward as a stored value, and its leaves as arguments for the graph's output node."""
+
+    stored: Stored
+    leaves: Sequence[Any]
+    shapes: Sequence[Any]  # per leaf: the shape of a tensor, or the value
+    change: Change | None  # None: of an input
+
+
+class StoreFailure(Exception):
+    """Something that forward leaves behind cannot be stored by a program; ``layer`` is the module's path."""
+
+    def __init__(self, layer: str, reason: str) -> None:
+        super().__init__(reason)
+        self.layer = layer
+        self.reason = reason  # begins with "it"
+
+
+def write_changes(
+    changes: Iterable[Change], writer: GraphWriter, paths: Mapping[int, str]
+) -> list[Left]:
+    """The stored values for ``changes``; ``paths`` has the path of each module, by its id.
+
+    Left out are hooks that forward installs, and what the code keeps for itself in variables: values that
+    hold neither tensors nor sizes of the run, but for plain values. Raises ``StoreFailure``.
+    """
+    found = []
+    for change in sorted(changes, key=lambda change: -len(change.path)):
+        if change.root == "model" and change.path[1] in _TABLES:
+            continue
+        layer = change.path[0] if change.root == "model" else ""
+        try:
+            left = _write(change, writer, paths)
+        except Untraceable as error:
+            raise StoreFailure(layer, f"it sets {spell(change.path)}, but {error}") from error
+        if left is not None:
+            found.append(left)
+    return found
+
+
+def written_input(index: int, node: fx.Node, shape: torch.Size) -> Left:
+    """That forward wrote to the tensor input ``index``; ``node`` has its present value."""
+    form = flatten_result(None)[1]
+    stored = Stored(root="input", path=(index,), kind="write", format=form, count=1)
+    return Left(stored=stored, leaves=[node], shapes=[shape], change=None)
+
+
+def flag_of(root: str, path: Path, flag: bool) -> Left:
+    """That forward lets a tensor require gradients, or not."""
+    stored = Stored(root=root, path=path, kind="requires_grad", flag=flag)
+    return Left(stored=stored, leaves=(), shapes=(), change=None)
+
+
+def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Left | None:
+    if change.root == "model" and "_modules" in change.path[1:2]:
+        raise Untraceable("that is a layer: make all layers before forward")
+    holder = change.holder if change.root == "code" else None
+    stored = Stored(root=change.root, path=change.path, kind=change.kind, holder=holder)
+    if change.kind == "delete":
+        return Left(stored=stored, leaves=(), shapes=(), change=change)
+    if isinstance(change.value, nn.Parameter) and not writer.is_state(change.value):
+        raise Untraceable("that is a new parameter: make all parameters before forward")
+
+    def referred(leaf: Any) -> Any:
+        if not isinstance(leaf, nn.Module):
+            return leaf
+        if id(leaf) not in paths:
+            raise Untraceable("that holds a layer that the model does not have")
+        return ModuleReference(paths[id(leaf)])
+
+    value = list(change.value) if change.kind in ("update", "items") else change.value
+    value = tree_map(referred, value)
+    try:
+        leaves, form = flatten_result(value, lambda leaf: isinstance(leaf, SizeInt | SizeFloat))
+    except Untraceable:
+        if change.root == "code":
+            return None
+        raise
+    if change.root == "code" and not leaves and any(form.objects):
+        return None
+    arguments = [x if isinstance(x, ModuleReference) else writer.argument(x) for x in leaves]
+    with without_torch_function():
+        shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]
+    return Left(
+        stored=replace(stored, format=form, count=len(leaves)),
+        leaves=arguments,
+        shapes=shapes,
+        change=change,
+    )

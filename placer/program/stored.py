@@ -1,0 +1,186 @@
+"""What forward leaves behind besides its result, and how a call of the placed model leaves the same.
+
+A program returns the values that forward stores (in attributes, containers, variables, inputs) like further
+results. After the call they are put where forward would have put them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from placer.program.batch import BatchDim
+from placer.program.objects import Path, at, spell
+from placer.program.reachable import Reference
+from placer.program.restore import MISSING, Kind, set_items
+from placer.program.result import ModuleReference, ResultFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One thing that forward leaves behind.
+
+    ``root`` says where ``path`` begins: at a module of the model (its path), at an argument of the call (its
+    name), at a tensor among the inputs (its number), or at what the code can reach, which is ``holder``.
+    Besides the kinds of a `Change` there are "write", for a tensor that is written in place, and
+    "requires_grad", for one whose flag becomes ``flag`` before forward uses it. ``format`` rebuilds the value
+    from ``count`` of the program's results.
+    """
+
+    root: str  # "model", "call", "input" or "code"
+    path: Path
+    kind: Kind | Literal["write", "requires_grad"]
+    format: ResultFormat | None = None
+    count: int = 0
+    flag: bool | None = None
+    holder: Any = field(default=None, compare=False)
+
+    @property
+    def name(self) -> str:
+        """What it is called in a spec and in messages, such as ``encoder.loss``."""
+        return spell(self.path)
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """The names of its leaves."""
+        names = () if self.format is None else self.format.names
+        return [f"{self.name}.{name}".rstrip(".") for name in names]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateInput:
+    """An input of a program that is no argument of the call: it is read from the model, or from a variable.
+
+    Such are tensors that forward stores and reads in the next call, and numbers that change.
+    """
+
+    name: str
+    placeholder: str
+    path: Path = ()  # in the model: module path, attribute, keys
+    variable: Reference | None = None
+    tensor: Tensor | None = None  # a tensor of the code's own
+    batch_dim: BatchDim = None
+    kind: type = Tensor  # or int, float
+
+    def read(self, model: nn.Module) -> Any:
+        """The present value; None if there is none of this kind."""
+        if self.tensor is not None:
+            return self.tensor
+        if self.variable is not None:
+            value = self.variable.read()
+        else:
+            try:
+                value = at(vars(model.get_submodule(self.path[0])), self.path[1:])
+            except (AttributeError, LookupError):
+                return None
+        matches = isinstance(value, Tensor) if self.kind is Tensor else type(value) is self.kind
+        return value if matches else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where the values that a call stores belong: the model, and the call's own arguments and inputs."""
+
+    model: nn.Module
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Sequence[Any] = ()
+
+
+def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Callable[[], None]:
+    """Leave behind what forward would have left. Returns a function that undoes it, but not for tensors.
+
+    ``leaves`` are the stored values, in the order of ``stored``. What belongs to modules that the model
+    lacks, as on a rank that has a part of it, is left out.
+    """
+    rest, undo = list(leaves), ExitStack()
+    for each in stored:
+        own, rest = rest[: each.count], rest[each.count :]
+        if each.root == "model" and not _has_module(target.model, each.path[0]):
+            continue
+        modules = [_module(target.model, leaf) for leaf in own]
+        value = None if each.format is None else each.format.unflatten(modules)
+        undo.callback(_store(each, value, target))
+    return undo.close
+
+
+def set_flags(stored: Sequence[Stored], target: Target) -> None:
+    """Let inputs and parameters require gradients, or not, as forward does before it uses them."""
+    for each in stored:
+        elsewhere = each.root == "model" and not _has_module(target.model, each.path[0])
+        if each.flag is not None and not elsewhere:
+            holder, path = _holder(each, target)
+            at(holder, path).requires_grad_(each.flag)
+
+
+def _has_module(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _module(model: nn.Module, leaf: Any) -> Any:
+    return model.get_submodule(leaf.path) if isinstance(leaf, ModuleReference) else leaf
+
+
+def _store(each: Stored, value: Any, target: Target) -> Callable[[], object]:
+    holder, path = _holder(each, target)
+    if each.kind == "write":
+        with torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad):
+            at(holder, path).copy_(value)
+        return lambda: None
+    if each.kind == "requires_grad":  # `set_flags`
+        return lambda: None
+    if isinstance(holder, Reference):
+        before = holder.read()
+        holder.write(value)
+        return partial(holder.write, before)
+    if each.kind in ("set", "delete"):
+        table, key = at(holder, path[:-1]), path[-1]
+        table = table if isinstance(table, dict | list | deque) else vars(table)
+        return _store_entry(table, key, value, deleted=each.kind == "delete")
+    items = at(holder, path)
+    kept = [*items]
+    if each.kind == "extend":
+        items.extend(value)
+    elif each.kind == "update":
+        items.update(value)
+    else:
+        set_items(items, value)
+    return partial(set_items, items, kept)
+
+
+def _holder(each: Stored, target: Target) -> tuple[Any, Path]:
+    """The object at which the path of ``each`` begins, and the rest of the path."""
+    if each.root == "model":
+        return vars(target.model.get_submodule(each.path[0])), each.path[1:]
+    if each.root == "call":
+        return target.arguments, each.path
+    if each.root == "input":
+        return list(target.inputs), each.path
+    return each.holder, each.path[1:]
+
+
+def _store_entry(table: Any, key: Any, value: Any, *, deleted: bool) -> Callable[[], object]:
+    before = table[key] if not isinstance(table, dict) or key in table else MISSING
+    if deleted:
+        del table[key]
+    else:
+        if (
+            isinstance(value, Tensor)
+            and isinstance(before, Tensor)
+            and before.device.type != "meta"
+        ):
+            value = value.to(before.device)  # a buffer stays where it is
+        table[key] = value
+    if before is MISSING:
+        return partial(table.pop, key, None)
+    return partial(table.__setitem__, key, before)
