@@ -228,12 +228,12 @@ class PlacedModule(nn.Module):
 
     def run_leaves(self, leaves: list[torch.Tensor]) -> Any:
         """`forward` for the flattened tensor inputs of the captured call."""
-        return self._run(Call(self._programs, leaves, {}))
+        return self._run(Call(self._programs, leaves, None))
 
     def _run(self, call: Call) -> Any:
         programs, leaves, _ = call
         home = self._replicas[0].output_place
-        set_flags(programs.captured.stored, Target(model=self._tree, inputs=leaves))
+        self._set_flags(call)
         batch = self._scatter(programs.call, leaves)
         if len(batch.slices) > 1:
             check_results(programs.captured)
@@ -253,8 +253,16 @@ class PlacedModule(nn.Module):
     def _store(self, staged: StagedModel, leaves: Sequence[Any], call: Call) -> None:
         """Leave behind what forward would have left; ``leaves`` are those of the whole batch's result."""
         if staged.stored:
-            target = Target(model=self._tree, arguments=call.arguments, inputs=call.leaves)
-            store(staged.stored, staged.stored_leaves(leaves), target)
+            store(staged.stored, staged.stored_leaves(leaves), self._stored_in(call))
+
+    def _set_flags(self, call: Call) -> None:
+        """Let inputs and parameters require gradients as forward would have set it."""
+        stored = call.programs.captured.stored
+        if stored:
+            set_flags(stored, self._stored_in(call))
+
+    def _stored_in(self, call: Call) -> Target:
+        return Target(model=self._tree, arguments=call.arguments, inputs=call.leaves)
 
     def _runs(
         self,
@@ -375,7 +383,7 @@ class PlacedModule(nn.Module):
         self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """`step` for the flattened inputs of the captured call, without a target, for a mean over rows."""
-        call = Call(self._programs, leaves, {})
+        call = Call(self._programs, leaves, None)
         return self._step(call, loss_of=StepLoss(loss_fn, reduction="mean"))
 
     def _step(
@@ -389,7 +397,7 @@ class PlacedModule(nn.Module):
     ) -> torch.Tensor:
         # ``own_rows`` makes no difference here: a single process always has all rows.
         programs, leaves, _ = call
-        set_flags(programs.captured.stored, Target(model=self._tree, inputs=leaves))
+        self._set_flags(call)
         callers = CallerGraph()
         target = callers.cut(target)
         batch = self._scatter(programs.call, callers.cut(leaves))

@@ -271,11 +271,14 @@ def plan_rules(plan: Plan) -> SplitRules:
 
 
 class Call(NamedTuple):
-    """A call of a placed model: its programs, its tensors, and its arguments as the caller passed them."""
+    """A call of a placed model: its programs, its tensors, and its arguments as the caller passed them.
+
+    ``arguments`` is None in a dry run, which has no caller.
+    """
 
     programs: Programs
     leaves: list[Tensor]
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] | None
 
 
 class ProgramsByCall:

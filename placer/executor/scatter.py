@@ -176,7 +176,7 @@ def _is_whole(value: Any) -> bool:
 
 def check_results(staged: StagedModel) -> None:
     """Raise ``PlacerError`` if it is not known how a result of the batch follows from those of its slices."""
-    for name, rows in zip(staged.call.result.names, staged.rows, strict=True):
+    for name, rows in zip(staged.call.result.names, staged.rows, strict=False):
         if not rows.is_known:
             made = (
                 "is made from the numbers of the rows" if rows.numbered else "has no row per sample"

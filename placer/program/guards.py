@@ -9,6 +9,7 @@ import copy
 import enum
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class AttributeGuard:
     value: Any
     frozen: Any
     values_read: bool
+    unread: tuple[Path, ...] = ()  # keys of containers in the value whose items do not matter
 
     @property
     def is_plain(self) -> bool:
@@ -65,7 +67,8 @@ class AttributeGuard:
         now = _attribute(modules.get(self.path), self.name)
         if now is self.value and self.is_plain:
             return True
-        return bool(freezer.freeze(now, values_read=self.values_read) == self.frozen)
+        frozen = freezer.freeze(now, values_read=self.values_read, unread=self.unread)
+        return bool(frozen == self.frozen)
 
 
 def failed_guard(
@@ -77,11 +80,15 @@ def failed_guard(
 
 
 def make_guards(
-    model: nn.Module, names: Collection[tuple[str, str]], values_read: Collection[Tensor] = ()
+    model: nn.Module,
+    names: Collection[tuple[str, str]],
+    values_read: Collection[Tensor] = (),
+    unread: Collection[Path] = (),
 ) -> tuple[AttributeGuard, ...]:
     """Guards for the attributes ``names`` (module path, attribute) of ``model``, in sorted order.
 
-    Values of tensors are compared only for those in ``values_read``.
+    Values of tensors are compared only for those in ``values_read``, and items of containers not if their
+    paths are ``unread``.
     """
     modules = dict(model.named_modules())
     freezer = Freezer(modules)
@@ -90,9 +97,17 @@ def make_guards(
     for path, name in sorted(names):
         value = _attribute(modules.get(path), name)
         looked = any(id(tensor) in seen for _, tensor in _tensors_in(value))
-        frozen = freezer.freeze(value, values_read=looked)
+        keys = tuple(each[2:] for each in unread if each[:2] == (path, name))
+        frozen = freezer.freeze(value, values_read=looked, unread=keys)
         guards.append(
-            AttributeGuard(path=path, name=name, value=value, frozen=frozen, values_read=looked)
+            AttributeGuard(
+                path=path,
+                name=name,
+                value=value,
+                frozen=frozen,
+                values_read=looked,
+                unread=keys,
+            )
         )
     return tuple(guards)
 
@@ -252,13 +267,20 @@ class Freezer:
         # By id; the value is kept, so that its id is not used again.
         self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._numbers: dict[int, int] = {}
+        self._unread: set[int] = set()  # ids of containers whose items do not matter
 
     @functools.cached_property
     def _path_of(self) -> dict[int, str]:
         return {id(module): path for path, module in self._modules.items()}
 
-    def freeze(self, value: Any, *, values_read: bool = False) -> Any:
-        """The form of ``value``; with ``values_read``, including the values of tensors."""
+    def freeze(
+        self, value: Any, *, values_read: bool = False, unread: Collection[Path] = ()
+    ) -> Any:
+        """The form of ``value``; with ``values_read``, including the values of tensors.
+
+        The items of the containers at the paths ``unread`` in it are left out.
+        """
+        self._unread.update(id(part) for keys in unread if (part := _part(value, keys)) is not None)
         key = id(value), values_read
         if key not in self._known:
             self._known[key] = value, self._freeze(value, _DEPTH, values_read)
@@ -266,6 +288,8 @@ class Freezer:
 
     def _freeze(self, value: Any, depth: int, values_read: bool) -> Any:
         kind = type(value)
+        if id(value) in self._unread:
+            return kind
         if isinstance(value, _PLAIN):
             return kind, value
         if isinstance(value, Tensor):
@@ -310,9 +334,16 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
         return None
     if isinstance(value, dict):
         return list(value.items())
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return list(enumerate(value))
     return list(vars(value).items()) if hasattr(value, "__dict__") else None
+
+
+def _part(value: Any, keys: Path) -> Any:
+    try:
+        return at(value, keys)
+    except LookupError:
+        return None
 
 
 def _depth_inside(value: Any, depth: int) -> int:

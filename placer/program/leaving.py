@@ -65,10 +65,10 @@ def write_changes(
     return found
 
 
-def written_input(index: int, node: fx.Node, shape: torch.Size) -> Left:
+def written_input(index: int, name: str, node: fx.Node, shape: torch.Size) -> Left:
     """That forward wrote to the tensor input ``index``; ``node`` has its present value."""
     form = flatten_result(None)[1]
-    stored = Stored(root="input", path=(index,), kind="write", format=form, count=1)
+    stored = Stored(root="input", path=(index,), kind="write", format=form, count=1, label=name)
     return Left(stored=stored, leaves=[node], shapes=[shape], change=None)
 
 

@@ -10,7 +10,7 @@ import dis
 import functools
 import os
 import sysconfig
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -32,7 +32,7 @@ _FOREIGN = tuple(
 _PACKAGES = os.path.normcase(os.path.join(_STDLIB, "site-packages"))  # noqa: PTH118
 _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
 _CODE = (FunctionType, MethodType, type, functools.partial, tuple)
-_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
 _ASKING = frozenset(("hasattr", "getattr", "__dict__", "_buffers"))
@@ -91,13 +91,13 @@ class ReachableState:
     """The state that the code of modules can reach.
 
     ``cached`` are references to ``functools.lru_cache`` functions, ``variables`` those of variables (global,
-    of a closure, or of a class) that are None, tensors, numbers or strings, ``containers`` dicts, lists and
-    sets in such variables, with their names, ``codes`` the code of functions.
+    of a closure, or of a class) that are None, tensors, numbers or strings, ``containers`` those of dicts,
+    lists and sets, ``codes`` the code of functions.
     """
 
     cached: list[Reference] = field(default_factory=list)
     variables: list[Reference] = field(default_factory=list)
-    containers: list[tuple[str, Any]] = field(default_factory=list)
+    containers: list[Reference] = field(default_factory=list)
     codes: list[CodeType] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
@@ -174,7 +174,7 @@ class _Search:
         elif type(value) in _CONTAINERS:
             if self._is_new(value):
                 self._waiting.append(value)
-                self.found.containers.append((Reference(holder, key, value).name, value))
+                self.found.containers.append(Reference(holder, key, value))
         elif not isinstance(value, (ModuleType, *_ATOMS)):
             self.add(type(value))
 
@@ -192,7 +192,7 @@ class _Search:
             elif isinstance(value, dict):
                 for key, item in list(value.items()):
                     self.look(value, key, item)
-            elif isinstance(value, list | set):
+            elif isinstance(value, list | set | deque):
                 for index, item in enumerate(value):
                     self.look(value if isinstance(value, list) else None, index, item)
             elif isinstance(value, tuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,13 +28,14 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter, fake_execution
 from placer.program.guards import AttributeGuard
 from placer.program.leaving import Left
-from placer.program.objects import attribute_of
+from placer.program.objects import Path, attribute_of
 from placer.program.python_random import PythonRandomDraw
 from placer.program.recorder import Recorder
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.stored import Stored
+from placer.program.watched import watching
 from placer.program.writer import CPU
 
 
@@ -50,6 +51,7 @@ class RecordedProgram:
     results: tuple[Any, ...]  # per leaf of the output node: the shape of a tensor, or the value
     stored: tuple[Stored, ...]  # what forward leaves behind; its leaves follow those of the result
     changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
+    repeats: bool  # does the next call compute the same, in the state that this one leaves?
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
     grad: (
@@ -113,8 +115,10 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
             run_once(setup, inputs, snapshot)
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
         left = _replace_buffers(recorder, setup, recorder.left)
-        if left:
-            left = _compare_with_next(setup, inputs, recorder, leaves, left)
+        following = _Next(left, True, ())
+        if any(each.change is not None for each in left):
+            following = _compare_with_next(setup, inputs, recorder, leaves, left)
+            left = following.left
         results = [*leaves, *(leaf for each in left for leaf in each.leaves)]
         sizes = recorder.sizes.log()
         graph = recorder.writer.finish(results, recorder.sizes.values, named=named)
@@ -132,7 +136,8 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         results=(*recorder.results, *(shape for each in left for shape in each.shapes)),
         stored=tuple(each.stored for each in left),
         changed_inside=tuple(recorder.changed_inside.values()),
-        guards=recorder.guards(setup.forgotten),
+        repeats=following.repeats,
+        guards=recorder.guards(setup.forgotten, following.unread),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
         sizes=sizes,
@@ -163,37 +168,53 @@ def run_once(
         raise kind("", describe(error), locate(error)) from error
 
 
-def _compare_with_next(
-    setup: Setup,
-    inputs: Sequence[Tensor],
-    recorder: Recorder,
-    leaves: Sequence[Any],
-    left: list[Left],
-) -> list[Left]:
-    """Run once more from the state that the first run has left; tells how lists change.
+class _Next(NamedTuple):
+    """What a second call does, which begins in the state that the first has left."""
 
-    A list that was empty before may be extended by every call, or filled anew.
+    left: list[Left]
+    repeats: bool  # does it compute what the first did?
+    unread: tuple[Path, ...]  # containers of the model that forward only adds to, or fills anew
+
+
+def _compare_with_next(
+    setup: Setup, inputs: Sequence[Tensor], first: Recorder, leaves: Sequence[Any], left: list[Left]
+) -> _Next:
+    """Run once more from the state that the first run has left.
+
+    That tells how lists change: one that was empty before may be extended by every call, or filled anew.
+    Raises ``CaptureError`` if forward reads what an earlier call has left in a variable of its code.
     """
     for each in left:
         for tensor in tensors_of_tree(each.change.value) if each.change is not None else ():
-            recorder.keep(tensor)
-    before = Snapshot(module_roots(setup.fake_model), setup.converter.reachable)
-    try:
-        following, _ = run_once(setup, inputs, before, locate_draws=False)
-    except (TraceFailure, ForwardFailure, CaptureError) as failure:
-        end_frames(failure)
-        return left
-    kinds = {
-        (x.stored.root, x.stored.path): x.stored.kind
-        for x in following.left
-        if x.stored.kind in ("extend", "items")
-    }
-    return [
-        replace(x, stored=replace(x.stored, kind="items"))
-        if x.stored.kind == "extend" and kinds.get((x.stored.root, x.stored.path)) == "items"
-        else x
-        for x in left
-    ]
+            first.keep(tensor)
+    reachable = setup.converter.reachable
+    before = Snapshot(module_roots(setup.fake_model), reachable)
+    with watching(left, setup.fake_model, reachable) as containers:
+        try:
+            second, results = run_once(setup, inputs, before, locate_draws=False)
+        except (TraceFailure, ForwardFailure, CaptureError) as failure:
+            end_frames(failure)
+            second, results = None, []
+    cached = all(map(first.is_cache, left))
+    lines = first.lines(leaves, constants=not cached)
+    repeats = second is not None and second.lines(results, constants=not cached) == lines
+    for each in left:
+        key = each.stored.root, each.stored.path
+        if each.stored.root == "code" and not (repeats and not containers.was_read(key)):
+            raise CaptureError(
+                each.stored.name,
+                "is set by forward, which reads in the next call what it has set there",
+                "keep it in an attribute of the model, or pass it as an argument and return it",
+            )
+    if second is not None:
+        kinds = {(x.stored.root, x.stored.path): x.stored.kind for x in second.left}
+        left = [
+            replace(x, stored=replace(x.stored, kind="items"))
+            if x.stored.kind == "extend" and kinds.get((x.stored.root, x.stored.path)) == "items"
+            else x
+            for x in left
+        ]
+    return _Next(left, repeats, containers.unread() if repeats else ())
 
 
 def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> list[Left]:

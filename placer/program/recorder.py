@@ -75,6 +75,7 @@ from placer.program.size_recorder import SizeRecorder
 from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.targets import (
     ApplyFunction,
+    CallInModes,
     CallMethod,
     Checkpointed,
     Modes,
@@ -162,6 +163,7 @@ class Recorder(TorchFunctionMode):
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
         self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
+        self.training = {id(module): module.training for module in fake_model.modules()}
         self.own_parameters = {id(module): _state(module) for module in fake_model.modules()}
 
     # -- running ---------------------------------------------------------------------------------
@@ -185,9 +187,15 @@ class Recorder(TorchFunctionMode):
         if not self.paused:
             self.attributes.add((path, name))
 
-    def guards(self, compared: Sequence[Tensor] = ()) -> tuple[AttributeGuard, ...]:
-        """The attributes of the model that were read, with their values, including those in ``compared``."""
-        return make_guards(self.model, self.attributes, [*self.tensors_read, *compared])
+    def guards(
+        self, compared: Sequence[Tensor] = (), unread: Sequence[Path] = ()
+    ) -> tuple[AttributeGuard, ...]:
+        """The attributes of the model that were read, with their values, including those in ``compared``.
+
+        What is in the containers at the paths ``unread`` does not matter.
+        """
+        tensors = [*self.tensors_read, *compared]
+        return make_guards(self.model, self.attributes, tensors, unread)
 
     def run(self, bound: BoundCall, inputs: Sequence[Tensor], before: Snapshot) -> list[Any]:
         """Run forward; the leaves of its result as arguments for the graph's output node.
@@ -216,7 +224,8 @@ class Recorder(TorchFunctionMode):
         self.flags = {id(parameter): parameter.requires_grad for parameter in parameters}
         self.inputs = set(map(id, inputs))
         try:
-            return self.run_forward(args, kwargs, flatten, before, given, inputs, grad)
+            names = placeholder_names(bound)
+            return self.run_forward(args, kwargs, flatten, before, given, names, inputs, grad)
         finally:
             with without_torch_function():
                 for parameter in parameters:
@@ -229,6 +238,7 @@ class Recorder(TorchFunctionMode):
         flatten: Callable[[Any], list[Any]],
         before: Snapshot,
         given: Snapshot,
+        names: Sequence[str],
         inputs: Sequence[Tensor],
         grad: Sequence[bool],
     ) -> list[Any]:
@@ -245,11 +255,15 @@ class Recorder(TorchFunctionMode):
             for change in (*before.changes(), *given.changes())
             if (change.root, change.path) not in self.changed_inside
         ]
-        self.left = self.write_left(changes, inputs, grad)
+        self.left = self.write_left(changes, names, inputs, grad)
         return leaves
 
     def write_left(
-        self, changes: Sequence[Change], inputs: Sequence[Tensor], grad: Sequence[bool]
+        self,
+        changes: Sequence[Change],
+        names: Sequence[str],
+        inputs: Sequence[Tensor],
+        grad: Sequence[bool],
     ) -> list[Left]:
         """What forward has left behind; ``grad`` says which inputs required gradients before."""
         try:
@@ -257,11 +271,13 @@ class Recorder(TorchFunctionMode):
         except StoreFailure as failure:
             location = locate_function(type(self.fake_model.get_submodule(failure.layer)).forward)
             raise TraceFailure(failure.layer, failure.reason, location) from failure
-        for index, (tensor, before) in enumerate(zip(inputs, grad, strict=True)):
+        named = zip(names, inputs, grad, strict=True)
+        for index, (name, tensor, before) in enumerate(named):
             if storage_key(tensor) in self.written:
                 node = self.writer.node("call_function", present_value, (tensor,))
+                self.writer.bind(tensor, node)
                 with without_torch_function():
-                    left.append(written_input(index, node, tensor.shape))
+                    left.append(written_input(index, name, node, tensor.shape))
             if tensor.requires_grad != before and tensor.is_leaf:
                 left.append(flag_of("input", (index,), tensor.requires_grad))
         for path, module in self.fake_model.named_modules():
@@ -468,6 +484,14 @@ class Recorder(TorchFunctionMode):
                 function = Checkpointed(use_reentrant=True, differentiated=True)
         if function is None and Modes.current() != self.modes:
             function = call_module
+        training = tuple(each.training for each in module.modules())
+        if training != tuple(
+            self.training.get(id(each), each.training) for each in module.modules()
+        ):
+            if function not in (None, call_module):
+                with self.refusing():
+                    raise Untraceable(f"it checkpoints {path}, whose mode it has changed")
+            function = CallInModes(training)
         if function is not None:
             reference = self.writer.node("get_attr", path, layer=path)
             node_args = (reference, *node_args)
@@ -588,6 +612,14 @@ class Recorder(TorchFunctionMode):
         copied = fake.clone()
         self.record("call_method", "clone", (fake,), {}, copied)
         return copied
+
+    def is_cache(self, left: Left) -> bool:
+        """Is what forward has left computed from constants and sizes alone, as a grid of positions is?
+
+        Then the next call may read it; the program computes it anew in every call.
+        """
+        nodes = [leaf for leaf in left.leaves if isinstance(leaf, fx.Node)]
+        return all(is_constant(x, self.writer.constants, self.sizes.values) for x in nodes)
 
     def keep(self, tensor: Tensor) -> None:
         """Let the next run read ``tensor``, which forward has left somewhere."""

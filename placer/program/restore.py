@@ -93,9 +93,9 @@ class Snapshot:
         if code is not None:
             known = {id(holder.object) for holder in self._holders}
             self._holders += [
-                _Holder("code", (name,), value, contents)
-                for name, value in code.containers
-                if id(value) not in known and (contents := _contents(value)) is not None
+                _Holder("code", (each.name,), each.value, contents)
+                for each in code.containers
+                if id(each.value) not in known and (contents := _contents(each.value)) is not None
             ]
             self._variables += [(reference, reference.read()) for reference in code.variables]
 

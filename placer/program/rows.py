@@ -114,7 +114,7 @@ class _Flow:
         self.rows: dict[fx.Node, Rows] = {}
         self.mixing: list[Mixing] = []
         self._shapes = shapes
-        self._model = model
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self._size = 1  # rows of the batch
 
     def start(self, node: fx.Node, dim: BatchDim) -> None:
@@ -363,8 +363,11 @@ class _Flow:
         return self._name(node) == "batch_norm"
 
     def _module(self, node: fx.Node) -> nn.Module | None:
-        if node.op == "call_module":
-            return self._model.get_submodule(str(node.target))
+        called = node
+        if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+            called = node.args[0]  # under other modes, a function gets the module as an argument
+        if (called.op == "call_module" and called is node) or called.op == "get_attr":
+            return self._modules.get(str(called.target))
         return None
 
     def _name(self, node: fx.Node) -> str:

@@ -40,12 +40,13 @@ class Stored:
     format: ResultFormat | None = None
     count: int = 0
     flag: bool | None = None
+    label: str = ""  # the name of an input
     holder: Any = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
         """What it is called in a spec and in messages, such as ``encoder.loss``."""
-        return spell(self.path)
+        return self.label or spell(self.path)
 
     @property
     def leaf_names(self) -> list[str]:
@@ -86,10 +87,13 @@ class StateInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the values that a call stores belong: the model, and the call's own arguments and inputs."""
+    """Where the values that a call stores belong: the model, and the call's own arguments and inputs.
+
+    Without ``arguments`` there is no caller, and only the model is changed.
+    """
 
     model: nn.Module
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] | None = None
     inputs: Sequence[Any] = ()
 
 
@@ -102,7 +106,7 @@ def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Ca
     rest, undo = list(leaves), ExitStack()
     for each in stored:
         own, rest = rest[: each.count], rest[each.count :]
-        if each.root == "model" and not _has_module(target.model, each.path[0]):
+        if not _is_there(each, target):
             continue
         modules = [_module(target.model, leaf) for leaf in own]
         value = None if each.format is None else each.format.unflatten(modules)
@@ -113,18 +117,19 @@ def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Ca
 def set_flags(stored: Sequence[Stored], target: Target) -> None:
     """Let inputs and parameters require gradients, or not, as forward does before it uses them."""
     for each in stored:
-        elsewhere = each.root == "model" and not _has_module(target.model, each.path[0])
-        if each.flag is not None and not elsewhere:
+        if each.flag is not None and _is_there(each, target):
             holder, path = _holder(each, target)
             at(holder, path).requires_grad_(each.flag)
 
 
-def _has_module(model: nn.Module, path: str) -> bool:
+def _is_there(each: Stored, target: Target) -> bool:
+    """Does the target have what ``each`` changes?"""
+    if each.root in ("call", "input"):
+        return target.arguments is not None
     try:
-        model.get_submodule(path)
+        return each.root == "code" or target.model.get_submodule(each.path[0]) is not None
     except AttributeError:
         return False
-    return True
 
 
 def _module(model: nn.Module, leaf: Any) -> Any:

@@ -107,6 +107,32 @@ def get_field(value: Any, name: str) -> Any:
     return getattr(value, name)
 
 
+class CallInModes:
+    """Calls a module that forward has put into other modes than those in which it was when forward began.
+
+    ``training`` are the flags of the module and its submodules, in the order of ``modules()``.
+    """
+
+    def __init__(self, training: tuple[bool, ...]) -> None:
+        self.training = training
+        self.__name__ = self.__qualname__ = "call_in_modes"
+        self.__module__ = __name__
+
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        modules = list(module.modules())
+        before = [each.training for each in modules]
+        for each, flag in zip(modules, self.training, strict=True):
+            each.training = flag
+        try:
+            return module(*args, **kwargs)
+        finally:
+            for each, flag in zip(modules, before, strict=True):
+                each.training = flag
+
+    def __repr__(self) -> str:
+        return f"CallInModes({self.training})"
+
+
 SELECTS: tuple[Callable[..., Any], ...] = (operator.getitem, get_field)
 """Targets of nodes that select one of several values. A stage passes on only the selected value."""
 

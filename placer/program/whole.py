@@ -39,8 +39,8 @@ from placer.program.writer import GraphWriter
 def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> RecordedProgram:
     """A graph that calls all of the model in one node, a function of its parameters, buffers and inputs.
 
-    ``reason`` says why it cannot be recorded. Raises ``ForwardFailure`` if the model itself fails, and ``CaptureError`` if it leaves something behind
-    that a caller could see: the node has a copy of the model.
+    ``reason`` says why it cannot be recorded. Raises ``ForwardFailure`` if the model itself fails, and
+    ``CaptureError`` if it leaves something behind that a caller could see: the node has a copy of the model.
     """
     converter, model, fake_model, bound = (
         setup.converter,
@@ -102,6 +102,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         results=tuple(x.shape if isinstance(x, Tensor) else x for x in leaves),
         stored=(),
         changed_inside=(),
+        repeats=True,
         guards=make_guards(model, attributes),
         checkpointed={},
         grad=None,
