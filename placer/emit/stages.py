@@ -72,6 +72,7 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
         result=result,
         rows=program.results,
         stored=program.stored,
+        state=program.state,
         state_stage=_owners(program, stage_of),
         constants=dict(program.constants),
         constant_paths=program.constant_paths,

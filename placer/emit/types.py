@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placer.program import CallFormat, Conditions, Path, Rows, Stored
+from placer.program import CallFormat, Conditions, Path, Rows, StateInput, Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ class StageCode:
 class StagedModel:
     """All stages of a model, and the values that pass between them and the caller.
 
-    ``graph_inputs`` are the names of the model's tensor inputs, ``written_inputs`` those that its
-    forward changes in place. ``result`` is the flat list of its outputs, each ``("value", node)`` or
-    ``("constant", object)``, followed by the values that forward stores, which ``stored`` describes.
-    ``rows`` says how each of them depends on the rows of the batch.
-    ``state_stage`` is the stage that owns each parameter and buffer: the first one that reads it.
-    Later stages that read it get a copy.
+    ``graph_inputs`` are the names of the call's tensors and of the ``state`` that is read besides,
+    ``written_inputs`` those that forward changes in place. ``result`` is the flat list of its outputs, each
+    ``("value", node)`` or ``("constant", object)``, followed by the values that forward stores, which
+    ``stored`` describes. ``rows`` says how each of them depends on the rows of the batch. ``state_stage`` is
+    the stage that owns each parameter and buffer: the first one that reads it. Later stages that read it get
+    a copy.
     """
 
     stages: tuple[StageCode, ...]
@@ -67,6 +67,7 @@ class StagedModel:
     result: tuple[tuple[str, Any], ...]
     rows: tuple[Rows, ...]
     stored: tuple[Stored, ...]
+    state: tuple[StateInput, ...]  # the last of ``graph_inputs``
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
     constant_paths: Mapping[str, Path]  # paths of the constants in attributes of modules

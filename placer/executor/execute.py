@@ -42,7 +42,7 @@ class PlacedMicrobatch:
     replica: Replica
     trees: Sequence[Any]
     leaves: Sequence[torch.Tensor]
-    inputs: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, Any]
     input_places: Mapping[str, Place] = field(default_factory=dict)
     target: Any = None
     counted: float | None = None
@@ -162,7 +162,11 @@ class MicrobatchRun:
             name: given.input_places.get(name) or caller_place(leaf)
             for name, leaf in given.inputs.items()
         }
-        self._inputs = {name: leaf for name, leaf in given.inputs.items() if leaf.requires_grad}
+        self._inputs = {
+            name: leaf
+            for name, leaf in given.inputs.items()
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        }
         # For each stage: where its backward starts, the values that it received, and its split backward.
         self._roots: dict[int, dict[TensorKey, torch.Tensor | GradientEdge]] = {}
         self._received: dict[int, list[tuple[GradientEdge, Callable[[torch.Tensor], None]]]] = {}

@@ -50,6 +50,7 @@ from placer.executor.scatter import (
 )
 from placer.executor.signature import MethodWithSignature
 from placer.executor.slice_store import stored_for_slice
+from placer.executor.state import CallState
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
@@ -231,7 +232,7 @@ class PlacedModule(nn.Module):
         return self._run(Call(self._programs, leaves, None))
 
     def _run(self, call: Call) -> Any:
-        programs, leaves, _ = call
+        programs, leaves = call.programs, call.leaves
         home = self._replicas[0].output_place
         self._set_flags(call)
         batch = self._scatter(programs.call, leaves)
@@ -239,7 +240,8 @@ class PlacedModule(nn.Module):
             check_results(programs.captured)
         results = []
         with self._deferred_statistics():
-            for index, runs in enumerate(self._runs(programs, batch)):
+            state = CallState(self._tree, call.leaves_by_name, batch.sizes)
+            for index, runs in enumerate(self._runs(programs, batch, state)):
                 for run in runs:
                     result = run_forward(run)
                     results.append(transfer(result, run.replica.output_place, home))
@@ -268,6 +270,7 @@ class PlacedModule(nn.Module):
         self,
         programs: Programs,
         batch: ScatteredBatch,
+        state: CallState,
         targets: Sequence[Any] = (),
         counts: Sequence[float | None] = (),
     ) -> list[list[PlacedMicrobatch]]:
@@ -295,7 +298,7 @@ class PlacedModule(nn.Module):
                         replica=variant,
                         trees=found,
                         leaves=inputs,
-                        inputs=dict(zip(staged.graph_inputs, inputs, strict=True)),
+                        inputs=state.inputs(staged, inputs, position),
                         target=targets[position] if targets else None,
                         counted=counts[position] if counts else None,
                     )
@@ -396,7 +399,7 @@ class PlacedModule(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:
         # ``own_rows`` makes no difference here: a single process always has all rows.
-        programs, leaves, _ = call
+        programs, leaves = call.programs, call.leaves
         self._set_flags(call)
         callers = CallerGraph()
         target = callers.cut(target)
@@ -409,7 +412,8 @@ class PlacedModule(nn.Module):
         in_parts = len(batch.slices) > 1 or len(self.plan.stages) > 1
         hooked = self._tree.parameters() if in_parts else ()
         with self._deferred_statistics(), hooks_run_once(hooked):
-            for index, runs in enumerate(self._runs(programs, batch, targets, counts)):
+            state = CallState(self._tree, call.leaves_by_name, batch.sizes, callers.cut)
+            for index, runs in enumerate(self._runs(programs, batch, state, targets, counts)):
                 losses += self._replica_step(runs, loss_of, scale, kept)
                 if index == 0:
                     self._write_back(runs)

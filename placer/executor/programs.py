@@ -273,12 +273,18 @@ def plan_rules(plan: Plan) -> SplitRules:
 class Call(NamedTuple):
     """A call of a placed model: its programs, its tensors, and its arguments as the caller passed them.
 
-    ``arguments`` is None in a dry run, which has no caller.
+    ``arguments`` is None in a dry run, which has no caller. ``leaves_by_name`` are all their leaves.
     """
 
     programs: Programs
     leaves: list[Tensor]
     arguments: Mapping[str, Any] | None
+    leaves_by_name: Mapping[str, Any] = {}
+
+
+def _call(programs: Programs, bound: BoundCall) -> Call:
+    leaves = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    return Call(programs, call_tensors(programs.call, bound), bound.arguments, leaves)
 
 
 class ProgramsByCall:
@@ -321,7 +327,7 @@ class ProgramsByCall:
             raise CaptureError(error.where, error.problem, remedy) from None
         for programs in self._known:
             if call_difference(programs.call, bound) is None:
-                return Call(programs, call_tensors(programs.call, bound), bound.arguments)
+                return _call(programs, bound)
         difference = call_difference(captured.call, bound)
         assert difference is not None
         plain = all(isinstance(leaf, _PLAIN_TYPES) for leaf in bound.leaves)
@@ -335,8 +341,7 @@ class ProgramsByCall:
             )
         self._before_capture()
         self._known.append(captured.for_call(bound))
-        programs = self._known[-1]
-        return Call(programs, call_tensors(programs.call, bound), bound.arguments)
+        return _call(self._known[-1], bound)
 
 
 @contextmanager

@@ -134,6 +134,6 @@ class Replica:
         return self._constants[key]
 
 
-def caller_place(leaf: torch.Tensor) -> Place:
+def caller_place(leaf: Any) -> Place:
     """The place of one of the caller's inputs: its own device, with a name that no plan uses."""
-    return Place(CALLER.name, leaf.device)
+    return Place(CALLER.name, leaf.device) if isinstance(leaf, torch.Tensor) else CALLER

@@ -59,10 +59,11 @@ from placer.program.objects import Path
 from placer.program.result import flatten_result, result_tensors
 from placer.program.rows import Rows
 from placer.program.state import first_names, named_state
-from placer.program.stored import Stored, Target, set_flags, store
+from placer.program.stored import StateInput, Stored, Target, set_flags, store
 from placer.program.targets import SELECTS
 from placer.program.types import (
     TENSOR,
+    AnyNumber,
     CallFormat,
     Conditions,
     Program,
@@ -79,6 +80,7 @@ from placer.program.validity import (
 __all__ = [
     "SELECTS",
     "TENSOR",
+    "AnyNumber",
     "AttributeGuard",
     "BatchDim",
     "BoundCall",
@@ -90,6 +92,7 @@ __all__ = [
     "Program",
     "Rows",
     "SplitRules",
+    "StateInput",
     "Stored",
     "Target",
     "WholeModule",

@@ -39,7 +39,7 @@ def analyze_aliasing(
     model: nn.Module,
     graph: fx.Graph,
     constants: Mapping[str, Tensor],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Any],
     *,
     guess: int = 1,
 ) -> Aliasing:
@@ -66,7 +66,7 @@ def analyze_aliasing(
     interpreter = _AliasInterpreter(
         fake_model, graph, {name: converter.tensor(t) for name, t in constants.items()}
     )
-    fakes = converter.inputs(inputs)
+    fakes = [x if isinstance(x, int | float) else converter.inputs([x])[0] for x in inputs]
     with torch.enable_grad(), converter.running(guess), interpreter.writes:
         interpreter.run(*fakes)
     mutated = {

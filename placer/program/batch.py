@@ -171,10 +171,11 @@ def refuse_unsure(
     batch: Batch, inputs: Sequence[Tensor], names: Sequence[str], *, unread: Collection[str]
 ) -> None:
     """Raise ``CaptureError`` if the example cannot tell how an input is split, unless forward ignores it."""
-    unsure = [name for name in batch.unsure if name not in unread]
+    unsure = [name for name in batch.unsure if name in names and name not in unread]
     if not unsure:
         return
-    rows = next(x.size(dim) for x, dim in zip(inputs, batch.dims, strict=True) if dim is not None)
+    sizes = zip(inputs, batch.dims, strict=False)  # tensors of the state come after the inputs
+    rows = next(x.size(dim) for x, dim in sizes if dim is not None)
     name = unsure[0]
     tensor = inputs[names.index(name)]
     dim = list(tensor.shape).index(rows)

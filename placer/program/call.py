@@ -15,7 +15,7 @@ from placer.errors import CaptureError, nearest
 from placer.program.batch import BatchDim
 from placer.program.objects import Path, parts
 from placer.program.result import ResultFormat, readable
-from placer.program.types import TENSOR, CallFormat, Input
+from placer.program.types import TENSOR, AnyNumber, CallFormat, Input
 
 _RECAPTURE = "call it as it was captured, or compile it again with these arguments"
 
@@ -30,6 +30,9 @@ class BoundCall:
     leaf_names: tuple[str, ...]
     leaves: tuple[Any, ...]
     arguments: Mapping[str, Any]  # by parameter name, as the caller passed them
+    numbers: frozenset[str] = (
+        frozenset()
+    )  # names of leaves whose numbers may be others in other calls
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -38,8 +41,16 @@ class BoundCall:
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """Per leaf: its value, or ``TENSOR``."""
-        return tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        """Per leaf: its value, ``TENSOR``, or an ``AnyNumber``."""
+        pairs = zip(self.leaf_names, self.leaves, strict=True)
+        return tuple(
+            TENSOR
+            if isinstance(leaf, Tensor)
+            else AnyNumber(type(leaf), leaf)
+            if name in self.numbers
+            else leaf
+            for name, leaf in pairs
+        )
 
 
 def bind_call(
@@ -190,6 +201,12 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
         elif type(value).__module__ == "numpy" and constant is TENSOR:
             remedy = f"pass a tensor: torch.from_numpy({name})"
             return CaptureError(name, "is a numpy array, not a tensor", remedy)
+        elif isinstance(constant, AnyNumber):
+            if type(value) is constant.kind:
+                continue
+            found = (
+                f"{_spell(value)} is given where a number ({constant.kind.__name__}) was captured"
+            )
         elif not isinstance(value, Tensor) and constant is TENSOR:
             found = f"{_spell(value)} is given where a tensor was captured"
         elif constant is not TENSOR and not _same_constant(value, constant):
@@ -207,8 +224,16 @@ def rebuild_call(
     call: BoundCall | CallFormat, tensors: Sequence[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The ``(args, kwargs)`` whose tensor leaves are ``tensors``; the inverse of `flatten_call`."""
+    return rebuild_arguments(call, call_leaves(call, tensors))
+
+
+def call_leaves(call: BoundCall | CallFormat, tensors: Sequence[Tensor]) -> list[Any]:
+    """The leaves of a call with these ``tensors``, and with the numbers of the example."""
     remaining = iter(tensors)
-    return rebuild_arguments(call, [next(remaining) if c is TENSOR else c for c in call.constants])
+    return [
+        next(remaining) if c is TENSOR else c.value if isinstance(c, AnyNumber) else c
+        for c in call.constants
+    ]
 
 
 def unflatten_output(call: CallFormat, leaves: Sequence[Any]) -> Any:

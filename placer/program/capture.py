@@ -13,7 +13,7 @@ from placer._torch import is_compiled
 from placer.errors import CaptureError
 from placer.garbage import only_new_garbage
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
-from placer.program.batch import Batch, SplitRules, find_batch, grown, refuse_unsure
+from placer.program.batch import Batch, BatchDim, SplitRules, find_batch, grown, refuse_unsure
 from placer.program.call import (
     BoundCall,
     bind_call,
@@ -35,11 +35,12 @@ from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
 from placer.program.objects import spell
-from placer.program.record import RecordedProgram, Setup, record_model
+from placer.program.record import RecordedProgram, Setup, record_model, replaced_state
 from placer.program.restore import Change
 from placer.program.rows import RowFlow, Rows, find_rows, rows_by_size
 from placer.program.size_log import reads_rows
 from placer.program.state import named_state
+from placer.program.stored import StateInput
 from placer.program.types import Conditions, Program, WholeModule, rows_of, training_flags
 from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
@@ -96,8 +97,13 @@ def capture_model(
         capture = _Capture(setup, rules or SplitRules())
         recording = capture.record()
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
-        unread = [n for n, node in zip(capture.names, inputs, strict=True) if not node.users]
-        refuse_unsure(capture.batch, capture.inputs, capture.names, unread=unread)
+        unread = [n for n, node in zip(capture.names, inputs, strict=False) if not node.users]
+        refuse_unsure(
+            capture.batch,
+            capture.inputs,
+            capture.names,
+            unread=unread,
+        )
         aliasing = capture.check(recording)
     return _assemble(model, recording, aliasing, bound, capture)
 
@@ -111,6 +117,8 @@ class _Capture:
         self.inputs = self.converter.inputs(self.bound.tensors)
         self.names = placeholder_names(self.bound)
         self.rules = rules
+        self.held: tuple[StateInput, ...] = ()  # tensors of the state that are inputs
+        self.numbers: tuple[StateInput, ...] = ()
         self.batch = Batch(dims=(None,) * len(self.inputs), doubled=None)
         self.whole: dict[str, WholeModule] = {}
         self.guess = 1
@@ -143,7 +151,7 @@ class _Capture:
                 self.model,
                 recording.graph,
                 recording.constants,
-                self.bound.tensors,
+                [*self.bound.tensors, *(each.read(self.model, {}) for each in recording.state)],
                 guess=self.guess,
             )
         except NodeFailure as failure:
@@ -158,16 +166,20 @@ class _Capture:
     def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
         setup = replace(
             self.setup,
+            numbers=self.numbers,
             whole=frozenset(self.whole),
             guess=self.guess,
             forgotten=self.forgotten.tensors,
         )
+        count = len(self.inputs)
+        inputs, held = inputs[:count], inputs[count:]
         try:
             if "" in self.whole:
                 whole = self.whole[""]
                 location = f", {whole.location}" if whole.location else ""
                 return record_whole(setup, inputs, whole.reason + location)
-            return record_model(setup, inputs, named=named)
+            with replaced_state(setup, self.held, held):
+                return record_model(setup, inputs, named=named)
         except ForwardFailure as failure:
             end_frames(failure)
             if failure.guessed and self.guess:
@@ -208,9 +220,11 @@ class _Capture:
             reasons.append(reason)
             return larger
 
+        self.held = tuple(each for each in recording.state if each.kind is Tensor)
+        values = [each.read(self.model, {}) for each in self.held]
         self.batch = find_batch(
-            self.names,
-            self.inputs,
+            [*self.names, *(each.name for each in self.held)],
+            [*self.inputs, *map(self.converter.tensor, values)],
             self.rules,
             record,
             lambda larger: larger.results != recording.results,
@@ -240,6 +254,21 @@ class _Capture:
             return
         raise TraceFailure(layer, reason, location)
 
+    def all_dims(self, recording: RecordedProgram) -> list[BatchDim]:
+        """The batch's dimension in each input of the graph."""
+        held = iter(self.batch.dims[len(self.inputs) :])
+        return [
+            *self.batch.dims[: len(self.inputs)],
+            *(next(held, None) if each.kind is Tensor else None for each in recording.state),
+        ]
+
+    def state(self, recording: RecordedProgram) -> tuple[StateInput, ...]:
+        """The inputs of the graph after those of the call, each with its dimension of the batch."""
+        dims = self.all_dims(recording)[len(self.inputs) :]
+        return tuple(
+            replace(each, batch_dim=dim) for each, dim in zip(recording.state, dims, strict=True)
+        )
+
     def find_rows(
         self,
         recording: RecordedProgram,
@@ -260,7 +289,7 @@ class _Capture:
             recording.graph,
             recording.shapes,
             doubled.shapes,
-            self.batch.dims,
+            self.all_dims(recording),
             self.model,
             aliasing.mutated_state_of,
             state_of,
@@ -269,13 +298,13 @@ class _Capture:
             mixing = flow.mixing[0]
             layer = recording.layer_of.get(mixing.node, "") or type(self.model).__name__
             location = recording.location_of.get(mixing.node, "")
-            if self.rules.says(self.names, self.batch.dims):
+            if self.rules.says(self.names, self.batch.dims[: len(self.names)]):
                 self.mixing_note = (
                     f"{layer}: {mixing.reason}. Every slice of the batch is computed by itself, as the "
                     "spec's inputs say, so results are those of the slices, not of the whole batch."
                 )
                 return flow
-            said = self.rules.spell(self.names, self.batch.dims)
+            said = self.rules.spell(self.names, self.batch.dims[: len(self.names)])
             raise CaptureError(
                 layer,
                 f"{mixing.reason}{f' ({location})' if location else ''}, so a slice of the batch does not "
@@ -326,7 +355,7 @@ class _Capture:
 
     def _is_special(self, other: RecordedProgram) -> bool:
         """Whether one row is an exception: ``other``, recorded with two, is the graph for four rows too."""
-        dims = self.batch.dims
+        dims = self.batch.dims[: len(self.inputs)]
         if rows_of(dims, [tensor.shape for tensor in self.inputs]) != 1:
             return False
         more, _ = self._run_larger(grown(self.converter, self.inputs, dims, 4))
@@ -400,7 +429,7 @@ def _assemble(
         constant_paths=tensor_paths(
             model, [(s.path, s.name) for s in recording.guards], recording.constants
         ),
-        call=make_call_format(bound, recording.result, capture.batch.dims),
+        call=make_call_format(bound, recording.result, capture.batch.dims[: len(capture.inputs)]),
         whole_modules=tuple(
             w
             for w in whole.values()
@@ -417,6 +446,8 @@ def _assemble(
             lines=tuple(graph_lines(graph)),
             guards=recording.guards,
             stored=recording.stored,
+            state=recording.state,
+            repeats=recording.repeats,
             ignore_device_moves=capture.setup.ignore_device_moves,
             grad=recording.grad,
             hooked_by_forward=capture.forgotten.hooks,
@@ -425,6 +456,7 @@ def _assemble(
         fixed_batch_reason=capture.fixed_batch_reason,
         notes=(capture.mixing_note,) if capture.mixing_note else (),
         stored=recording.stored,
+        state=capture.state(recording),
     )
 
 

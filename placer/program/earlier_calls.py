@@ -96,9 +96,8 @@ def forget_earlier_calls(setup: Setup, inputs: Sequence[Tensor]) -> Forgotten:
         dims = [0 if doubled and x.dim() and x.size(0) == rows else None for x in inputs]
         called = grown(converter, inputs, dims, 2)
         before = Snapshot(module_roots(fake_model), converter.reachable)
-        return run_once(replace(setup, whole=frozenset(whole)), called, before, locate_draws=False)[
-            0
-        ]
+        setup_of = replace(setup, whole=frozenset(whole))
+        return run_once(setup_of, called, before, locate_draws=False).recorder
 
     removed: dict[_Attribute, None] = {}
     pending = [*_tensors(model, converter.reachable), *_hooks(model, converter.reachable)]

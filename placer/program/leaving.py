@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
@@ -65,11 +64,21 @@ def write_changes(
     return found
 
 
-def written_input(index: int, name: str, node: fx.Node, shape: torch.Size) -> Left:
-    """That forward wrote to the tensor input ``index``; ``node`` has its present value."""
-    form = flatten_result(None)[1]
-    stored = Stored(root="input", path=(index,), kind="write", format=form, count=1, label=name)
-    return Left(stored=stored, leaves=[node], shapes=[shape], change=None)
+def written_tensor(
+    root: str, path: Path, node: fx.Node, tensor: Tensor, *, label: str = "", holder: Any = None
+) -> Left:
+    """That forward wrote to a tensor in place; ``node`` has its value in the end, ``tensor`` its shape."""
+    stored = Stored(
+        root=root,
+        path=path,
+        kind="write",
+        format=flatten_result(None)[1],
+        count=1,
+        label=label,
+        holder=holder,
+    )
+    with without_torch_function():
+        return Left(stored=stored, leaves=[node], shapes=[tensor.shape], change=None)
 
 
 def flag_of(root: str, path: Path, flag: bool) -> Left:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from placer._torch import storage_key
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.call import BoundCall
@@ -26,15 +27,18 @@ from placer.program.failure import (
     locate,
 )
 from placer.program.fake import FakeConverter, fake_execution
-from placer.program.guards import AttributeGuard
-from placer.program.leaving import Left
-from placer.program.objects import Path, attribute_of
+from placer.program.forward import ForwardRun, run_forward
+from placer.program.guards import AttributeGuard, tensor_paths
+from placer.program.leaving import Left, written_tensor
+from placer.program.objects import Path, attribute_of, spell
 from placer.program.python_random import PythonRandomDraw
+from placer.program.reachable import Reference
 from placer.program.recorder import Recorder
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
-from placer.program.stored import Stored
+from placer.program.stored import StateInput, Stored, table_at
+from placer.program.targets import present_value
 from placer.program.watched import watching
 from placer.program.writer import CPU
 
@@ -49,6 +53,7 @@ class RecordedProgram:
     constants: dict[str, Tensor]
     result: ResultFormat
     results: tuple[Any, ...]  # per leaf of the output node: the shape of a tensor, or the value
+    state: tuple[StateInput, ...]  # inputs of the graph after those of the call
     stored: tuple[Stored, ...]  # what forward leaves behind; its leaves follow those of the result
     changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
     repeats: bool  # does the next call compute the same, in the state that this one leaves?
@@ -83,6 +88,7 @@ class Setup:
     ignore_device_moves: bool = False
     grad: bool = True
     forgotten: Sequence[Tensor] = ()
+    numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph
 
     def recorder(self) -> Recorder:
         return Recorder(
@@ -106,38 +112,33 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
     """
     snapshot = Snapshot(module_roots(setup.fake_model), setup.converter.reachable)
     try:
-        try:
-            recorder, leaves = run_once(setup, inputs, snapshot, locate_draws=False)
-        except UnlocatedRandomDraw as failure:
-            # Run again and compare the generators' states around every module. That is slow, so it
-            # is done only now.
-            snapshot.restore()
-            run_once(setup, inputs, snapshot)
-            raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        left = _replace_buffers(recorder, setup, recorder.left)
+        run, setup = _run_with_numbers(setup, inputs, snapshot)
+        recorder, writer = run.recorder, run.recorder.writer
+        left = _replace_buffers(recorder, setup, run.left)
         following = _Next(left, True, ())
         if any(each.change is not None for each in left):
-            following = _compare_with_next(setup, inputs, recorder, leaves, left)
+            following = _compare_with_next(setup, inputs, run, left)
             left = following.left
-        results = [*leaves, *(leaf for each in left for leaf in each.leaves)]
+        state, written = _state_inputs(run, setup, left)
+        left = [*left, *written]
+        results = [*run.leaves, *(leaf for each in left for leaf in each.leaves)]
         sizes = recorder.sizes.log()
-        graph = recorder.writer.finish(results, recorder.sizes.values, named=named)
+        graph = writer.finish(results, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
-    writer = recorder.writer
     names = {node.name for node in graph.nodes}
-    assert recorder.result is not None
     return RecordedProgram(
         graph=graph,
         layer_of={k: v for k, v in writer.layer_of.items() if k in names},
         location_of={k: v for k, v in writer.location_of.items() if k in names},
         constants={k: v for k, v in writer.constants.items() if k in names},
-        result=recorder.result,
-        results=(*recorder.results, *(shape for each in left for shape in each.shapes)),
+        result=run.result,
+        results=(*run.shapes, *(shape for each in left for shape in each.shapes)),
+        state=state,
         stored=tuple(each.stored for each in left),
         changed_inside=tuple(recorder.changed_inside.values()),
         repeats=following.repeats,
-        guards=recorder.guards(setup.forgotten, following.unread),
+        guards=recorder.guards(setup.forgotten, following.unread, state),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
         sizes=sizes,
@@ -147,14 +148,14 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
 
 def run_once(
     setup: Setup, inputs: Sequence[Tensor], before: Snapshot, *, locate_draws: bool = True
-) -> tuple[Recorder, list[Any]]:
+) -> ForwardRun:
     """Run and record the model once; ``before`` has its state. The model keeps what forward changes."""
     recorder = setup.recorder()
     recorder.locate_draws = locate_draws
     given = setup.converter.copies(inputs)
     try:
         with recording_modes(setup.converter), recorder.watching():
-            return recorder, recorder.run(setup.bound, given, before)
+            return run_forward(recorder, setup.bound, given, setup.numbers, before)
     except TraceFailure:
         raise
     except Exception as error:
@@ -168,6 +169,87 @@ def run_once(
         raise kind("", describe(error), locate(error)) from error
 
 
+def _run_with_numbers(
+    setup: Setup, inputs: Sequence[Tensor], before: Snapshot
+) -> tuple[ForwardRun, Setup]:
+    """Run forward; numbers in attributes and variables that forward itself changes become inputs.
+
+    A number at which Python code looks, and not only arithmetic, is none: it is part of the program.
+    """
+    refused: set[StateInput] = set()
+    while True:
+        try:
+            run = run_once(setup, inputs, before, locate_draws=False)
+        except UnlocatedRandomDraw as failure:
+            # Run again and compare the generators' states around every module. That is slow, so it
+            # is done only now.
+            before.restore()
+            run_once(setup, inputs, before)
+            raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
+        read = {each for node, each in run.numbers.items() if run.recorder.reads_number(node)}
+        refused |= read
+        changed = [each for each in map(_changed_number, run.left) if each is not None]
+        numbers = [x for x in dict.fromkeys((*setup.numbers, *changed)) if x not in refused]
+        if numbers == list(setup.numbers):
+            return run, setup
+        before.restore()
+        setup = replace(setup, numbers=tuple(numbers))
+
+
+def _changed_number(left: Left) -> StateInput | None:
+    """The number in an attribute or variable that forward has changed, or None."""
+    change = left.change
+    if change is None or change.kind != "set" or change.root not in ("model", "code"):
+        return None
+    kind = type(change.before)
+    if kind not in (int, float) or not isinstance(change.value, kind) or len(change.path) > 2:
+        return None
+    name = spell(change.path)
+    if change.root == "model":
+        return StateInput(name=name, path=change.path, kind=kind)
+    if isinstance(change.holder, Reference):
+        return StateInput(name=name, variable=change.holder, kind=kind)
+    return None
+
+
+def _state_inputs(
+    run: ForwardRun, setup: Setup, left: Sequence[Left]
+) -> tuple[tuple[StateInput, ...], list[Left]]:
+    """The inputs of the graph that are no tensors of the call, and the tensors of the state that are written.
+
+    Constants are made inputs where they are more: tensors that forward replaces or writes to, and tensors
+    with a graph, whose gradients must go on.
+    """
+    writer = run.recorder.writer
+    used = [each for node, each in run.numbers.items() if node.users]
+    replaced = {each.stored.path for each in left if each.stored.root == "model"}
+    paths = tensor_paths(setup.model, run.recorder.attributes, writer.constants)
+    written: list[Left] = []
+    for node in [node for node in writer.graph.nodes if node.name in writer.constants]:
+        original, path = writer.constants[node.name], paths.get(node.name)
+        fake = writer.tensor_of(node)
+        is_written = storage_key(fake) in run.recorder.written
+        if node in run.recorder.made or not (
+            is_written or original.requires_grad or (path is not None and path in replaced)
+        ):
+            continue
+        name = (
+            f"a tensor of {writer.layer_of[node.name] or 'the model'}"
+            if path is None
+            else spell(path)
+        )
+        state = StateInput(name=name, path=path or (), tensor=None if path else original)
+        used.append(state)
+        placeholder = writer.from_state(node, name)
+        if is_written:
+            present = writer.node("call_function", present_value, (placeholder,))
+            writer.bind(fake, present)
+            root, where = ("model", path) if path else ("code", (name, 0))
+            holder = None if path else [original]
+            written.append(written_tensor(root, where, present, fake, label=name, holder=holder))
+    return tuple(used), written
+
+
 class _Next(NamedTuple):
     """What a second call does, which begins in the state that the first has left."""
 
@@ -177,13 +259,14 @@ class _Next(NamedTuple):
 
 
 def _compare_with_next(
-    setup: Setup, inputs: Sequence[Tensor], first: Recorder, leaves: Sequence[Any], left: list[Left]
+    setup: Setup, inputs: Sequence[Tensor], run: ForwardRun, left: list[Left]
 ) -> _Next:
     """Run once more from the state that the first run has left.
 
     That tells how lists change: one that was empty before may be extended by every call, or filled anew.
     Raises ``CaptureError`` if forward reads what an earlier call has left in a variable of its code.
     """
+    first, second = run.recorder, None
     for each in left:
         for tensor in tensors_of_tree(each.change.value) if each.change is not None else ():
             first.keep(tensor)
@@ -191,13 +274,14 @@ def _compare_with_next(
     before = Snapshot(module_roots(setup.fake_model), reachable)
     with watching(left, setup.fake_model, reachable) as containers:
         try:
-            second, results = run_once(setup, inputs, before, locate_draws=False)
+            second = run_once(setup, inputs, before, locate_draws=False)
         except (TraceFailure, ForwardFailure, CaptureError) as failure:
             end_frames(failure)
-            second, results = None, []
     cached = all(map(first.is_cache, left))
-    lines = first.lines(leaves, constants=not cached)
-    repeats = second is not None and second.lines(results, constants=not cached) == lines
+    lines = first.lines(run.leaves, constants=not cached)
+    repeats = second is not None and lines == second.recorder.lines(
+        second.leaves, constants=not cached
+    )
     for each in left:
         key = each.stored.root, each.stored.path
         if each.stored.root == "code" and not (repeats and not containers.was_read(key)):
@@ -244,6 +328,29 @@ def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> 
         else:
             recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
     return others
+
+
+@contextmanager
+def replaced_state(
+    setup: Setup, state: Sequence[StateInput], tensors: Sequence[Tensor]
+) -> Iterator[None]:
+    """In this block, the fake model holds ``tensors``, of other sizes, where it holds ``state``."""
+    undo: list[Any] = []
+    converter = setup.converter
+    try:
+        for each, tensor in zip(state, tensors, strict=False):
+            original = each.read(setup.model, {})
+            if each.path and converter.tensor(original) is not tensor:
+                before = converter.tensor(original)
+                table = table_at(setup.fake_model, each.path)
+                table[each.path[-1]] = tensor
+                converter.register(tensor, original)
+                undo.append((table, each.path[-1], before, original))
+        yield
+    finally:
+        for table, key, before, original in undo:
+            table[key] = before
+            converter.register(before, original)
 
 
 @contextmanager

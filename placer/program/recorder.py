@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,13 +34,6 @@ from placer._torch import (
 )
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
-from placer.program.call import (
-    BoundCall,
-    arguments_roots,
-    call_arguments,
-    place_arguments,
-    placeholder_names,
-)
 from placer.program.constants import (
     INDEXING,
     copy_real,
@@ -59,20 +52,18 @@ from placer.program.failure import (
     leads_to,
     locate,
     locate_caller,
-    locate_function,
 )
 from placer.program.fake import FakeConverter, GuessData
 from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
 from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole
-from placer.program.leaving import Left, StoreFailure, flag_of, write_changes, written_input
+from placer.program.leaving import Left
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects import Path
 from placer.program.python_random import forbid_python_random, keep_random
 from placer.program.restore import Change, Snapshot, module_roots
-from placer.program.result import ResultFormat, flatten_result
 from placer.program.size_recorder import SizeRecorder
-from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.stored import StateInput
 from placer.program.targets import (
     ApplyFunction,
     CallInModes,
@@ -81,9 +72,7 @@ from placer.program.targets import (
     Modes,
     UnderModes,
     call_module,
-    present_value,
 )
-from placer.program.types import TENSOR
 from placer.program.watch import watch_calls
 from placer.program.writer import CPU, GraphWriter, executable
 
@@ -133,11 +122,7 @@ class Recorder(TorchFunctionMode):
         self.fake_model = fake_model
         self.whole = whole
         self.writer = GraphWriter(converter, fake_model)
-        self.flags: dict[
-            int, bool
-        ] = {}  # id of a parameter -> whether it required gradients before
-        self.inputs: set[int] = set()  # ids of the inputs
-        self.left: list[Left] = []  # what forward has left behind besides its result
+        self.flags: dict[int, bool] = {}  # id of an input or parameter -> did it require gradients?
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
         self.changed_inside: dict[tuple[str, Path], Change] = {}
@@ -146,8 +131,6 @@ class Recorder(TorchFunctionMode):
         self.refused: TraceFailure | None = None  # the first operation that a graph cannot express
         self.paused = False  # inside a single node: nothing is recorded
         self.single_nodes: set[str] = set()  # paths of modules that became single nodes
-        self.result: ResultFormat | None = None
-        self.results: tuple[Any, ...] = ()  # shapes of its tensors, and its other leaves
         self.sizes = SizeRecorder(self.writer, lambda: self.paused)
         self.modes = Modes(True, False, ())  # those in which the run began
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
@@ -188,106 +171,40 @@ class Recorder(TorchFunctionMode):
             self.attributes.add((path, name))
 
     def guards(
-        self, compared: Sequence[Tensor] = (), unread: Sequence[Path] = ()
+        self,
+        compared: Sequence[Tensor] = (),
+        unread: Sequence[Path] = (),
+        state: Sequence[StateInput] = (),
     ) -> tuple[AttributeGuard, ...]:
         """The attributes of the model that were read, with their values, including those in ``compared``.
 
-        What is in the containers at the paths ``unread`` does not matter.
+        What is in the containers at the paths ``unread`` does not matter, nor which numbers ``state`` has.
         """
         tensors = [*self.tensors_read, *compared]
-        return make_guards(self.model, self.attributes, tensors, unread)
+        numbers = {each.path for each in state if each.kind is not Tensor}
+        return make_guards(self.model, self.attributes - numbers, tensors, unread)
 
-    def run(self, bound: BoundCall, inputs: Sequence[Tensor], before: Snapshot) -> list[Any]:
-        """Run forward; the leaves of its result as arguments for the graph's output node.
+    def watch_flags(self, inputs: Sequence[Tensor]) -> Mapping[int, bool]:
+        """Note which inputs and parameters require gradients; by id."""
+        tensors = [*self.fake_model.parameters(), *inputs]
+        self.flags = {id(tensor): tensor.requires_grad for tensor in tensors}
+        return self.flags
 
-        ``before`` has the state of the model and its code. What forward changes is then in ``left``.
-        """
-        for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
-            self.writer.placeholder(name, tensor)
+    def number_input(self, name: str, value: float) -> Any:
+        """A new input of the graph that is a number."""
+        return self.sizes.input(self.writer.number(name), value)
 
-        def flatten(result: Any) -> list[Any]:
-            leaves, self.result = flatten_result(
-                result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat)
-            )
-            with without_torch_function():
-                self.results = tuple(x.shape if isinstance(x, Tensor) else plain(x) for x in leaves)
-            return [self.writer.argument(leaf) for leaf in leaves]
+    def reads_number(self, placeholder: fx.Node) -> bool:
+        """Does Python code look at a number that is an input, or at one computed from it?"""
+        return self.sizes.is_read(placeholder)
 
-        remaining = iter(inputs)
-        arguments = call_arguments(
-            bound, [next(remaining) if c is TENSOR else c for c in bound.constants]
-        )
-        args, kwargs = place_arguments(bound, arguments)
-        given = Snapshot(arguments_roots(bound, arguments), root="call")
-        grad = [tensor.requires_grad for tensor in inputs]
-        parameters = list(self.fake_model.parameters())
-        self.flags = {id(parameter): parameter.requires_grad for parameter in parameters}
-        self.inputs = set(map(id, inputs))
-        try:
-            names = placeholder_names(bound)
-            return self.run_forward(args, kwargs, flatten, before, given, names, inputs, grad)
-        finally:
-            with without_torch_function():
-                for parameter in parameters:
-                    parameter.requires_grad_(self.flags[id(parameter)])
-
-    def run_forward(
-        self,
-        args: Any,
-        kwargs: Any,
-        flatten: Callable[[Any], list[Any]],
-        before: Snapshot,
-        given: Snapshot,
-        names: Sequence[str],
-        inputs: Sequence[Tensor],
-        grad: Sequence[bool],
-    ) -> list[Any]:
-        """Run forward, and write down what it leaves behind."""
-        with forbid_python_random():
-            leaves = flatten(self.fake_model.forward(*args, **kwargs))
+    def check(self) -> None:
+        """Raise the exception of an operation that cannot be recorded, which forward may have caught."""
         if self.devices.error is not None:
             raise self.devices.error
-        if self.refused is not None:  # forward caught the exception and took another path
+        if self.refused is not None:  # forward took another path
             raise self.refused
         self.check_constants()
-        changes = [
-            change
-            for change in (*before.changes(), *given.changes())
-            if (change.root, change.path) not in self.changed_inside
-        ]
-        self.left = self.write_left(changes, names, inputs, grad)
-        return leaves
-
-    def write_left(
-        self,
-        changes: Sequence[Change],
-        names: Sequence[str],
-        inputs: Sequence[Tensor],
-        grad: Sequence[bool],
-    ) -> list[Left]:
-        """What forward has left behind; ``grad`` says which inputs required gradients before."""
-        try:
-            left = write_changes(changes, self.writer, self.path_of)
-        except StoreFailure as failure:
-            location = locate_function(type(self.fake_model.get_submodule(failure.layer)).forward)
-            raise TraceFailure(failure.layer, failure.reason, location) from failure
-        named = zip(names, inputs, grad, strict=True)
-        for index, (name, tensor, before) in enumerate(named):
-            if storage_key(tensor) in self.written:
-                node = self.writer.node("call_function", present_value, (tensor,))
-                self.writer.bind(tensor, node)
-                with without_torch_function():
-                    left.append(written_input(index, name, node, tensor.shape))
-            if tensor.requires_grad != before and tensor.is_leaf:
-                left.append(flag_of("input", (index,), tensor.requires_grad))
-        for path, module in self.fake_model.named_modules():
-            for name, parameter in module._parameters.items():
-                flag = self.flags.get(id(parameter))
-                if parameter is not None and flag not in (None, parameter.requires_grad):
-                    left.append(
-                        flag_of("model", (path, "_parameters", name), parameter.requires_grad)
-                    )
-        return left
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -575,7 +492,7 @@ class Recorder(TorchFunctionMode):
 
         Raises ``Untraceable`` if forward has used the tensor with another flag before.
         """
-        if id(tensor) not in self.inputs and id(tensor) not in self.flags:
+        if id(tensor) not in self.flags:
             return False
         node = self.writer.first_use(tensor)
         if node is not None:

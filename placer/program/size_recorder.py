@@ -43,6 +43,18 @@ class SizeRecorder:
         dim = dim % tensor.dim() if isinstance(dim, int) and tensor.dim() else None
         return self._dimension(tensor, name, dim, value)
 
+    def input(self, node: fx.Node, value: float) -> Any:
+        """A number that is an input of the graph, at the placeholder ``node``."""
+        return self._number(node, value)
+
+    def is_read(self, node: fx.Node) -> bool:
+        """Has Python code read the number that ``node`` makes, or one that is computed from it?"""
+        depends = {node}
+        for other in self.values:  # in the order in which they were made
+            if not depends.isdisjoint(other.all_input_nodes):
+                depends.add(other)
+        return any(not depends.isdisjoint(operands) for _, _, operands, _ in self._readings)
+
     def record_number(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         """Record arithmetic on sizes; ``value`` is its result."""
         if self._is_paused() or isinstance(value, bool) or not isinstance(value, int | float):

@@ -57,24 +57,27 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInput:
-    """An input of a program that is no argument of the call: it is read from the model, or from a variable.
+    """An input of a program that is no tensor among the arguments of the call.
 
-    Such are tensors that forward stores and reads in the next call, and numbers that change.
+    Such are tensors that forward stores and reads in the next call, and numbers that change: in attributes of
+    the model, in variables of its code, and among the arguments.
     """
 
     name: str
-    placeholder: str
     path: Path = ()  # in the model: module path, attribute, keys
-    variable: Reference | None = None
-    tensor: Tensor | None = None  # a tensor of the code's own
+    argument: str = ""  # the name of a leaf of the arguments
+    variable: Reference | None = field(default=None, compare=False)
+    tensor: Tensor | None = field(default=None, compare=False)  # a tensor of the code's own
     batch_dim: BatchDim = None
     kind: type = Tensor  # or int, float
 
-    def read(self, model: nn.Module) -> Any:
-        """The present value; None if there is none of this kind."""
+    def read(self, model: nn.Module, leaves: Mapping[str, Any]) -> Any:
+        """The present value, for a call with these leaves by name; None if there is none of this kind."""
         if self.tensor is not None:
             return self.tensor
-        if self.variable is not None:
+        if self.argument:
+            value = leaves.get(self.argument)
+        elif self.variable is not None:
             value = self.variable.read()
         else:
             try:
@@ -130,6 +133,12 @@ def _is_there(each: Stored, target: Target) -> bool:
         return each.root == "code" or target.model.get_submodule(each.path[0]) is not None
     except AttributeError:
         return False
+
+
+def table_at(model: nn.Module, path: Path) -> Any:
+    """The dict or list in which ``model`` holds what is at ``path``, at the last key of the path."""
+    table = at(vars(model.get_submodule(path[0])), path[1:-1])
+    return table if isinstance(table, dict | list | deque) else vars(table)
 
 
 def _module(model: nn.Module, leaf: Any) -> Any:

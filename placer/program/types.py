@@ -17,7 +17,7 @@ from placer.program.objects import Path
 from placer.program.result import ResultFormat
 from placer.program.rows import Rows
 from placer.program.size_log import Reading
-from placer.program.stored import Stored
+from placer.program.stored import StateInput, Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,9 @@ class CallFormat:
     in_spec: TreeSpec  # of the dict {parameter name: value}
     positional: Mapping[str, bool]  # parameter that the caller passed -> was it positional?
     leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
-    constants: tuple[Any, ...]  # per flattened leaf: the non-tensor value, or TENSOR
+    constants: tuple[
+        Any, ...
+    ]  # per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber``
     inputs: tuple[Input, ...]  # per tensor leaf
     result: ResultFormat  # how to rebuild forward's result from the flat list of leaves
 
@@ -79,6 +81,8 @@ class Conditions:
     lines: tuple[str, ...]  # the graph as text, a line per node
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     stored: tuple[Stored, ...]  # what forward leaves behind
+    state: tuple[StateInput, ...]  # inputs that are not tensors of the call
+    repeats: bool  # does a call compute the same in the state that a call leaves?
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     grad: bool | None = (
         None  # the answer to ``torch.is_grad_enabled()``; None if forward never asked
@@ -90,13 +94,13 @@ class Conditions:
 class Program:
     """A model as an ``fx`` graph. It owns no weights: ``model`` is the caller's module.
 
-    The graph's output node returns the flat list of leaves of ``forward``'s result, and then those of the
-    values that forward stores. A ``torch.device``
-    among a node's arguments is always ``cpu``: it stands for the device of the stage that runs the node,
-    even if the model's code names an accelerator (`placer.program.moves`). A ``get_attr`` node may pass a
-    whole submodule to a ``call_function`` node that calls it under ``torch.no_grad`` or ``torch.autocast``;
-    the two are then in one ``colocated`` group. Sizes are nodes of their own, which stages may pass on as
-    integers. Tables of nodes are keyed by node name.
+    The graph's inputs are the tensors of the call, then ``state``. Its output node returns the flat list of
+    leaves of ``forward``'s result, and then those of the values that forward stores. A ``torch.device`` among
+    a node's arguments is always ``cpu``: it stands for the device of the stage that runs the node, even if
+    the model's code names an accelerator (`placer.program.moves`). A ``get_attr`` node may pass a whole
+    submodule to a ``call_function`` node that calls it under ``torch.no_grad`` or ``torch.autocast``; the two
+    are then in one ``colocated`` group. Sizes are nodes of their own, which stages may pass on as integers.
+    Tables of nodes are keyed by node name.
     """
 
     model: nn.Module
@@ -125,6 +129,7 @@ class Program:
     constant_paths: Mapping[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # sentences that tell the user what the graph leaves out
     stored: tuple[Stored, ...] = ()  # what forward leaves behind besides its result
+    state: tuple[StateInput, ...] = ()  # the inputs after those of the call
 
 
 def rows_of(dims: Sequence[BatchDim], shapes: Sequence[torch.Size]) -> int | None:
@@ -136,6 +141,14 @@ def rows_of(dims: Sequence[BatchDim], shapes: Sequence[torch.Size]) -> int | Non
 def training_flags(model: nn.Module) -> tuple[bool, ...]:
     """The ``training`` flag of every module, in the order of ``model.modules()``."""
     return tuple(module.training for module in model.modules())
+
+
+@dataclass(frozen=True, slots=True)
+class AnyNumber:
+    """Marks a leaf in ``CallFormat.constants`` that may be any number; ``value`` is an example."""
+
+    kind: type
+    value: int | float = field(compare=False)
 
 
 class _Tensor:

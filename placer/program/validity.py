@@ -89,7 +89,12 @@ def same_program(
     except TraceFailure:
         return None
     same = tuple(graph_lines(recording.graph)) == tuple(conditions.lines)
-    if not same or recording.result != captured.result or recording.stored != conditions.stored:
+    left = recording.stored, recording.state
+    if (
+        not same
+        or recording.result != captured.result
+        or left != (conditions.stored, conditions.state)
+    ):
         return None
     if recording.sizes.readings == conditions.readings:
         reads_rows = conditions.reads_rows

@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from placer.program.leaving import Left
-from placer.program.objects import Path, at
+from placer.program.objects import Path
 from placer.program.reachable import ReachableState
+from placer.program.stored import table_at
 
 # Methods that do not tell what is in the container.
-_ONLY_WRITE = {
+_ONLY_WRITE: dict[Any, tuple[str, ...]] = {
     list: ("append", "extend", "clear", "__iadd__"),
     deque: ("append", "appendleft", "extend", "extendleft", "clear", "__iadd__"),
     set: ("add", "update", "discard", "clear", "__ior__"),
@@ -87,7 +88,7 @@ class WatchedContainers:
         self._containers[key] = path, container
 
     def was_read(self, key: tuple[str, Path]) -> bool:
-        """Was the container of this change read? A change that is in no container, such as an attribute, was not."""
+        """Was the container of this change read? An attribute is in no container."""
         return key in self._containers and self._containers[key][1].was_read
 
     def unread(self) -> tuple[Path, ...]:
@@ -126,8 +127,7 @@ def watching(
                     reference.write(new)
                     replaced.append(lambda r=reference: r.write(r.value))  # type: ignore[misc]
                 else:
-                    table = at(vars(fake_model.get_submodule(path[0])), path[1:-1])
-                    table = table if isinstance(table, dict | list) else vars(table)
+                    table = table_at(fake_model, path)
                     table[path[-1]] = new
                     old = container
                     replaced.append(lambda t=table, k=path[-1], o=old: t.__setitem__(k, o))  # type: ignore[misc]

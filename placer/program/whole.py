@@ -17,6 +17,7 @@ from placer.operands import tensors_of_tree
 from placer.program.call import (
     arguments_roots,
     call_arguments,
+    call_leaves,
     place_arguments,
     placeholder_names,
     rebuild_call,
@@ -32,7 +33,6 @@ from placer.program.result import flatten_result
 from placer.program.size_log import SizeLog
 from placer.program.state import named_state
 from placer.program.targets import WholeRoot
-from placer.program.types import TENSOR
 from placer.program.writer import GraphWriter
 
 
@@ -61,10 +61,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             guesses,
             watch_attributes(dict(fake_model.named_modules()), read),
         ):
-            remaining = iter(converter.copies(inputs))
-            arguments = call_arguments(
-                bound, [next(remaining) if c is TENSOR else c for c in bound.constants]
-            )
+            arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
             given = Snapshot(arguments_roots(bound, arguments), root="call")
             args, kwargs = place_arguments(bound, arguments)
             leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
@@ -100,6 +97,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         constants={},
         result=result,
         results=tuple(x.shape if isinstance(x, Tensor) else x for x in leaves),
+        state=(),
         stored=(),
         changed_inside=(),
         repeats=True,

@@ -62,13 +62,43 @@ class GraphWriter:
 
     def placeholder(self, leaf_name: str, tensor: Tensor) -> None:
         """Add an input to the graph, named after ``leaf_name``."""
+        self.bind(tensor, self._input(leaf_name))
+
+    def number(self, leaf_name: str) -> fx.Node:
+        """Add an input that is a number; it is erased at the end if nothing uses it."""
+        node = self._input(leaf_name)
+        self._pure.add(node)
+        return node
+
+    def from_state(self, constant: fx.Node, name: str) -> fx.Node:
+        """Turn a constant into an input of the graph: it is read from the model in every call."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        first = next(iter(self.graph.nodes))
+        place = (
+            self.graph.inserting_after(inputs[-1]) if inputs else self.graph.inserting_before(first)
+        )
+        with place:
+            node = self._input(name)
+        constant.replace_all_uses_with(node)
+        self.constants.pop(constant.name)
+        self._made = [(node if made is constant else made, tensor) for made, tensor in self._made]
+        self._node_of = {k: node if v is constant else v for k, v in self._node_of.items()}
+        self.graph.erase_node(constant)
+        self._pure.discard(constant)
+        return node
+
+    def tensor_of(self, node: fx.Node) -> Tensor:
+        """The fake tensor that ``node`` has made."""
+        return next(tensor for made, tensor in self._made if made is node)
+
+    def _input(self, leaf_name: str) -> fx.Node:
         name = re.sub(r"\W", "_", leaf_name, flags=re.ASCII)
         if not name.isidentifier() or keyword.iskeyword(name):
             name = f"arg_{name}"
         while name in self._taken:
             name += "_"
         self._taken.add(name)
-        self.bind(tensor, self.graph.placeholder(name))
+        return self.graph.placeholder(name)
 
     def node(
         self,

@@ -23,6 +23,7 @@ from placer.executor.distributed.reduction.gradients import GradientReducer, fin
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.executor.replica import Replica
 from placer.executor.scatter import scatter_batch
+from placer.executor.state import CallState, refuse_held_tensors
 from placer.executor.statistics import DeferredStatistics, defers_statistics
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
@@ -155,6 +156,7 @@ class _FakeReplica:
         self._model = self._converter.module(program.model)
         self.leaves = [self._converter.tensor(tensor) for tensor in inputs]
         self._staged = emit_stages(program, plan)
+        refuse_held_tensors(self._staged)
         with self._converter.running(program.conditions.guess):
             self._batch = batch = scatter_batch(
                 self._staged.call,
@@ -210,7 +212,7 @@ class _FakeReplica:
             for leaf in (*self.leaves, *(tensor for slice_ in slices for tensor in slice_)):
                 ledger.add(leaf, CALLER, kind="input")
             finder, crossings = self._find_crossings(name, ownership)
-            microbatches = _microbatches(staged, slices, crossings, name)
+            microbatches = _microbatches(staged, slices, crossings, name, part)
             explained = explained_failure(own_loss=loss_of is not stand_in_loss)
             if not plan.training:
                 with explained, ledger, running_kernels(plan, name), torch.no_grad():
@@ -268,13 +270,15 @@ def _microbatches(
     slices: Sequence[Sequence[Tensor]],
     crossings: Sequence[Crossings],
     name: str,
+    model: nn.Module,
 ) -> list[Microbatch]:
     """The first replica's micro-batches on the device ``name``."""
+    state = CallState(model, {}, [1] * len(slices))
     return [
         Microbatch(
-            inputs=dict(zip(staged.graph_inputs, slice_, strict=True)),
+            inputs=state.inputs(staged, slice_, position),
             crossings=crossing,
             inputs_here=torch.device(name).type == "cpu",
         )
-        for slice_, crossing in zip(slices, crossings, strict=True)
+        for position, (slice_, crossing) in enumerate(zip(slices, crossings, strict=True))
     ]

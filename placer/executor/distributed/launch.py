@@ -23,6 +23,7 @@ from placer.executor.distributed.job.join import join_job
 from placer.executor.distributed.job.ownership import broadcast_weights, build_part, find_ownership
 from placer.executor.distributed.module import DistributedModule
 from placer.executor.place import Place
+from placer.executor.state import refuse_held_tensors
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.program import Program, named_state
@@ -67,6 +68,8 @@ def launch(
     with lost_peers(failures):
         name = compare_plans(plan, model)
     staged = emit_stages(program, plan)
+    if plan.num_devices > 1 or plan.replicas > 1:
+        refuse_held_tensors(staged)
     ownership = find_ownership(model, staged, assignment.device_of)
     build = partial(
         build_part,

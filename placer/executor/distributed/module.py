@@ -203,12 +203,12 @@ class DistributedModule(PartialModule):
 
     def _run(self, call: Call) -> Any:
         """The result for the whole batch, on every rank."""
-        programs, leaves, _ = call
+        programs, leaves = call.programs, call.leaves
         check_inference(leaves, training=self.training)
         leaves = [leaf.detach() for leaf in leaves]
         with torch.no_grad(), self._own_random_state(), self.watch():
             with self._ask(programs, "placed(x)", leaves):
-                share = self._take_share(programs, leaves, grad=False)
+                share = self._take_share(call, leaves, grad=False)
             results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
             self._share_written(share.largest).wait()  # freed before the result takes memory
@@ -234,7 +234,7 @@ class DistributedModule(PartialModule):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        programs, leaves, _ = call
+        programs, leaves = call.programs, call.leaves
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
         check_scaler(scaler, num_devices=self.assignment.num_devices)
@@ -267,7 +267,7 @@ class DistributedModule(PartialModule):
             with self._own_random_state():
                 with agreement:
                     share = self._take_share(
-                        programs,
+                        call,
                         leaves,
                         target=target,
                         count=loss_of.count if self._has_losses else None,
@@ -432,9 +432,9 @@ class DistributedModule(PartialModule):
         with self.watch():
             return self._agree(called, find_input_readers(staged, self.assignment), count)
 
-    def _take_share(self, programs: Programs, leaves: Sequence[Tensor], **options: Any) -> Share:
+    def _take_share(self, call: Call, leaves: Sequence[Tensor], **options: Any) -> Share:
         self._finder.follow()
-        return take_share(programs, leaves, self._finder, self.plan, self.assignment, **options)
+        return take_share(call, leaves, self._finder, self.plan, self.assignment, **options)
 
     def _trained(self) -> tuple[tuple[int, ...], PlacerError | None]:
         """The ids of this rank's trained parameters, or the error in them, of which all ranks are told."""

@@ -16,7 +16,7 @@ from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.executor.distributed.messages.pipeline import Microbatch, Results
 from placer.executor.place import is_on
-from placer.executor.programs import Programs
+from placer.executor.programs import Call, Programs
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,
@@ -24,6 +24,7 @@ from placer.executor.scatter import (
     scatter_batch,
     split_target,
 )
+from placer.executor.state import CallState
 from placer.plan.types import Plan
 from placer.program import CallFormat
 from placer.schedule import split_batch
@@ -79,7 +80,7 @@ class Share:
 
 
 def take_share(
-    programs: Programs,
+    called: Call,
     leaves: Sequence[Tensor],
     finder: CrossingFinder,
     plan: Plan,
@@ -95,6 +96,7 @@ def take_share(
     ``count(targets)`` returns what the loss's normalizer counts in the target of each micro-batch.
     Raises ``PlacerError`` if a stage fails on fake tensors of these shapes.
     """
+    programs = called.programs
     call = programs.call
     if own_rows:
         batch, mine = batch_of_replica(call, leaves, microbatches=plan.microbatches)
@@ -111,15 +113,15 @@ def take_share(
     targets = split_target(target, batch.total, sizes)[own.start : own.stop] if own else []
     counts = [None] * len(targets) if count is None else count(targets)
     here = is_on(finder.device, slices[largest])
+    state = CallState(finder.part, called.leaves_by_name, sizes)
     given = [
         Microbatch(
-            inputs={
-                name: leaf
-                for name, leaf in zip(
-                    crossings[sizes[position]].staged.graph_inputs, slices[position], strict=True
-                )
-                if name in needed[sizes[position]]
-            },
+            inputs=state.inputs(
+                crossings[sizes[position]].staged,
+                slices[position],
+                position,
+                needed[sizes[position]],
+            ),
             crossings=crossings[sizes[position]],
             inputs_here=here,
             leaves=slices[position],

@@ -24,6 +24,7 @@ from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.place import Place
 from placer.executor.programs import Programs, ProgramsByCall
 from placer.executor.replica import Replica
+from placer.executor.state import example_numbers
 from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
 from placer.plan.types import Plan
 from placer.precision import autocast_state
@@ -162,7 +163,7 @@ class CrossingFinder:
             empty = partial(_empty_like, device=device)
             self._fake = _copy_with(self._shadow, empty, plain=empty)
         self._copies = [dict(model.named_modules()) for model in (self._shadow, self._fake)]
-        self._part = part
+        self.part = part
         self._ownership = ownership
         programs = Programs(self._shadow, plan, staged)
         self.calls = ProgramsByCall(programs, before_capture=self.follow)
@@ -177,7 +178,7 @@ class CrossingFinder:
 
         A module that the part lacks gets the flag of the part itself, and keeps its attributes.
         """
-        part, modules = self._part, dict(self._part.named_modules())
+        part, modules = self.part, dict(self.part.named_modules())
         guards = self.calls.guards
         for copied in self._copies:
             if copy_guarded_attributes(guards, modules, copied):
@@ -236,7 +237,9 @@ class CrossingFinder:
         links: dict[tuple[str, int, int], Node] = {}
         with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
-            for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=True):
+            for each, name in zip(staged.state, staged.graph_inputs[len(shapes) :], strict=True):
+                values[name] = each.read(self._fake, example_numbers(staged))
+            for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=False):
                 leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
                 # A view, because the model may write to an input in place, but not to a leaf.
                 values[name] = leaf.view_as(leaf) if wanted else leaf

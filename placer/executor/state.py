@@ -1,0 +1,85 @@
+"""Values that a program reads in every call besides the call's tensors: tensors of the state, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from placer.emit import StagedModel
+from placer.errors import PlacerError
+from placer.program import AnyNumber, StateInput
+
+
+class CallState:
+    """The state that a call of ``model`` reads, read once before any slice of the batch runs.
+
+    ``leaves`` are those of the call's arguments by name; where one is missing, as in a dry run, it is the
+    example's. ``sizes`` are the numbers of rows of the slices, and ``cut`` replaces tensors with a graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Mapping[str, Any],
+        sizes: Sequence[int],
+        cut: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
+        self._model = model
+        self._leaves = leaves
+        self._sizes = sizes
+        self._cut = cut
+        self._values: dict[tuple[Any, ...], Sequence[Any]] = {}
+
+    def inputs(
+        self,
+        staged: StagedModel,
+        slice_: Sequence[Tensor],
+        position: int,
+        needed: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """The inputs of ``staged`` by name, or those that are ``needed``, for the slice at ``position``."""
+        names = staged.graph_inputs if needed is None else needed
+        found = dict(zip(staged.graph_inputs, slice_, strict=False))
+        for name, each in zip(staged.graph_inputs[len(slice_) :], staged.state, strict=True):
+            if name in names:
+                found[name] = self._of(each, staged, position)
+        return {name: value for name, value in found.items() if name in names}
+
+    def _of(self, each: StateInput, staged: StagedModel, position: int) -> Any:
+        key = each.path, each.argument, id(each.variable), id(each.tensor)
+        if key not in self._values:
+            self._values[key] = self._slices(each, staged)
+        return self._values[key][position]
+
+    def _slices(self, each: StateInput, staged: StagedModel) -> Sequence[Any]:
+        leaves = {**example_numbers(staged), **self._leaves}
+        value = self._cut(each.read(self._model, leaves))
+        if value is None:
+            raise PlacerError(
+                each.name,
+                f"is not the {'tensor' if each.kind is Tensor else 'number'} that forward reads there",
+                "call the placed model in the state in which it was captured, or place it again",
+            )
+        if each.batch_dim is None or len(self._sizes) == 1:
+            return [value] * len(self._sizes)
+        slices: Sequence[Any] = value.split(list(self._sizes), each.batch_dim)
+        return slices
+
+
+def example_numbers(staged: StagedModel) -> dict[str, Any]:
+    """The numbers of the captured call among those that may be others in other calls, by name."""
+    pairs = zip(staged.call.leaf_names, staged.call.constants, strict=True)
+    return {name: c.value for name, c in pairs if isinstance(c, AnyNumber)}
+
+
+def refuse_held_tensors(staged: StagedModel) -> None:
+    """Raise ``PlacerError`` if forward reads tensors that calls leave: ranks would have different ones."""
+    for each in staged.state:
+        if each.kind is Tensor:
+            raise PlacerError(
+                each.name,
+                "is a tensor that forward keeps from one call to the next, which works in one process only",
+                "pass it as an argument and return it",
+            )

@@ -1,0 +1,133 @@
+"""Run forward once on fake tensors, and write down its result and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from placer._torch import storage_key, without_torch_function
+from placer.program.call import (
+    BoundCall,
+    arguments_roots,
+    call_arguments,
+    call_leaves,
+    place_arguments,
+    placeholder_names,
+)
+from placer.program.failure import TraceFailure, locate_function
+from placer.program.leaving import Left, StoreFailure, flag_of, write_changes, written_tensor
+from placer.program.python_random import forbid_python_random
+from placer.program.recorder import Recorder
+from placer.program.restore import Snapshot
+from placer.program.result import ResultFormat, flatten_result
+from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.stored import StateInput, table_at
+from placer.program.targets import present_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardRun:
+    """One run of forward: its result, what it leaves behind, and the numbers that were inputs."""
+
+    recorder: Recorder
+    result: ResultFormat
+    leaves: Sequence[Any]  # of the result, as arguments for the graph's output node
+    shapes: Sequence[Any]  # per leaf: the shape of a tensor, or the value
+    left: Sequence[Left]
+    numbers: Mapping[fx.Node, StateInput]  # the placeholders of numbers
+
+
+def run_forward(
+    recorder: Recorder,
+    bound: BoundCall,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[StateInput],
+    before: Snapshot,
+) -> ForwardRun:
+    """Run the fake model's forward while ``recorder`` watches; ``before`` has the state of model and code.
+
+    Those of ``numbers`` that are arguments of the call, attributes or variables are inputs of the graph.
+    Raises ``TraceFailure`` for what a graph cannot express.
+    """
+    model, writer = recorder.fake_model, recorder.writer
+    names = placeholder_names(bound)
+    for name, tensor in zip(names, inputs, strict=True):
+        writer.placeholder(name, tensor)
+    given = call_leaves(bound, inputs)
+    put: dict[fx.Node, tuple[StateInput, Any]] = {}
+    for each in numbers:
+        number = _put(each, recorder, bound, given)
+        put[number.node] = each, number
+    arguments = call_arguments(bound, given)
+    args, kwargs = place_arguments(bound, arguments)
+    passed = Snapshot(arguments_roots(bound, arguments), root="call")
+    flags = recorder.watch_flags(inputs)
+    try:
+        with forbid_python_random():
+            result = model.forward(*args, **kwargs)
+        leaves, form = flatten_result(result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat))
+        with without_torch_function():
+            shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]
+        written_leaves = [writer.argument(leaf) for leaf in leaves]
+        recorder.check()
+        unchanged = {id(number) for _, number in put.values()}
+        changes = [
+            change
+            for change in (*before.changes(), *passed.changes())
+            if (change.root, change.path) not in recorder.changed_inside
+            and id(change.value) not in unchanged
+        ]
+        try:
+            left = write_changes(changes, writer, recorder.path_of)
+        except StoreFailure as failure:
+            location = locate_function(type(model.get_submodule(failure.layer)).forward)
+            raise TraceFailure(failure.layer, failure.reason, location) from failure
+        for index, (name, tensor) in enumerate(zip(names, inputs, strict=True)):
+            if storage_key(tensor) in recorder.written:
+                node = writer.node("call_function", present_value, (tensor,))
+                writer.bind(tensor, node)
+                left.append(written_tensor("input", (index,), node, tensor, label=name))
+            if tensor.is_leaf and tensor.requires_grad != flags[id(tensor)]:
+                left.append(flag_of("input", (index,), tensor.requires_grad))
+        left += _changed_flags(model, flags)
+    finally:
+        with without_torch_function():
+            for parameter in model.parameters():
+                parameter.requires_grad_(flags.get(id(parameter), parameter.requires_grad))
+    return ForwardRun(
+        recorder=recorder,
+        result=form,
+        leaves=written_leaves,
+        shapes=shapes,
+        left=left,
+        numbers={node: each for node, (each, _) in put.items()},
+    )
+
+
+def _put(each: StateInput, recorder: Recorder, bound: BoundCall, given: list[Any]) -> Any:
+    """Put a recorded number where forward reads ``each``; returns it."""
+    if each.argument:
+        position = bound.leaf_names.index(each.argument)
+        given[position] = recorder.number_input(each.name, given[position])
+        return given[position]
+    if each.variable is not None:
+        number = recorder.number_input(each.name, plain(each.variable.read()))
+        each.variable.write(number)
+        return number
+    table = table_at(recorder.fake_model, each.path)
+    table[each.path[-1]] = recorder.number_input(each.name, plain(table[each.path[-1]]))
+    return table[each.path[-1]]
+
+
+def _changed_flags(model: nn.Module, flags: Mapping[int, bool]) -> list[Left]:
+    """The parameters that forward lets require gradients, or not."""
+    return [
+        flag_of("model", (path, "_parameters", name), parameter.requires_grad)
+        for path, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+        and flags.get(id(parameter), parameter.requires_grad) != parameter.requires_grad
+    ]
