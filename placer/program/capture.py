@@ -33,11 +33,19 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
-from placer.program.leaves import find_whole_modules, is_torch_leaf
+from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf
 from placer.program.objects import spell
 from placer.program.record import RecordedProgram, Setup, record_model, replaced_state
 from placer.program.restore import Change
-from placer.program.rows import RowFlow, Rows, find_rows, rows_by_size
+from placer.program.rows import (
+    Mixing,
+    RowFlow,
+    Rows,
+    find_rows,
+    is_norm,
+    is_norm_function,
+    rows_by_size,
+)
 from placer.program.size_log import reads_rows
 from placer.program.state import named_state
 from placer.program.stored import StateInput
@@ -291,28 +299,72 @@ class _Capture:
             doubled.shapes,
             self.all_dims(recording),
             self.model,
+            recording.independent,
             aliasing.mutated_state_of,
             state_of,
         )
-        if flow.mixing and self.rules.is_split:
-            mixing = flow.mixing[0]
-            layer = recording.layer_of.get(mixing.node, "") or type(self.model).__name__
-            location = recording.location_of.get(mixing.node, "")
+        mixing = [*flow.mixing, *self.state_mixing(recording, aliasing, flow)]
+        if mixing and self.rules.is_split:
+            first = mixing[0]
+            layer = recording.layer_of.get(first.node, "") or type(self.model).__name__
+            location = recording.location_of.get(first.node, "")
             if self.rules.says(self.names, self.batch.dims[: len(self.names)]):
                 self.mixing_note = (
-                    f"{layer}: {mixing.reason}. Every slice of the batch is computed by itself, as the "
+                    f"{layer}: {first.reason}. Every slice of the batch is computed by itself, as the "
                     "spec's inputs say, so results are those of the slices, not of the whole batch."
                 )
                 return flow
             said = self.rules.spell(self.names, self.batch.dims[: len(self.names)])
             raise CaptureError(
                 layer,
-                f"{mixing.reason}{f' ({location})' if location else ''}, so a slice of the batch does not "
+                f"{first.reason}{f' ({location})' if location else ''}, so a slice of the batch does not "
                 "compute what the whole batch does",
                 "use 1 replica and 1 micro-batch; or, if slices may be computed by themselves, as under "
                 f'nn.DataParallel, say so in the spec: "inputs": {said}',
             )
         return flow
+
+    def state_mixing(
+        self, recording: RecordedProgram, aliasing: Aliasing, flow: RowFlow
+    ) -> list[Mixing]:
+        """The nodes that set state from the batch, or that would set it once per micro-batch.
+
+        Raises ``CaptureError`` if it is a parameter. Norms are left to the spec's ``batch_norm``.
+        """
+        nodes = {node.name: node for node in recording.graph.nodes}
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        found = []
+        names_of = {name: set(names) for name, names in aliasing.mutated_state_of.items()}
+        for node in recording.graph.nodes:  # which values a module reads may decide what it writes
+            if node.op == "call_module":
+                inside = {n for n in recording.written_inside if is_inside([str(node.target)], n)}
+                names_of[node.name] = names_of.get(node.name, set()) | inside
+        for node_name, names in names_of.items():
+            node = nodes[node_name]
+            for name in sorted(names):
+                owner = self.model.get_submodule(name.rpartition(".")[0])
+                if is_norm(owner) or is_norm_function(node):
+                    continue
+                depends = flow.rows[node_name].depends
+                if node.op == "call_module":
+                    depends = recording.written_inside.get(name, True)
+                if not (depends or self.rules.in_turn):
+                    continue
+                kind = "parameter" if name in parameters else "buffer"
+                reason = f"it sets the {kind} {name} " + (
+                    "from the batch"
+                    if depends
+                    else "in every call, and would for every micro-batch"
+                )
+                if kind == "parameter" and self.rules.is_split:
+                    raise CaptureError(
+                        recording.layer_of.get(node_name, "") or type(self.model).__name__,
+                        f"{reason}, so slices of the batch would make other weights than the whole batch",
+                        "call the model once before you place it, if only its first call does that; or use 1 "
+                        "replica and 1 micro-batch",
+                    )
+                found.append(Mixing(node=node_name, reason=reason))
+        return found
 
     def result_rows(self, recording: RecordedProgram, flow: RowFlow | None) -> tuple[Rows, ...]:
         """How each leaf of the output node depends on the rows of the batch.

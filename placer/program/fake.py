@@ -271,6 +271,10 @@ class GuessData:
         self._values[fake] = value
         return fake
 
+    def know(self, fake: Tensor, value: Tensor) -> None:
+        """Let ``fake`` have this value, until it is written."""
+        self._values[fake] = value
+
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
         """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""
         self.guessed = True

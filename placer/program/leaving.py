@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
@@ -47,12 +48,17 @@ def write_changes(
 ) -> list[Left]:
     """The stored values for ``changes``; ``paths`` has the path of each module, by its id.
 
-    Left out are hooks that forward installs, and what the code keeps for itself in variables: values that
-    hold neither tensors nor sizes of the run, but for plain values. Raises ``StoreFailure``.
+    Left out are hooks that forward installs with the flag that says so, since every call of the program
+    computes what the first does; and what the code keeps for itself in variables, such as functions. Raises
+    ``StoreFailure``.
     """
     found = []
-    for change in sorted(changes, key=lambda change: -len(change.path)):
-        if change.root == "model" and change.path[1] in _TABLES:
+    changes = sorted(
+        changes, key=lambda change: (-len(change.path), change.root, spell(change.path))
+    )
+    hooks = [c for c in changes if c.root == "model" and c.path[1] in _TABLES]
+    for change in changes:
+        if change in hooks or (hooks and change.root == "model" and change.value is True):
             continue
         layer = change.path[0] if change.root == "model" else ""
         try:
@@ -105,7 +111,7 @@ def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Lef
         return ModuleReference(paths[id(leaf)])
 
     value = list(change.value) if change.kind in ("update", "items") else change.value
-    value = tree_map(referred, value)
+    value = tree_map(referred, value, is_leaf=lambda x: isinstance(x, torch.Size))
     try:
         leaves, form = flatten_result(value, lambda leaf: isinstance(leaf, SizeInt | SizeFloat))
     except Untraceable:

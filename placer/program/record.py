@@ -6,7 +6,7 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -56,6 +56,10 @@ class RecordedProgram:
     state: tuple[StateInput, ...]  # inputs of the graph after those of the call
     stored: tuple[Stored, ...]  # what forward leaves behind; its leaves follow those of the result
     changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
+    written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
+    independent: tuple[
+        bool, ...
+    ]  # per node: it is of a single node, but does not depend on its inputs
     repeats: bool  # does the next call compute the same, in the state that this one leaves?
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
@@ -137,6 +141,8 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         state=state,
         stored=tuple(each.stored for each in left),
         changed_inside=tuple(recorder.changed_inside.values()),
+        written_inside=recorder.written_inside,
+        independent=writer.independent,
         repeats=following.repeats,
         guards=recorder.guards(setup.forgotten, following.unread, state),
         checkpointed=recorder.checkpointed,
@@ -284,7 +290,8 @@ def _compare_with_next(
     )
     for each in left:
         key = each.stored.root, each.stored.path
-        if each.stored.root == "code" and not (repeats and not containers.was_read(key)):
+        silent = first.is_cache(each) or not containers.was_read(key)
+        if each.stored.root == "code" and not (repeats and silent):
             raise CaptureError(
                 each.stored.name,
                 "is set by forward, which reads in the next call what it has set there",

@@ -12,6 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ from placer.program.leaving import Left
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects import Path
 from placer.program.python_random import forbid_python_random, keep_random
+from placer.program.reached import Reached
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.size_recorder import SizeRecorder
 from placer.program.stored import StateInput
@@ -94,6 +96,7 @@ _READS = (
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 _REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)
+_FLAG = 16  # elements of a buffer whose values may decide what a module does
 _READS_VALUES = "its Python code depends on the value of a tensor"
 
 
@@ -126,6 +129,10 @@ class Recorder(TorchFunctionMode):
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
         self.changed_inside: dict[tuple[str, Path], Change] = {}
+        self.written_inside: dict[
+            str, bool
+        ] = {}  # state they write -> does it depend on their inputs?
+        self.reached = Reached(fake_model)  # what the inputs of the present single node reach
         self.failed_in: tuple[Exception, str] | None = None  # an exception and its innermost module
         self.failed: ForwardFailure | None = None  # the failure of a module that is a single node
         self.refused: TraceFailure | None = None  # the first operation that a graph cannot express
@@ -228,7 +235,11 @@ class Recorder(TorchFunctionMode):
         for index, name in written_arguments(func):
             written = args[index] if index < len(args) else kwargs.get(name)
             self.written.update(map(storage_key, tensors_of_tree(written)))
-        if self.paused or self.inside:
+        if self.paused:
+            value = func(*args, **kwargs)
+            self.reached.spread(func, args, kwargs, value)
+            return value
+        if self.inside:
             return func(*args, **kwargs)
         with self.refusing(), without_torch_function():
             if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
@@ -380,9 +391,12 @@ class Recorder(TorchFunctionMode):
         try:
             # Layers of torch draw random numbers from torch only, and none on fake tensors.
             with guess, nullcontext() if is_torch_leaf(module) else keep_random():
+                self.reached.begin((args, kwargs))
                 value = original(module, *executable(args), **executable(kwargs))
             if before is not None:
-                self.changed_inside |= {(c.root, c.path): c for c in before.changes()}
+                self.note_changes(before)
+            if guess.guessed:
+                self.try_other_values(original, module, args, kwargs)
         except Exception as error:
             location = locate(error) or locate_caller()
             self.failed = ForwardFailure(path, location, guessed=guess.guessed)
@@ -415,7 +429,43 @@ class Recorder(TorchFunctionMode):
             self.record("call_function", function, node_args, node_kwargs, value, layer=path)
         else:
             self.record("call_module", path, node_args, node_kwargs, value, layer=path)
+        self.written_inside |= self.reached.written
+        for tensor in tensors_of_tree(value):
+            if tensor not in self.reached:
+                self.writer.of_no_input.add(self.writer.node_of(tensor))
         return value
+
+    def note_changes(self, before: Snapshot) -> None:
+        """Note what a single node has changed, except tensors that do not depend on its inputs."""
+        for change in before.changes():
+            tensors = tensors_of_tree(change.value)
+            if not tensors or any(tensor in self.reached for tensor in tensors):
+                self.changed_inside[change.root, change.path] = change
+            else:
+                self.changed_inside[change.root, change.path] = replace(change, value=None)
+
+    def try_other_values(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        """Run a module that reads values of tensors with other ones, to see what it then writes.
+
+        These are the values that its buffers have, or other guesses for a model without data.
+        """
+        before = Snapshot(module_roots(module), self.reachable)
+        guess = GuessData(self.writer.converter.mode, 1 - self.guess)
+        for buffer in module.buffers():
+            real = self.writer.converter.original(buffer)
+            if real is not None and not real.is_meta and real.numel() <= _FLAG:
+                guess.know(buffer, real)
+        try:
+            with guess, keep_random(), without_torch_function():
+                copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+                self.reached.extend(copies)
+                original(module, *executable(copies[0]), **executable(copies[1]))
+        except Exception:  # these values may be impossible
+            pass
+        finally:
+            before.restore()
 
     def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
         """Run the custom autograd function ``cls`` as one node."""

@@ -91,7 +91,8 @@ def flatten_result(
     Inside objects that pytree does not flatten, the leaves are tensors and everything that ``is_leaf``
     accepts. Raises ``Untraceable`` for an object that cannot be pickled.
     """
-    paths, spec = tree_flatten_with_path(result)
+    # Pytree would rebuild a torch.Size as a tuple.
+    paths, spec = tree_flatten_with_path(result, is_leaf=lambda x: isinstance(x, torch.Size))
     found = [leaf for _, leaf in paths]
     names: list[str] = []
     only_objects = not any(isinstance(x, Tensor) and x.is_floating_point() for x in found)

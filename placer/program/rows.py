@@ -71,15 +71,18 @@ def find_rows(
     doubled: Shapes,
     batch_dims: Sequence[BatchDim],
     model: nn.Module,
+    independent: Sequence[bool],
     written: Mapping[str, Collection[str]],
     read: Mapping[str, Collection[str]],
 ) -> RowFlow:
     """Follow the rows through ``graph``; ``doubled`` are the shapes for twice the batch.
 
-    ``batch_dims`` are those of the placeholders. ``written`` and ``read`` have the names of parameters and
+    ``batch_dims`` are those of the placeholders. ``independent`` nodes do not depend on the inputs of the
+    single node that makes them. ``written`` and ``read`` have the names of parameters and
     buffers that nodes write and read.
     """
     flow = _Flow(dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)), model)
+    alone = {node for node, each in zip(graph.nodes, independent, strict=True) if each}
     dims = iter(batch_dims)
     changed: set[str] = set()  # state that depends on the batch
     for node in graph.nodes:
@@ -87,6 +90,9 @@ def find_rows(
             continue
         if node.op == "placeholder":
             flow.start(node, next(dims))
+            continue
+        if node in alone:
+            flow.rows[node] = Rows()
             continue
         state_mixes = not flow.is_batch_norm(node) and changed.intersection(read.get(node.name, ()))
         flow.follow(node, state_mixes=bool(state_mixes))
@@ -107,6 +113,19 @@ def rows_by_size(shape: Any, doubled: Any) -> Rows:
                 return Rows(dim=grown[0], combination=None, depends=True)
         return Rows(combination=None, depends=True)
     return Rows() if shape == doubled else Rows(combination=None)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Is ``module`` a layer with running statistics, such as BatchNorm?"""
+    return "running_mean" in module._buffers and "num_batches_tracked" in module._buffers
+
+
+def is_norm_function(node: fx.Node) -> bool:
+    """Does ``node`` call ``batch_norm`` or ``instance_norm``?"""
+    target: Any = node.target
+    if isinstance(target, UnderModes):
+        target = target.function
+    return getattr(target, "__name__", "") in ("batch_norm", "instance_norm")
 
 
 class _Flow:
@@ -358,9 +377,7 @@ class _Flow:
     def is_batch_norm(self, node: fx.Node) -> bool:
         """Does ``node`` normalise by statistics of the batch? The spec says what that means for slices."""
         module = self._module(node)
-        if module is not None:
-            return isinstance(module, nn.modules.batchnorm._BatchNorm)
-        return self._name(node) == "batch_norm"
+        return is_norm(module) if module is not None else is_norm_function(node)
 
     def _module(self, node: fx.Node) -> nn.Module | None:
         called = node

@@ -100,6 +100,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         state=(),
         stored=(),
         changed_inside=(),
+        written_inside={},
+        independent=(False,) * len(writer.shapes),
         repeats=True,
         guards=make_guards(model, attributes),
         checkpointed={},

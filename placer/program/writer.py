@@ -42,9 +42,14 @@ class GraphWriter:
         self.layer_of: dict[str, str] = {}
         self.location_of: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
-        self.shapes: tuple[
-            Any, ...
-        ] = ()  # of the finished graph's nodes: also numbers; None for tuples
+        # Of the finished graph's nodes: the shape of a tensor, a number, or None.
+        self.shapes: tuple[Any, ...] = ()
+        self.of_no_input: set[fx.Node] = (
+            set()
+        )  # single nodes' results that their inputs do not reach
+        self.independent: tuple[
+            bool, ...
+        ] = ()  # of the finished graph's nodes: is it one of those?
         self._node_of: dict[int, fx.Node] = {}
         self._made: list[tuple[fx.Node, Tensor]] = []  # keeps the ids in _node_of valid
         self._pure: set[fx.Node] = set()
@@ -151,6 +156,7 @@ class GraphWriter:
         with without_torch_function():
             shape_of = {node: tensor.shape for node, tensor in self._made}
         self.shapes = tuple(shape_of.get(node, numbers.get(node)) for node in self.graph.nodes)
+        self.independent = tuple(node in self.of_no_input for node in self.graph.nodes)
         if not named:
             return self.graph
         self.graph.lint()

@@ -523,6 +523,10 @@ def test_kept(name: str, cut: tuple[int, int, int]) -> None:
         microbatches=microbatches,
         inputs={"x": {"batch_dim": 0}},  # some compute across rows: of each slice by itself
     )
+    if name == "a whole module with a borrowed weight" and microbatches > 1:
+        with pytest.raises(placer.CaptureError, match="would set it for every slice"):
+            placer.compile(model, spec, _input())
+        return
     scheduled = "backward hooks on the model" not in name  # step() refuses those, tested below
     placed = assert_same(model, spec, (_input(),), scheduled=scheduled)
     assert len(placed.plan.stages) >= 2
@@ -536,7 +540,7 @@ def test_results_that_an_earlier_forward_kept_do_not_hinder(root: bool) -> None:
     model.kept = {"results": [model(_input())]}
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(model)
-    spec = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
+    spec = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2, "inputs": {"x": {"batch_dim": 0}}}
     verification = placer.verify(model, spec, (_input(),))
     assert verification.ok, verification.worst
 

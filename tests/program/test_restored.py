@@ -104,10 +104,11 @@ def test_the_model_is_as_it_was(end: Callable[[Tensor], Tensor], nested: bool) -
     try:
         captured = capture_model(model, (x,))
     except placer.CaptureError as error:
-        assert end in (fail, wrong_shapes), error
+        assert end in (fail, wrong_shapes) or (not nested and "it sets new" in str(error)), error
     except KeyboardInterrupt:
         assert end is interrupt
-    assert (captured is None) == (end in (fail, wrong_shapes, interrupt))
+    # A model that is a single node may not change what its callers can see.
+    assert (captured is None) == (not nested or end in (fail, wrong_shapes, interrupt))
     after = state(model)
     assert list(after) == list(before)
     assert [name for name in before if not same(before[name], after[name])] == []

@@ -1,0 +1,58 @@
+"""Follows what the inputs of a module reach while it runs: tensors, and state that it writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from placer._torch import storage_key
+from placer.operands import tensors_in, tensors_of_tree
+from placer.program.alias import written_arguments
+
+
+class Reached:
+    """The tensors that depend on the inputs of a module, by the operators that it runs.
+
+    ``written`` has the names of parameters and buffers that operators write, and whether what they write
+    depends on the inputs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.written: dict[str, bool] = {}
+        self._state = {
+            storage_key(tensor): name
+            for name, tensor in (*model.named_buffers(), *model.named_parameters())
+        }
+        self._tensors = WeakTensorKeyDictionary()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._tensors
+
+    def begin(self, inputs: Any) -> None:
+        """Begin anew with these inputs (any pytree)."""
+        self.written = {}
+        self._tensors = WeakTensorKeyDictionary()
+        self.extend(inputs)
+
+    def extend(self, inputs: Any) -> None:
+        """Count these tensors among the inputs too."""
+        for tensor in tensors_of_tree(inputs):
+            self._tensors[tensor] = True
+
+    def spread(self, func: Any, args: Any, kwargs: Any, value: Any) -> None:
+        """Note what an operator computed from ``args`` and ``kwargs``."""
+        written = written_arguments(func)
+        depends = any(tensor in self._tensors for tensor in tensors_in(args, kwargs))
+        if depends:
+            for tensor in tensors_in(value):
+                self._tensors[tensor] = True
+        for index, name in written:
+            target = args[index] if index < len(args) else kwargs.get(name)
+            for tensor in tensors_in(target):
+                if depends:
+                    self._tensors[tensor] = True
+                state = self._state.get(storage_key(tensor))
+                if state is not None:
+                    self.written[state] = self.written.get(state, False) or depends
