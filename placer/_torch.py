@@ -220,13 +220,6 @@ def storage_key(tensor: Tensor) -> int:
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold its hooks."""
 
-FORWARD_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-"""The attributes of a module that say what its forward hooks are, and how each is called."""
-
 
 def forward_pre_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
     """The forward pre-hooks of ``module``, and whether each takes keyword arguments."""

@@ -11,7 +11,6 @@ fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster
 packed                     (`packed`: packed sequences)
 constants                  values that the model's code may read although its tensors are fake
 caches, reachable          keep results of earlier calls (caches, global variables) out of the run
-earlier_calls              remove what earlier calls of forward left in the model
 alias                      find nodes that share memory, write to state or draw random numbers
 call, result               flatten arguments and results to lists of tensors, and rebuild them
 guards                     attributes that forward read; the graph is valid while they are unchanged

@@ -21,7 +21,6 @@ from placer.program.call import (
     make_call_format,
     placeholder_names,
 )
-from placer.program.earlier_calls import Forgotten, forget_earlier_calls
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -33,7 +32,7 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
-from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf
+from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf, runs_own_hooks
 from placer.program.objects import spell
 from placer.program.record import RecordedProgram, Setup, record_model, replaced_state
 from placer.program.restore import Change
@@ -82,8 +81,7 @@ def capture_model(
     recordings as modules. A second recording with twice the batch finds out what depends on the
     batch size, and which inputs have a row per sample as far as ``rules`` do not say (`find_batch`).
     ``grad`` is what code of the model gets that asks whether gradients are enabled; the
-    graph holds in either case if none asks. What forward left in the model in earlier calls is left
-    out (`earlier_calls`).
+    graph holds in either case if none asks.
 
     Raises ``CaptureError`` when the model cannot be captured. A model whose forward moves tensors to
     several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
@@ -133,15 +131,11 @@ class _Capture:
         self.fixed_batch_reason = ""
         self.reads_rows = False
         self.mixing_note = ""
-        self.forgotten = Forgotten()
 
     def record(self) -> RecordedProgram:
-        """Record with as few single-node modules as possible, for every batch size if possible.
-
-        What the model keeps of earlier calls is left out, if its next call would make it again.
-        """
-        self.forgotten = forget_earlier_calls(self.setup, self.inputs)
-        self.whole = {module.layer: module for module in find_whole_modules(self.setup.fake_model)}
+        """Record with as few single-node modules as possible, for every batch size if possible."""
+        whole = find_whole_modules(self.setup.fake_model, self.converter.reachable)
+        self.whole = {module.layer: module for module in whole}
         while True:
             try:
                 recording = self._run(self.inputs)
@@ -177,7 +171,6 @@ class _Capture:
             numbers=self.numbers,
             whole=frozenset(self.whole),
             guess=self.guess,
-            forgotten=self.forgotten.tensors,
         )
         count = len(self.inputs)
         inputs, held = inputs[:count], inputs[count:]
@@ -487,7 +480,7 @@ def _assemble(
             for w in whole.values()
             if not w.layer or (w.layer in called and not is_torch_leaf(modules[w.layer]))
         ),
-        fingerprint=fingerprint_graph(model, graph, capture.forgotten.tensors),
+        fingerprint=fingerprint_graph(model, graph),
         conditions=Conditions(
             modes=training_flags(model),
             any_batch_size=not capture.fixed_batch_reason,
@@ -502,7 +495,9 @@ def _assemble(
             repeats=recording.repeats,
             ignore_device_moves=capture.setup.ignore_device_moves,
             grad=recording.grad,
-            hooked_by_forward=capture.forgotten.hooks,
+            hooked_by_forward=any(
+                runs_own_hooks(x, capture.converter.reachable) for x in modules.values()
+            ),
         ),
         results=capture.result_rows(recording, flow),
         fixed_batch_reason=capture.fixed_batch_reason,

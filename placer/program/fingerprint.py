@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 
-def fingerprint_graph(model: nn.Module, graph: fx.Graph, left_out: Collection[Tensor] = ()) -> str:
+def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
     """The SHA-256 of the graph in hexadecimal digits, which is the same in every process.
 
     It changes with every operation and argument, and with the names, shapes and dtypes of parameters and
-    buffers, except those in ``left_out``.
+    buffers.
     """
     digest = hashlib.sha256("\n".join(graph_lines(graph)).encode())
-    ignored = set(map(id, left_out))
     for kind, named in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in named:
-            if id(tensor) in ignored:
-                continue
             digest.update(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}\n".encode())
     return digest.hexdigest()
 

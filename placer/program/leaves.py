@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from placer._torch import HOOK_TABLES
 from placer.program.failure import locate_function
+from placer.program.reachable import ReachableState
 from placer.program.types import WholeModule
 
 # Modules of torch.nn that contain layers: they are recorded operation by operation.
@@ -45,6 +47,21 @@ def hook_count(module: nn.Module) -> int:
     return sum(len(module.__dict__.get(name) or ()) for name in HOOK_TABLES)
 
 
+def runs_own_hooks(module: nn.Module, code: ReachableState) -> bool:
+    """Does ``module`` have forward hooks, all of which the model's ``code`` defines and installs itself?
+
+    They are part of what forward computes, and recorded like it.
+    """
+    hooks = [hook for name in HOOK_TABLES for hook in (module.__dict__.get(name) or {}).values()]
+    own = (code.defines(hook.__code__) for hook in hooks if hasattr(hook, "__code__"))
+    return bool(hooks) and len(forward_hooks(module)) == len(hooks) == sum(own)
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that run before and after the forward of ``module``."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 @contextmanager
 def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Remove the forward and backward hooks of ``modules`` in this block."""
@@ -59,11 +76,16 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
             table.update(content)
 
 
-def find_whole_modules(model: nn.Module) -> list[WholeModule]:
-    """Submodules that must be a single node, with the reason and the line of the hook or forward of each."""
+def find_whole_modules(model: nn.Module, code: ReachableState) -> list[WholeModule]:
+    """Submodules that must be a single node, with the reason and the line of the hook or forward of each.
+
+    ``code`` is that of the model.
+    """
     whole = []
     for path, module in model.named_modules():
         if not path or is_torch_leaf(module) or not must_stay_whole(module):
+            continue
+        if "parametrizations" not in module._modules and runs_own_hooks(module, code):
             continue
         hooks = [hook for name in HOOK_TABLES for hook in getattr(module, name, {}).values()]
         location = locate_function(hooks[0] if hooks else type(module).forward)

@@ -6,12 +6,11 @@ continues from the functions that it finds. It skips code of torch and of the st
 
 from __future__ import annotations
 
-import dis
 import functools
 import os
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -35,8 +34,6 @@ _CODE = (FunctionType, MethodType, type, functools.partial, tuple)
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
-_ASKING = frozenset(("hasattr", "getattr", "__dict__", "_buffers"))
-_ASSIGNING = frozenset(("setattr", "__setattr__", "register_buffer"))
 
 
 def _itself(function: Any) -> Any:
@@ -107,27 +104,10 @@ class ReachableState:
         self.containers += other.containers
         self.codes += other.codes
 
-    def assigned(self, names: Collection[str]) -> set[str]:
-        """The ``names`` of attributes that the code may assign to outside of ``__init__``."""
-        wanted, found = set(names), set()
-        for code in self._later_code():
-            if wanted & set(code.co_names):
-                found |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
-            if _ASSIGNING.intersection(code.co_names):
-                found |= set(_strings(code))
-        return wanted & found
-
-    def asks_for(self, name: str) -> bool:
-        """May the code check whether an attribute ``name`` exists, as ``hasattr(self, name)`` does?"""
-        asking = (x for x in self._later_code() if _ASKING.intersection(x.co_names))
-        return any(name in _strings(code) for code in asking)
-
     def defines(self, code: CodeType) -> bool:
         """Does the code define a function with this ``code`` outside of ``__init__``?"""
-        return any(code in outer.co_consts for outer in self._later_code())
-
-    def _later_code(self) -> Iterator[CodeType]:
-        return (x for code in self.codes if code.co_name != "__init__" for x in _nested(code))
+        later = (x for x in self.codes if x.co_name != "__init__")
+        return any(code in outer.co_consts for each in later for outer in _nested(each))
 
 
 def find_reachable_state(model: nn.Module) -> ReachableState:
@@ -254,10 +234,6 @@ class _Search:
                     self._module(value, names)
             else:
                 self._variable(vars(module), name, value)
-
-
-def _strings(code: CodeType) -> list[str]:
-    return [constant for constant in code.co_consts if isinstance(constant, str)]
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

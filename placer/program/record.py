@@ -80,7 +80,7 @@ class Setup:
 
     Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
     read values of tensors, they get ``guess``. ``grad`` is the answer to ``torch.is_grad_enabled()`` in the
-    model's code. ``forgotten`` are tensors of ``model`` that were removed from ``fake_model``, its fake copy.
+    model's code.
     """
 
     converter: FakeConverter
@@ -91,7 +91,6 @@ class Setup:
     guess: int = 1
     ignore_device_moves: bool = False
     grad: bool = True
-    forgotten: Sequence[Tensor] = ()
     numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph
 
     def recorder(self) -> Recorder:
@@ -144,7 +143,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         written_inside=recorder.written_inside,
         independent=writer.independent,
         repeats=following.repeats,
-        guards=recorder.guards(setup.forgotten, following.unread, state),
+        guards=recorder.guards(following.unread, state),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
         sizes=sizes,
@@ -311,8 +310,7 @@ def _compare_with_next(
 def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> list[Left]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    Returns all other changes, among them buffers in ``forgotten``, which the model did not have before its
-    first call, and buffers that require a gradient now.
+    Returns all other changes, among them buffers that require a gradient now.
     """
     others = []
     for each in left:
@@ -326,7 +324,6 @@ def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> 
         now = setup.fake_model.get_submodule(path)._buffers.get(attribute)
         if (
             before is None
-            or any(before is tensor for tensor in setup.forgotten)
             or now is None
             or now.requires_grad
             or (now.shape, now.dtype) != (before.shape, before.dtype)

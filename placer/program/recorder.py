@@ -57,7 +57,7 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter, GuessData
 from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
-from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole
+from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole, runs_own_hooks
 from placer.program.leaving import Left
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects import Path
@@ -179,17 +179,15 @@ class Recorder(TorchFunctionMode):
 
     def guards(
         self,
-        compared: Sequence[Tensor] = (),
         unread: Sequence[Path] = (),
         state: Sequence[StateInput] = (),
     ) -> tuple[AttributeGuard, ...]:
-        """The attributes of the model that were read, with their values, including those in ``compared``.
+        """The attributes of the model that were read, with their values.
 
         What is in the containers at the paths ``unread`` does not matter, nor which numbers ``state`` has.
         """
-        tensors = [*self.tensors_read, *compared]
         numbers = {each.path for each in state if each.kind is not Tensor}
-        return make_guards(self.model, self.attributes - numbers, tensors, unread)
+        return make_guards(self.model, self.attributes - numbers, self.tensors_read, unread)
 
     def watch_flags(self, inputs: Sequence[Tensor]) -> Mapping[int, bool]:
         """Note which inputs and parameters require gradients; by id."""
@@ -355,7 +353,7 @@ class Recorder(TorchFunctionMode):
         path = self.path_of.get(id(module))
         if path is None:  # constructed in forward, such as nn.Softmax(dim=1)(x): part of its caller
             return original(module, *args, **kwargs)
-        leaf = is_torch_leaf(module)
+        leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable)
         checkpointed = not leaf and self.checkpointing() is not None
         whole = path in self.whole or checkpointed
         if (whole or leaf) and _state(module) != self.own_parameters[id(module)]:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from placer.program.call import bind_call, describe_shapes
-from placer.program.earlier_calls import forget_earlier_calls
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
@@ -78,8 +77,7 @@ def same_program(
                 ignore_device_moves=conditions.ignore_device_moves,
                 grad=grad,
             )
-            forgotten = forget_earlier_calls(setup, inputs).tensors
-            setup = replace(setup, whole=conditions.whole, forgotten=forgotten)
+            setup = replace(setup, whole=conditions.whole)
             recording = record_model(setup, inputs)
     except ForwardFailure as failure:
         raise failure.as_error(

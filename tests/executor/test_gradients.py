@@ -68,5 +68,5 @@ def test_a_checkpointed_layer_that_writes_its_weight(microbatches: int) -> None:
     if microbatches == 1:
         assert_same(model, spec, (x,))
         return
-    with pytest.raises(placer.CaptureError, match="sets the parameter 0.weight from the batch"):
+    with pytest.raises(placer.CaptureError, match=r"sets the parameter 0\.weight from the batch"):
         placer.compile(model, spec, x)
