@@ -450,7 +450,7 @@ def share_buffers_of_all_kinds() -> None:
 
 
 class WritesState(nn.Module):
-    """Forward writes a parameter that is frozen, a buffer and, in training, running statistics."""
+    """Forward writes a frozen parameter, a buffer from the batch and, in training, running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ class WritesState(nn.Module):
         y = self.norm(self.first(x))
         self.seen.add_(x.sum(0))
         with torch.no_grad():
-            self.frozen.weight.add_(y.mean(0))
+            self.frozen.weight.add_(self.last.weight)
         return self.last(self.frozen(y))
 
 

@@ -96,8 +96,9 @@ class Pairs(nn.Module):
 def test_a_plain_model_that_cannot_run_on_a_slice_is_said() -> None:
     inputs = X, torch.arange(8).flip(0)
     assert placer.verify(Pairs(), {"devices": ["cpu:0", "cpu:1"]}, inputs).ok
+    said = {"x": {"batch_dim": 0}, "partner": {"batch_dim": 0}}
     with pytest.raises(placer.PlacerError, match=r"fails on slice 1 of 2 .*out of bounds") as error:
-        placer.verify(Pairs(), HALVES, inputs)
+        placer.verify(Pairs(), {**HALVES, "inputs": said}, inputs)
     assert "1 micro-batch" in str(error.value)
 
 

@@ -87,8 +87,13 @@ def test_ranks_are_simulated_with_the_guess_that_the_capture_needs() -> None:
     assert [d.peak for d in report.devices] == [d.peak for d in plan.devices]
 
 
+SAID = {"inputs": {"x": {"batch_dim": 0}}}
+
+
 @pytest.mark.parametrize("captured_in_training", [True, False])
-@pytest.mark.parametrize("spec", [make_spec(1, 2, 1), make_spec(2, 2, 1)], ids=["1x2", "2x2"])
+@pytest.mark.parametrize(
+    "spec", [make_spec(1, 2, 1, **SAID), make_spec(2, 2, 1, **SAID)], ids=["1x2", "2x2"]
+)
 def test_what_forward_writes_is_the_first_replicas(
     job_of: Callable[[int], Job], spec: placer.PlacementSpec, captured_in_training: bool
 ) -> None:
@@ -119,12 +124,11 @@ def test_parameters_that_stages_pass_on_in_inference(
     job_of(2).run(cases.infer_where_stages_pass_parameters, make_spec(2, 1, 2, layers=layers))
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"}), make_spec(1, 2, 2)],
-    ids=["stages", "replicas"],
-)
-def test_features_that_a_hook_keeps(
-    job_of: Callable[[int], Job], spec: placer.PlacementSpec
-) -> None:
+def test_features_that_a_hook_keeps(job_of: Callable[[int], Job]) -> None:
+    spec = make_spec(2, 1, 1, layers={"first": "cpu:0", "last": "cpu:1"})
     job_of(2).run(cases.step_where_a_hook_keeps_features, spec)
+
+
+def test_features_that_a_hook_keeps_of_every_slice() -> None:
+    with pytest.raises(placer.CaptureError, match="would set it for every slice"):
+        placer.make_plan(cases.KeepsFeatures(), make_spec(1, 2, 2), torch.randn(8, 4))

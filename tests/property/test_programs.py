@@ -15,16 +15,23 @@ from torch.utils._pytree import tree_leaves
 
 import placer
 
+NAMES = ("x", "scale")
+
 
 @st.composite
-def specs(draw: st.DrawFn, model: Program) -> dict[str, Any]:
-    """1 to 4 devices, replicas, micro-batches, a schedule, and pins for some layers."""
+def specs(draw: st.DrawFn, model: Program, names: tuple[str, ...]) -> dict[str, Any]:
+    """1 to 4 devices, replicas, micro-batches, a schedule, and pins for some layers.
+
+    ``names`` are those of the inputs. A model that counts its calls is one of slices, not of the batch.
+    """
     devices = [f"cpu:{i}" for i in range(draw(st.integers(1, 4)))]
     paths = [name for name, _ in model.named_modules() if name]
     pins = st.dictionaries(st.sampled_from(paths), st.sampled_from(devices), max_size=3)
+    said = {"inputs": {name: {"batch_dim": 0} for name in names}} if _counts(model) else {}
     return {
+        **said,
         "devices": devices,
-        "layers": draw(pins),
+        "layers": dict(sorted(draw(pins).items(), key=lambda pin: len(pin[0]))),  # parents first
         "replicas": draw(st.sampled_from((1, 1, 2))),
         "microbatches": draw(st.sampled_from((1, 2, 3))),
         "schedule": draw(st.sampled_from(("GPipe", "1F1B"))),
@@ -49,7 +56,7 @@ def require_eager(model: Program, batch: tuple[torch.Tensor, ...]) -> None:
 def test_placed_equals_plain(data: st.DataObject) -> None:
     model = data.draw(programs())
     batch = inputs(data.draw(st.integers(1, 7), "rows"), scaled=data.draw(st.booleans(), "scaled"))
-    spec = data.draw(specs(model))
+    spec = data.draw(specs(model, NAMES[: len(batch)]))
     note(str(model.steps))
     require_eager(model, batch)
     assert_same(model, spec, batch, steps=1)
@@ -58,9 +65,10 @@ def test_placed_equals_plain(data: st.DataObject) -> None:
 @given(st.data())
 def test_other_batch_sizes_in_eval_mode(data: st.DataObject) -> None:
     model = data.draw(programs()).eval()
-    spec = {**data.draw(specs(model)), "training": False}
     rows, others = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 7))
     scaled = data.draw(st.booleans())
+    names = NAMES[: 1 + scaled]
+    spec = {**data.draw(specs(model, names)), "training": False}
     placed = placer.compile(model, spec, inputs(rows, scaled=scaled))
     other = inputs(others, scaled=scaled)
     with torch.no_grad():
