@@ -28,7 +28,8 @@ from placer.partition.noncontiguous import (
     find_noncontiguous,
     is_better,
 )
-from placer.partition.solver.problem import Solution, simple_bound
+from placer.partition.solver.problem import simple_bound
+from placer.partition.solver.search import StageOf
 from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
@@ -36,7 +37,6 @@ from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 from placer.program import Program
 
-_MOST_ALIVE = 150_000  # partly decided downsets in a proof, which takes at most about half a second
 _SAMPLES = 4  # random orders to try if memory decides, because a stage's peak depends on its order
 _SAMPLED_UNITS = 2_000  # units in all random orders together
 _MOST_SAMPLED = 5_000  # units of a graph that random orders are tried for
@@ -320,7 +320,7 @@ class _Search:
         bound = 0.0
         if by_memory or best.fullest > _NEAR:
             problem = memory_problem(model, self._costs, best.slots, options)
-            self._try_solution(model, solve(problem, most_alive=0))
+            self._try_solution(model, solve(problem))
             self._try_sampled(model)
             if by_memory and bounded:
                 bound = self._least_peak(model, relaxed)
@@ -329,24 +329,20 @@ class _Search:
         best = self.best or best
         most = _most_bytes(best, options)
         problem = seconds_problem(model, self._costs, best.slots, options, most)
-        alone = len(chains) == 1 and options.objective == "throughput"
-        solution = solve(problem, most_alive=_MOST_ALIVE if alone else 0)
-        self._try_solution(model, solution)
+        self._try_solution(model, solve(problem))
         if options.objective == "latency":
             problem = seconds_problem(model, self._costs, relaxed, options, [None] * len(relaxed))
             return float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
         if by_memory:
             return bound
-        if solution is not None and alone:
-            return solution.optimality.lower_bound
         most = [slot.room for slot in relaxed]
         return simple_bound(seconds_problem(model, self._costs, relaxed, options, most))
 
-    def _try_solution(self, model: ModelUnits, solution: Solution | None) -> None:
+    def _try_solution(self, model: ModelUnits, solution: StageOf | None) -> None:
         """Try the order in which every stage of ``solution`` has its units in program order."""
         if solution is None:
             return
-        stage_of = np.array(solution.stage_of[:-1])  # without the loss
+        stage_of = solution[:-1]  # without the loss
         order = np.argsort(stage_of, kind="stable")
         self.try_order([model.order[i] for i in order], np.cumsum(np.bincount(stage_of)).tolist())
 

@@ -19,16 +19,11 @@ from placer.plan.types import Plan
 VERSION = 1  # of the format
 _PLAN = TypeAdapter(Plan)
 _AGAIN = "plan again: a plan is written by placer, not by hand"
-_HOW_GOOD = ("optimality", "extra_time")  # the fields of a plan that are an `Optimality`
-_DERIVED = ("proven", "gap")  # its properties that a file has too, for readers; not read back
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """``plan`` as JSON values, with keys in a fixed order; memory is in bytes, times are in seconds."""
     values = _PLAN.dump_python(plan, mode="json", by_alias=True)
-    for name in _HOW_GOOD:
-        if values[name] is not None:
-            values[name] |= {key: getattr(getattr(plan, name), key) for key in _DERIVED}
     # Fields that were added later are left out at their defaults.
     if plan.example_microbatches is None:
         del values["example_microbatches"]
@@ -66,9 +61,6 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
         intact = False
     if not intact:
         raise PlanError(source, "is not as placer wrote it: its checksum is another", _AGAIN)
-    for name in _HOW_GOOD:
-        if values.get(name) is not None:
-            values[name] = {k: v for k, v in values[name].items() if k not in _DERIVED}
     try:
         # From JSON, strict mode takes lists as tuples.
         return _PLAN.validate_json(json.dumps(values))

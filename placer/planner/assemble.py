@@ -79,10 +79,11 @@ def _policy_notes(spec: PlacementSpec, choice: PolicyChoice) -> list[str]:
     ]
     least = format_seconds(choice.least_seconds)
     known = _extra_time(choice)
-    if known is None or known.proven:
+    if known is None or known.above <= 1e-9:
         bound = ", which is the least possible for these stages"
     else:
-        bound = f"; no choice for these stages adds less than {least}, {known.gap:.1%} less"
+        share = 1 - known.lower_bound / known.value
+        bound = f"; no choice for these stages adds less than {least}, {share:.1%} less"
     if not choice.least_seconds:
         bound = "; the least possible is not known"
     return [

@@ -139,4 +139,4 @@ def test_the_bound_is_near_where_few_operations_are_large(count: int) -> None:
     optimality = placer.make_plan(model, spec, (x,)).optimality
     assert optimality is not None
     assert 0.9 * optimality.value < optimality.lower_bound
-    assert count < 8 or optimality.proven
+    assert count < 8 or optimality.above <= 1e-9

@@ -173,7 +173,7 @@ def _set(data: dict[str, Any], path: str, value: Any) -> None:
         ("stages/1/nodes", ["conv_0"]),
         ("stages/0/memory/peek", 1),
         ("step_seconds", float("nan")),
-        ("extra_time/gap", 0.5),
+        ("extra_time/value", 2.5),
         ("node_layers/conv_0", "head"),
         ("notes", [b"text"]),
         ("notes", {"text"}),
