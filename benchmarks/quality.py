@@ -175,7 +175,6 @@ class Judge:
         began = time.perf_counter()
         plan = self.plan(k, objective)
         planned = time.perf_counter() - began
-        assert plan.optimality is not None
         if objective == "throughput":
             names = [device.name for device in self.spec(k, objective).devices]
             place = {n: names.index(s.devices[0]) for s in plan.stages for n in s.nodes}

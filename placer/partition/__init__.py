@@ -9,7 +9,6 @@ choose                      the entry point; tries several orders
 units, arrange              the graph of units; cuts along an order, and orders of devices
 candidate, chain            the best stages along one order
 noncontiguous, assignment   several stages on one device, which need not be neighbours
-bound                       a lower bound on the largest peak of any placement
 model                       expresses a captured model as a problem of `solver`
 describe, types             the result, with the best alternative for each boundary
 `stage_cost`                the bytes and seconds of a stage

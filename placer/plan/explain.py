@@ -21,15 +21,14 @@ def explain_plan(plan: Plan) -> str:
     value of the criterion if the boundary were at the next best place and all others free to move.
     """
     optimality = plan.optimality
-    if optimality is None:
-        return "This plan has no explanations: it was made by an older placer. Plan again."
     lines = [_how_good(optimality)]
     if "peak" in optimality.criterion:
         lines.append(
             "(The search compares estimates; whether the plan fits is a dry run's verdict.)"
         )
-    if plan.extra_time is not None:
-        lines.append(_how_good(plan.extra_time))
+    if plan.extra_seconds:
+        extra = format_seconds(plan.extra_seconds)
+        lines.append(f"extra seconds of a micro-batch, recomputing and offloading: {extra}")
     if not plan.boundaries:
         lines.append("There is one stage, and no boundary.")
     for boundary in plan.boundaries:

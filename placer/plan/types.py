@@ -244,8 +244,8 @@ class Plan:
     checkpoint: tuple[str, ...]  # layers whose activations are recomputed
     offload: tuple[str, ...]  # layers whose saved activations are kept in host memory
     notes: tuple[str, ...]
-    optimality: Optimality | None  # None: a file of an older placer
-    extra_time: Optimality | None  # how good the choice of "auto" is; None: it chose nothing
+    optimality: Optimality
+    extra_seconds: Seconds  # of a micro-batch, in all stages, by the choice of "auto"
     boundaries: tuple[Boundary, ...]
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
     # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.

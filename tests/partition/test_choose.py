@@ -241,7 +241,7 @@ def test_explain_says_how_near_a_lower_bound_is() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     spec = {"devices": ["cpu:0", "cpu:1"]}
     plan = placer.make_plan(model, spec, torch.randn(4096, 64))
-    assert plan.optimality is not None and 0 < plan.optimality.above < 0.25
+    assert 0 < plan.optimality.above < 0.25
     share = math.ceil(100 * plan.optimality.above)
     assert f"(at most {share} % above a lower bound)" in plan.explain()
 
@@ -251,7 +251,7 @@ def test_explain_names_the_cut_and_the_next_best() -> None:
         models.ConvNet(), {"devices": ["cpu:0", "cpu:1"]}, (torch.randn(8, 1, 8, 8),)
     )
     text = plan.explain()
-    assert plan.optimality is not None and plan.optimality.above > 0.25
+    assert plan.optimality.above > 0.25
     assert "lower bound" not in text and "cross per micro-batch" in text
     (boundary,) = plan.boundaries
     assert boundary.next_best is not None and boundary.next_value is not None

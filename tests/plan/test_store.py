@@ -69,8 +69,8 @@ def make_plan() -> Plan:
             for i in range(4)
         ),
         transfers=(Transfer(value="relu_0", source=0, target=1, nbytes=64),),
-        optimality=None,
-        extra_time=Optimality(criterion="extra seconds", value=2.0, lower_bound=1.5),
+        optimality=Optimality(criterion="seconds", value=2.0, lower_bound=1.5),
+        extra_seconds=0.25,
         boundaries=(
             Boundary(
                 index=0,
@@ -173,7 +173,7 @@ def _set(data: dict[str, Any], path: str, value: Any) -> None:
         ("stages/1/nodes", ["conv_0"]),
         ("stages/0/memory/peek", 1),
         ("step_seconds", float("nan")),
-        ("extra_time/value", 2.5),
+        ("optimality/value", 2.5),
         ("node_layers/conv_0", "head"),
         ("notes", [b"text"]),
         ("notes", {"text"}),
