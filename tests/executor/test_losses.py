@@ -207,6 +207,12 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Any]] = {
         lambda output, target: (output[..., 0] - target)[target > 0].square().mean(),
         torch.rand(8, LENGTH, dtype=D).sub(0.1).clamp(min=0),
     ),
+    "numbers in a range": (
+        lambda output, target: (
+            (output[..., 0] - target)[(target > 0.3) & (target < 0.6)].square().mean()
+        ),
+        torch.rand(8, LENGTH, dtype=D),
+    ),
     "all rows together": (
         lambda output, target: 1 - (output.sigmoid() * target).sum() / target.sum(),
         torch.rand(8, LENGTH, CLASSES, dtype=D),
@@ -227,6 +233,13 @@ def test_what_is_no_mean_over_rows_is_refused_before_any_gradient(name: str) -> 
     assert all(p.grad is None for p in placed.parameters())
     one, plain = _pair(1, 1)
     _assert_equal(one, plain, _input(8), target, loss_fn)  # uncut there is nothing to combine
+
+
+def test_a_loss_that_is_nothing_on_a_few_rows_is_refused() -> None:
+    """A trial has four rows, slices have eight."""
+    placed, _ = _pair(1, 2)
+    with pytest.raises(PlacerError, match=r"is 0 on a few rows(.|\n)*reduction='sum'"):
+        placed.step(_input(16), loss_fn=lambda output: output[6:].square().sum())
 
 
 def test_a_label_that_comes_later_is_tried_when_it_comes() -> None:

@@ -40,10 +40,12 @@ class CombinationFinder:
     def __deepcopy__(self, memo: dict[int, Any]) -> CombinationFinder:
         return type(self)()
 
-    def find(self, loss_fn: Callable[..., Tensor], given: BatchRows) -> Combination | None:
-        """How ``loss_fn`` combines rows; None if it cannot be told because all losses are zero or NaN.
+    def find(
+        self, loss_fn: Callable[..., Tensor], given: BatchRows, loss: Tensor
+    ) -> Combination | None:
+        """How ``loss_fn`` combines rows; None if ``loss``, that of the slice, is zero, infinite or NaN.
 
-        Raises ``PlacerError`` if it is neither a mean over rows nor a sum, or cannot be tried.
+        Raises ``PlacerError`` if it is neither a mean over rows nor a sum, or if a trial does not show it.
         """
         try:
             tried, values = _Tried(given.shapes(), loss_fn), given.values()
@@ -72,6 +74,11 @@ class CombinationFinder:
                 _REMEDY,
             )
         if len(trial.fitting) > 1:
+            if loss.isfinite() and loss != 0:
+                problem = (
+                    f"is {trial.together:g} on a few rows, which does not show how it combines them"
+                )
+                raise PlacerError("loss_fn", problem, _REMEDY)
             return None
         self._tried, self._values, (self._found,) = tried, values, trial.fitting
         return self._found

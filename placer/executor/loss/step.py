@@ -90,7 +90,7 @@ class StepLoss:
             assert self._rule is not None
             self._found.check_given(self._loss_fn, self._given(output, rows), self._rule)
             self._is_given = False  # once per step is enough
-        rule = self._rule or self._find(output, target, rows)
+        rule = self._rule or self._find(output, target, rows, loss)
         if rule.combination == "sum":
             return loss
         self.counts += counted or 0.0
@@ -104,10 +104,10 @@ class StepLoss:
             return torch.stack(zeros).sum() if zeros else torch.zeros_like(loss)
         return loss * (counted / self._counted)
 
-    def _find(self, output: Any, target: Any, rows: int) -> LossRule:
+    def _find(self, output: Any, target: Any, rows: int, loss: Tensor) -> LossRule:
         self._rule = known_of_elements(self._loss_fn, output, target, rows)
         if self._rule is None:
-            found = self._found.find(self._loss_fn, self._given(output, rows))
+            found = self._found.find(self._loss_fn, self._given(output, rows), loss)
             self._rule = LossRule(combination=found or "mean")
             self.combination = found
         else:

@@ -3,9 +3,9 @@
 The function is called for two groups of rows, each alone and both together. The three losses show whether
 it is a mean over rows, a sum, or neither. Rows of outputs are the model's own, in the second group averaged
 with random numbers, since outputs that are all alike show nothing (values in [0, 1], and positive ones, stay
-such). Targets are made of the values that the batch's target has: in the first group all labels in turn, or
-the least and the largest number, zero and NaN; in the second the largest alone. So a label that is ignored
-(``ignore_index``) or weighted shows, however rare it is.
+such). Targets are rows of the batch's: in the first group with all labels that the batch has put into them,
+or the least and the largest number, zero and NaN; in the second with the largest value alone. So a label that
+is ignored (``ignore_index``) or weighted shows, however rare it is.
 """
 
 from __future__ import annotations
@@ -73,10 +73,11 @@ def _values_of(tensor: Tensor) -> Values:
     if not tensor.numel() or tensor.is_complex():
         return frozenset()
     if tensor.is_floating_point():
-        numbers = tensor[~tensor.isnan()]
-        found = [math.nan] if len(numbers) < len(tensor) else []
-        found += torch.stack(numbers.aminmax()).tolist() if len(numbers) else []
-        return frozenset(found + [0.0] * bool((numbers == 0).any()))
+        has_zero = (tensor == 0).any().to(tensor.dtype)
+        low, high, zeros = torch.stack([*tensor.aminmax(), has_zero]).tolist()
+        if math.isnan(low):
+            return _values_of(tensor[~tensor.isnan()]) | {math.nan}
+        return frozenset([low, high, 0.0] if zeros else [low, high])
     tensor = tensor.to(torch.int64)
     low, high = (int(x) for x in torch.stack(tensor.aminmax()).tolist())
     if high - low < _MOST_RANGE:
@@ -195,7 +196,7 @@ def _group_sizes(given: BatchRows, values: Sequence[Values]) -> tuple[int, int]:
     elements = sum(leaf.numel() // given.rows for leaf in leaves)
     least = 1 if elements > _MOST_ELEMENTS else min(given.rows, 2)
     needed = [
-        # Twice as many elements as values, so that these need not occur equally often.
+        # Twice as many elements as values, so that half of them are the target's own.
         -(-2 * len(tried) // leaf[0].numel())
         for leaf, tried in zip(tree_flatten(given.target)[0], values, strict=True)
         if tried
@@ -224,7 +225,7 @@ def _output_rows(leaf: Any, rows: int, first: int, second: int) -> Any:
 def _target_rows(
     leaf: Any, total: int, values: Values, first: int, second: int, device: torch.device
 ) -> Any:
-    """Rows for both groups: all ``values`` in the first, and the largest in the second."""
+    """Rows for both groups, with all ``values`` put into those of the first; the second has the largest."""
     if isinstance(leaf, Whole):
         return Whole(tree_map_only(Tensor, lambda x: x.detach().to(device), leaf.value))
     if not isinstance(leaf, Tensor):
@@ -236,10 +237,7 @@ def _target_rows(
     if values:
         ordered = sorted(values, key=lambda value: (math.isnan(value), value))
         largest = next(value for value in (*reversed(ordered), 0.0) if not math.isnan(value))
-        count, generator = found[:first].numel(), torch.Generator().manual_seed(0)
-        more = torch.randint(len(ordered), (count - len(ordered),), generator=generator)
-        index = torch.cat([torch.arange(len(ordered)), more])
-        found[:first] = torch.tensor(ordered)[index].to(found).view(found[:first].shape)
+        found[:first].view(-1)[: len(ordered)] = torch.tensor(ordered).to(found)
         found[first:] = largest
     return found
 
