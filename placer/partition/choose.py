@@ -91,7 +91,7 @@ def choose_partition(
     model = model_units(units, order, costs, pin_of)
     if len(best.slots) > 1 and len(order) > len(best.slots):
         search.try_solutions(model)
-        search.try_noncontiguous(search.lower_bound(model))
+        search.try_noncontiguous(model)
         assert search.best is not None
         best = search.with_other_cuts(search.best)
     bound = search.lower_bound(model)
@@ -306,20 +306,16 @@ class _Search:
         """Try the orders of placements that `solve` finds."""
         best, options = self.best, self._options
         assert best is not None
-        if self._by_memory(best) or best.fullest > _NEAR:
-            self._try_solution(
-                model, solve(memory_problem(model, self._costs, best.slots, options))
-            )
+        over = best.rank[0] > 1
+        if over or options.objective == "memory" or best.fullest > _NEAR:
+            problem = memory_problem(model, self._costs, best.slots, options)
+            self._try_solution(model, solve(problem))
             self._try_sampled(model)
-        if best.rank[0] <= 1:
+        if not over:
             best = self.best or best
             most = _most_bytes(best, options)
             problem = seconds_problem(model, self._costs, best.slots, options, most)
             self._try_solution(model, solve(problem))
-
-    def _by_memory(self, best: Candidate) -> bool:
-        """Whether peaks are minimised: by the objective, or because nothing fits."""
-        return self._options.objective == "memory" or best.rank[0] > 1
 
     def lower_bound(self, model: ModelUnits) -> float:
         """A lower bound on the value that is minimised: the largest unit, or an even share of all of them.
@@ -330,7 +326,7 @@ class _Search:
         assert self.best is not None
         chains, options = list(self._chains.values()), self._options
         chain = chains[0] if len(chains) == 1 else relaxed_chain(chains)
-        if self._by_memory(self.best):
+        if options.objective == "memory" or self.best.rank[0] > 1:  # nothing fits, so peaks decide
             return least_peak(model, self._costs, chain, self._devices, options)
         problem = seconds_problem(model, self._costs, chain, options, [None] * len(chain))
         if options.objective == "latency":
@@ -345,12 +341,12 @@ class _Search:
         order = np.argsort(stage_of, kind="stable")
         self.try_order([model.order[i] for i in order], np.cumsum(np.bincount(stage_of)).tolist())
 
-    def try_noncontiguous(self, bound: float) -> None:
-        """Try several stages per device, if memory decides and the best peak is not close to ``bound``."""
+    def try_noncontiguous(self, model: ModelUnits) -> None:
+        """Try several stages per device, if memory decides and the best peak is not close to the bound."""
         best = self.best
         assert best is not None
         if best.rank[0] <= 1 and (
-            self._options.objective != "memory" or best.peak * (1 - GAIN) <= bound
+            self._options.objective != "memory" or best.peak * (1 - GAIN) <= self.lower_bound(model)
         ):
             return
         # Along program order, in which stages run as recorded, and along the best orders.

@@ -167,8 +167,9 @@ def least_peak(
     The largest unit, or an even share of all of them, when all activations are saved or in the optimizer's
     step.
     """
-    stages = range(len(chain))
-    moments = [np.min([least_bytes(model, costs, options, len(chain), q) for q in stages], axis=0)]
+    count = len(chain)
+    fewest = min(range(count), key=lambda q: in_flight_at(options, count, q).most)
+    moments = [least_bytes(model, costs, options, count, fewest)]
     if options.training:
         state = unit_state(costs, model.unit_of, len(model.order) + 1, optimizer_on(options, ()))
         together = min(optimizer_on(options, [slot.name]).together for slot in devices)

@@ -19,6 +19,7 @@ import placer
 from placer.cost import device_kind, estimate_costs
 from placer.partition import choose
 from placer.partition.assignment import _after, _moves, improved_devices, nested_devices, spans_of
+from placer.partition.model import model_units
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -88,7 +89,7 @@ def test_devices_come_again_at_cuts_that_a_placement_was_not_rated_with() -> Non
     counts = order.counts(search.best)
     own = search._build(order, [order.ends[count] for count in counts])
     search.best = search.first = search._rate(order, own, search.best.slots, counts)
-    search.try_noncontiguous(0.0)
+    search.try_noncontiguous(model_units(units, program_order(units), costs, {}))
     assert len(search.best.slots) > len(DEVICES)
 
 
