@@ -17,7 +17,7 @@ $(UV): $(READY)
 	$(BIN)/python -m pip install --quiet uv
 
 demo: $(READY)
-	$(BIN)/placer demo
+	$(BIN)/python -m examples.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadgroup

@@ -101,9 +101,7 @@ def _check_devices(
 
 def _check_reasons(program: Any, plan: placer.Plan) -> None:
     optimality = plan.optimality
-    assert optimality is not None
     assert 0 <= optimality.lower_bound <= optimality.value
-    assert optimality.proven == (optimality.gap <= 1e-9)
     assert [b.index for b in plan.boundaries] == list(range(len(plan.stages) - 1))
     for boundary, (left, right) in zip(
         plan.boundaries, itertools.pairwise(plan.stages), strict=True

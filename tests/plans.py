@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from placer.plan.types import DevicePeak, Plan, StageMemory, StagePlan, Transfer
+from placer.plan.types import DevicePeak, Optimality, Plan, StageMemory, StagePlan, Transfer
 
 GIB = 2**30
 
@@ -66,7 +66,7 @@ def make_plan(*, budget: int | None = 16 * GIB) -> Plan:
         processes=False,
         checkpoint=(),
         offload=(),
-        optimality=None,
-        extra_time=None,
+        optimality=Optimality(criterion="bytes", value=max(peaks), lower_bound=0.0),
+        extra_seconds=0.0,
         boundaries=(),
     )

@@ -28,7 +28,6 @@ _COMMANDS = (
     "report",
     "profile",
     "calibrate",
-    "demo",
     "doctor",
 )
 EXIT_USAGE, EXIT_NO_FIT = 2, 3

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from placer.cli.inputs import is_example, parse_inputs
-from placer.cli.locate import check_target
 from placer.cli.values import parse_values
 from placer.errors import PlacerError
 
@@ -109,13 +108,11 @@ class ModelOptions:
     ignore_device_moves: IgnoreDeviceMoves = False
 
     def check(self, *, inputs_required: bool = True) -> None:
-        """Raise ``PlacerError`` for every error that can be found without importing torch."""
+        """Raise ``PlacerError`` for the errors in options that are found without importing torch."""
         shapes, examples = self.split_inputs()
         parse_inputs(shapes, required=inputs_required and not examples)
         parse_values("--kwarg", self.keywords)
         parse_values("--model-arg", self.model_arguments)
-        for target in (self.model, *examples):
-            check_target(target)
 
     def split_inputs(self) -> tuple[list[str], list[str]]:
         """The inputs given as shapes, and the input given as a callable, of which there is at most one.

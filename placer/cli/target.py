@@ -16,19 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from placer.cli.locate import (
-    ModelError,
-    find_source,
-    is_file,
-    names_none,
-    no_callable,
-    no_module,
-    not_python,
-)
-from placer.errors import nearest
+from placer.errors import PlacerError, nearest
 
+_FORM = "write package.module:callable or path/file.py:callable"
+_SHOWN = 8  # how many callables of a file or module are listed
 _HERE = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
+
+
+class ModelError(PlacerError):
+    """MODEL cannot be found, or the user's own code raised an exception."""
 
 
 def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) -> nn.Module:
@@ -68,12 +65,12 @@ def find_callable(target: str) -> Callable[..., Any]:
     """Import the callable that ``target`` names. Raises ``ModelError`` with the nearest name."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise names_none(target)
+        raise _names_none(target)
     module = _load(place, target)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise no_callable(place, part, _callables(found), target)
+            raise _no_callable(place, part, _callables(found), target)
         found = getattr(found, part)
     if not callable(found):
         raise ModelError(target, f"{name!r} is a {type(found).__name__}, not a callable", "")
@@ -156,13 +153,43 @@ def _given(target: str, make: Callable[..., Any], arguments: Mapping[str, Any]) 
     return f"you gave {given}; {target} takes {takes}" if takes else f"you gave {given} ({target})"
 
 
+def _names_none(target: str) -> ModelError:
+    """The error for a MODEL without a callable; it lists the callables of a file."""
+    place = target.strip(":")
+    if "." in place and not _is_file(place):
+        module, _, last = place.rpartition(".")
+        return ModelError(target, "names no callable", f"did you mean {module}:{last}?")
+    if not Path(place).is_file():
+        return ModelError(target, "names no callable", _FORM)
+    known = _callables(_load_file(Path(place), target))
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    has = f"; {place} has {', '.join(known[:_SHOWN])}{more}" if known else ""
+    return ModelError(target, "names no callable", f"{_FORM}{has}")
+
+
+def _no_callable(place: str, part: str, known: list[str], target: str) -> ModelError:
+    """The error for a name ``part`` that ``place`` does not have; ``known`` are the names it has."""
+    near = nearest(part, known)
+    some = ", ".join(known[:_SHOWN])
+    hint = f"did you mean {place}:{near}?" if near else f"it has {some or 'none'}"
+    return ModelError(target, f"{place} has no callable {part!r}", hint)
+
+
+def _is_file(place: str) -> bool:
+    """Does the part before the colon name a file rather than a module?"""
+    return place.endswith(".py") or "/" in place
+
+
 def _load(place: str, target: str) -> ModuleType:
-    return _load_file(Path(place), target) if is_file(place) else _import(place, target)
+    return _load_file(Path(place), target) if _is_file(place) else _import(place, target)
 
 
 def _load_file(path: Path, target: str) -> ModuleType:
     """Import the file at ``path``. Raises ``ModelError`` if it does not exist or cannot be imported."""
-    find_source(str(path) if is_file(str(path)) else f"./{path}", target)
+    if not path.is_file():
+        near = nearest(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
+        hint = f"did you mean {path.parent / near}?" if near else "check the path"
+        raise ModelError(target, f"no such file: {path}", hint)
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else ""
     name = name or f"_placer_target_{path.stem}"
@@ -188,25 +215,29 @@ def _import(name: str, target: str) -> ModuleType:
         missing = error.name or ""
         if missing != name and not name.startswith(missing + "."):
             raise _import_failure(target, name, error) from error
-        raise no_module(missing, _nearest_module(missing), target) from None
+        near = _nearest_module(missing)
+        hint = f"did you mean {near}?" if near else "check the name, and that it is installed"
+        raise ModelError(target, f"no module named {missing!r}", hint) from None
     except (Exception, SystemExit) as error:
         raise _import_failure(target, name, error) from error
 
 
 def _import_failure(target: str, name: str, error: BaseException) -> ModelError:
     if isinstance(error, SyntaxError):
-        return not_python(error, target)
+        location = f"{error.filename}:{error.lineno}"
+        return ModelError(location, f"is not Python: {error.msg}", f"fix that line ({target})")
     return user_failure(target, f"importing {name}", error)
 
 
 def _nearest_module(missing: str) -> str | None:
     """The module in the same package whose name is nearest to ``missing``, or None."""
-    parent, _, last = missing.rpartition(".")
+    parent, dot, last = missing.rpartition(".")
     try:
-        paths = importlib.import_module(parent).__path__ if parent else [str(Path.cwd())]
+        paths = importlib.import_module(parent).__path__ if parent else sys.path
     except (ImportError, AttributeError):
         return None
-    return nearest(last, [module.name for module in pkgutil.iter_modules(paths)])
+    near = nearest(last, [module.name for module in pkgutil.iter_modules(paths)])
+    return f"{parent}{dot}{near}" if near else None
 
 
 def _callables(place: Any) -> list[str]:

@@ -4,10 +4,12 @@
 every storage (`storages`), and which node's backward is running (`attribution`). `lifetimes` derives from it
 when each storage is alive, `gradients` which gradients are pending for which node, and `estimate` makes the
 table. `operations` classifies operations, and `work` computes how long they take on a device. `kernels` and
-`autocast` make the run save the tensors that a CUDA device would save. `workspaces` and `cuda_workspaces`
-have the memory that kernels allocate internally. `devices` finds the kind of a device (`placer.catalogue`).
+`autocast` make the run save the tensors that a CUDA device would save, `cpu_results` those that a CPU would.
+`cuda_workspaces` has the memory that kernels allocate internally. `devices` finds the kind of a device
+(`placer.catalogue`).
 """
 
+from placer.cost.cpu_results import cpu_result
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
 from placer.cost.devices import device_kind, device_type, updates_together
 from placer.cost.estimate import CostEstimates, Estimate, estimate_costs
@@ -25,7 +27,6 @@ from placer.cost.types import (
     StoredValue,
 )
 from placer.cost.work import Work
-from placer.cost.workspaces import cpu_result, workspace_nbytes
 
 __all__ = [
     "BLAS_NBYTES",
@@ -51,5 +52,4 @@ __all__ = [
     "uses_blas",
     "with_fewer_rows",
     "with_regions",
-    "workspace_nbytes",
 ]

@@ -70,7 +70,7 @@ def find_lifetimes(recording: Recording) -> Lifetimes:
 
 
 def _lifetime_of(recording: Recording) -> list[Lifetime]:
-    """The lifetime of each block of the timeline; temporary memory has no uses."""
+    """The lifetime of each block of the timeline."""
     position = {name: i for i, name in enumerate(recording.order)}
     loss = len(recording.order)
     freed_by: dict[int, int] = {}
@@ -85,7 +85,7 @@ def _lifetime_of(recording: Recording) -> list[Lifetime]:
             made_by=position.get(block.where.node, loss) if block.where.phase else OUTSIDE,
             backward=block.where.phase == "backward",
             freed_by=freed_by.get(number),
-            uses=recording.uses.get(number) or StorageUses(),
+            uses=recording.uses[number],
         )
         for number, block in enumerate(recording.timeline.blocks)
     ]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from placer.cost.cpu_results import cpu_result
 from placer.cost.operations import Operation, operations_of
 from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
-from placer.cost.workspaces import cpu_result, workspace_nbytes
 from placer.operands import nbytes_of, tensors_in
 from placer.timeline import Block, Where
 
@@ -54,8 +54,7 @@ class StorageRecorder(TimelineMode):
     """Records one run. `start_node` and `start_backward` tell it which node runs and in which pass.
 
     ``order`` has the names of the nodes by position; the loss comes last and has no name.
-    ``kernels`` are the device types, per node and for the loss, whose kernels run. Memory that belongs to
-    no tensor has a block of kind "temporary", and no uses.
+    ``kernels`` are the device types, per node and for the loss, whose kernels run.
     """
 
     def __init__(self, order: Sequence[str], kernels: Sequence[str]) -> None:
@@ -84,12 +83,11 @@ class StorageRecorder(TimelineMode):
         self.start_node(self.position)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, and record the storages that it reads, makes and needs as workspace."""
+        """Run an operator, and record the storages that it reads, and makes."""
         result = func(*args, **kwargs)
         if self.position == OUTSIDE:
             return result
-        on_cpu = self._kernels[self.position] == "cpu"
-        if on_cpu:
+        if self._kernels[self.position] == "cpu":
             result = cpu_result(func, args, result)
         inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
         read = [self.uses_of(tensor) for tensor in inputs]
@@ -107,9 +105,6 @@ class StorageRecorder(TimelineMode):
                 made.fixed = of_weights
                 if self.backward and func is torch.ops.aten.add.Tensor:
                     made.sum_for = self._common_home(read)
-        if on_cpu:
-            nbytes = workspace_nbytes(func, args, kwargs, result)
-            self._count_briefly(self._block(nbytes, (nbytes,), "temporary"))
         return result
 
     def _common_home(self, gradients: Iterable[StorageUses | None]) -> int | None:
@@ -129,20 +124,17 @@ class StorageRecorder(TimelineMode):
 
     def add(self, tensor: Tensor) -> StorageUses:
         """Record that the running node has made the tensor's storage, which must be new."""
-        block = self._block(nbytes_of_storage(tensor), tuple(tensor.shape), self._where.phase)
-        uses = self.uses[self._count(tensor, block)] = StorageUses()
-        return uses
-
-    def _block(self, nbytes: int, shape: tuple[int, ...], kind: str) -> Block:
-        return Block(
+        block = Block(
             device="",  # one device for all nodes
-            nbytes=nbytes,
-            kind=kind,
+            nbytes=nbytes_of_storage(tensor),
+            kind=self._where.phase,
             name=self._where.node,
             layer="",
-            shape=shape,
+            shape=tuple(tensor.shape),
             where=self._where,
         )
+        uses = self.uses[self._count(tensor, block)] = StorageUses()
+        return uses
 
     def save(self, tensor: Tensor) -> None:
         """Record that the running node saves ``tensor`` for backward."""

@@ -348,15 +348,15 @@ class PlacedModule(nn.Module):
         * ``normalizer``: it is a mean over as many items as ``normalizer(target)`` counts, for example
           ``lambda target: (target != -100).sum()``. A slice with a count of 0 does not contribute.
         * ``reduction="auto"``: known for ``cross_entropy`` and ``nll_loss`` with ``ignore_index`` and
-          ``weight`` (the modules, the functions, and ``functools.partial`` of the functions). Any other
-          function is tested with a few more calls on a few rows: at first, and again when a target
-          has new values. A loss that is neither a mean nor a sum over rows raises an error that
-          says what to pass. The test cannot detect a loss that changes from step to step, nor one that
-          treats a rare label differently if a target has more than 256 labels. Random states and
-          objects, lists and dicts that the function holds are restored after the test; effects
-          elsewhere (a global variable, a file) are not.
+          ``weight``, and for losses of elements such as ``mse_loss`` (the functions,
+          ``functools.partial`` of them, and their modules). Any other function is tried with three more
+          calls on a few rows: at first, and again when a target has new values. A loss that is neither a
+          mean nor a sum over rows raises an error that says what to pass, and so does a target with more
+          than 256 labels. The trial cannot detect a loss that changes from step to step. Random states
+          and objects, lists and dicts that the function holds are restored after it; effects elsewhere
+          (a global variable, a file) are not.
 
-        A ``reduction`` or ``normalizer`` that you pass is tested as well, once per function and shapes;
+        A ``reduction`` or ``normalizer`` that you pass is tried as well, once per function and shapes;
         there is a warning if it does not hold.
 
         Tensors in ``target`` are split along dim 0 like the inputs; every slice gets the whole of a

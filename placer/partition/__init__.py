@@ -9,11 +9,10 @@ choose                      the entry point; tries several orders
 units, arrange              the graph of units; cuts along an order, and orders of devices
 candidate, chain            the best stages along one order
 noncontiguous, assignment   several stages on one device, which need not be neighbours
-bound                       a lower bound on the largest peak of any placement
 model                       expresses a captured model as a problem of `solver`
 describe, types             the result, with the best alternative for each boundary
 `stage_cost`                the bytes and seconds of a stage
-`solver`                    placements over all orders, and lower bounds
+`solver`                    placements over all orders
 `policy`                    chooses what to recompute and offload in one stage
 ==========================  ======================================================================
 """
@@ -22,7 +21,6 @@ from placer.partition.choose import choose_partition, rate_partition
 from placer.partition.solver.problem import (
     PartitionProblem,
     SharedValue,
-    Solution,
     StageSlot,
     stage_loads,
 )
@@ -38,7 +36,6 @@ __all__ = [
     "PartitionProblem",
     "PlanningOptions",
     "SharedValue",
-    "Solution",
     "StageSlot",
     "TableCache",
     "choose_partition",

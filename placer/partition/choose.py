@@ -12,11 +12,11 @@ import numpy as np
 
 from placer.cost import CostTable
 from placer.partition.arrange import candidate_cuts, device_chains, is_thinned, unit_pins
-from placer.partition.bound import least_peak
 from placer.partition.candidate import Candidate, rate_stages, reference_bytes, solve_order
 from placer.partition.describe import describe_partition
 from placer.partition.model import (
     ModelUnits,
+    least_peak,
     memory_problem,
     model_units,
     relaxed_chain,
@@ -28,7 +28,8 @@ from placer.partition.noncontiguous import (
     find_noncontiguous,
     is_better,
 )
-from placer.partition.solver.problem import Solution, simple_bound
+from placer.partition.solver.problem import simple_bound
+from placer.partition.solver.search import StageOf
 from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
@@ -36,7 +37,6 @@ from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 from placer.program import Program
 
-_MOST_ALIVE = 150_000  # partly decided downsets in a proof, which takes at most about half a second
 _SAMPLES = 4  # random orders to try if memory decides, because a stage's peak depends on its order
 _SAMPLED_UNITS = 2_000  # units in all random orders together
 _MOST_SAMPLED = 5_000  # units of a graph that random orders are tried for
@@ -68,12 +68,12 @@ def choose_partition(
     (`placer.partition.candidate`). The orders tried are program order, one grouped by pins, and the orders
     of placements that `solve` finds among all orders: one of least time in which a lower bound on every
     peak is within its budget, and if memory decides, one in which the largest such bound is the least. If
-    memory decides, some random orders are tried, too. `Partition.optimality` says how far the result may
-    be from the best of all placements.
+    memory decides, some random orders are tried, too. `Partition.optimality` has a lower bound on all
+    placements.
 
     ``tables`` is a cache that searches for one model share. With ``enough``, the search ends if the
     placement along program order fills no device beyond this share of its budget, including the reserve;
-    there is then no lower bound.
+    no lower bound is stated then.
     """
     units = unit_graph(program)
     position = {name: i for i, name in enumerate(program.order)}
@@ -89,13 +89,12 @@ def choose_partition(
     best = search.best
     assert best is not None, "a chain that follows the pins is always feasible"
     model = model_units(units, order, costs, pin_of)
-    bound = 0.0
     if len(best.slots) > 1 and len(order) > len(best.slots):
-        bounded = not enough or options.objective == "memory"
-        bound = search.try_solutions(model, bounded=bounded)
-        search.try_noncontiguous(bound)
+        search.try_solutions(model)
+        search.try_noncontiguous(model)
         assert search.best is not None
         best = search.with_other_cuts(search.best)
+    bound = search.lower_bound(model)
     return describe_partition(best, program, costs, search.pins_of(best), options, bound)
 
 
@@ -303,67 +302,51 @@ class _Search:
         for units in sampled_orders(self._units, samples):
             self.try_order(units)
 
-    def try_solutions(self, model: ModelUnits, *, bounded: bool = True) -> float:
-        """Try the orders of placements that `solve` finds; returns a lower bound on the objective.
-
-        Without ``bounded`` no bound on peaks is computed, and the result may be 0.
-
-        The bound uses lower bounds on peaks. If more than one chain of devices was tried, it assumes the
-        best of all devices at every position.
-        """
+    def try_solutions(self, model: ModelUnits) -> None:
+        """Try the orders of placements that `solve` finds."""
         best, options = self.best, self._options
         assert best is not None
-        chains = list(self._chains.values())
-        relaxed = chains[0] if len(chains) == 1 else relaxed_chain(chains)
         over = best.rank[0] > 1
-        by_memory = options.objective == "memory" or over
-        bound = 0.0
-        if by_memory or best.fullest > _NEAR:
+        if over or options.objective == "memory" or best.fullest > _NEAR:
             problem = memory_problem(model, self._costs, best.slots, options)
-            self._try_solution(model, solve(problem, most_alive=0))
+            self._try_solution(model, solve(problem))
             self._try_sampled(model)
-            if by_memory and bounded:
-                bound = self._least_peak(model, relaxed)
-        if over:
-            return bound
-        best = self.best or best
-        most = _most_bytes(best, options)
-        problem = seconds_problem(model, self._costs, best.slots, options, most)
-        alone = len(chains) == 1 and options.objective == "throughput"
-        solution = solve(problem, most_alive=_MOST_ALIVE if alone else 0)
-        self._try_solution(model, solution)
-        if options.objective == "latency":
-            problem = seconds_problem(model, self._costs, relaxed, options, [None] * len(relaxed))
-            return float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
-        if by_memory:
-            return bound
-        if solution is not None and alone:
-            return solution.optimality.lower_bound
-        most = [slot.room for slot in relaxed]
-        return simple_bound(seconds_problem(model, self._costs, relaxed, options, most))
+        if not over:
+            best = self.best or best
+            most = _most_bytes(best, options)
+            problem = seconds_problem(model, self._costs, best.slots, options, most)
+            self._try_solution(model, solve(problem))
 
-    def _try_solution(self, model: ModelUnits, solution: Solution | None) -> None:
+    def lower_bound(self, model: ModelUnits) -> float:
+        """A lower bound on the value that is minimised: the largest unit, or an even share of all of them.
+
+        Values that cross boundaries do not count, nor does what the order of operations adds to a peak. If
+        more than one chain of devices was tried, every device is as good as the best one.
+        """
+        assert self.best is not None
+        chains, options = list(self._chains.values()), self._options
+        chain = chains[0] if len(chains) == 1 else relaxed_chain(chains)
+        if options.objective == "memory" or self.best.rank[0] > 1:  # nothing fits, so peaks decide
+            return least_peak(model, self._costs, chain, self._devices, options)
+        problem = seconds_problem(model, self._costs, chain, options, [None] * len(chain))
+        if options.objective == "latency":
+            return float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
+        return simple_bound(problem)
+
+    def _try_solution(self, model: ModelUnits, solution: StageOf | None) -> None:
         """Try the order in which every stage of ``solution`` has its units in program order."""
         if solution is None:
             return
-        stage_of = np.array(solution.stage_of[:-1])  # without the loss
+        stage_of = solution[:-1]  # without the loss
         order = np.argsort(stage_of, kind="stable")
         self.try_order([model.order[i] for i in order], np.cumsum(np.bincount(stage_of)).tolist())
 
-    def _least_peak(self, model: ModelUnits, chain: Sequence[DeviceSlot]) -> float:
-        """A lower bound on the largest peak, in the unit of `Candidate.peak`."""
-        budgets = [slot.budget for slot in self._devices if slot.budget is not None]
-        known = max(budgets, default=None)  # peaks on devices without a budget are shares of this
-        measured = [s if s.budget is not None else replace(s, budget=known) for s in chain]
-        spread = simple_bound(memory_problem(model, self._costs, measured, self._options))
-        return max(spread, least_peak(model, self._costs, self._devices, len(chain), self._options))
-
-    def try_noncontiguous(self, bound: float) -> None:
-        """Try several stages per device, if memory decides and the best peak is not close to ``bound``."""
+    def try_noncontiguous(self, model: ModelUnits) -> None:
+        """Try several stages per device, if memory decides and the best peak is not close to the bound."""
         best = self.best
         assert best is not None
         if best.rank[0] <= 1 and (
-            self._options.objective != "memory" or best.peak * (1 - GAIN) <= bound
+            self._options.objective != "memory" or best.peak * (1 - GAIN) <= self.lower_bound(model)
         ):
             return
         # Along program order, in which stages run as recorded, and along the best orders.

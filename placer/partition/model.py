@@ -15,6 +15,7 @@ from placer.partition.candidate import (
     copies_overlap,
     in_flight_at,
     optimizer_on,
+    peak_share,
     reference_bytes,
 )
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
@@ -152,6 +153,35 @@ def least_bytes(
             saved[min(int(model.unit_of[s]) for s in value.savers)] += value.nbytes
     saved *= in_flight_at(options, num_stages, stage_index).most
     return state.static + (saved if saved.sum() >= state.gradients.sum() else state.gradients)
+
+
+def least_peak(
+    model: ModelUnits,
+    costs: CostTable,
+    chain: Sequence[DeviceSlot],
+    devices: Sequence[DeviceSlot],
+    options: PlanningOptions,
+) -> float:
+    """A lower bound on the largest `peak_share` of any placement on ``chain``, of some of ``devices``.
+
+    The largest unit, or an even share of all of them, when all activations are saved or in the optimizer's
+    step.
+    """
+    count = len(chain)
+    fewest = min(range(count), key=lambda q: in_flight_at(options, count, q).most)
+    moments = [least_bytes(model, costs, options, count, fewest)]
+    if options.training:
+        state = unit_state(costs, model.unit_of, len(model.order) + 1, optimizer_on(options, ()))
+        together = min(optimizer_on(options, [slot.name]).together for slot in devices)
+        moments.append(state.static + (1 + together) * state.gradients)
+    largest, total = (max(float(f(nbytes)) for nbytes in moments) for f in (np.max, np.sum))
+    reference = reference_bytes(devices)
+    sizes = [slot.budget or reference for slot in chain]
+    withheld = [slot.withheld if slot.budget else 0 for slot in chain]
+    return max(
+        min(peak_share(largest, slot, reference) for slot in chain),
+        (total + sum(withheld)) / sum(sizes),
+    )
 
 
 def _by_unit(model: ModelUnits, of_nodes: Vector) -> Vector:

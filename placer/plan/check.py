@@ -17,15 +17,16 @@ _SHOWN = 5
 def check_plan(plan: Plan, program: Program) -> None:
     """Raise ``PlanError`` with a diff of the nodes if ``plan`` was made for another model.
 
-    Also raises it if the stages are not valid for this model, since a file may have been edited: with
-    nodes missing or in another order, the placed model would compute something else.
+    Also raises it if the stages are not valid for this model: with nodes missing or in another order,
+    the placed model would compute something else.
     """
     if plan.fingerprint != program.fingerprint:
         raise _another_model(plan, program)
     problem = next(_wrong_stages(plan, program), None)
     if problem is not None:
-        remedy = "plan again, or restore the file: a plan is written by placer, not by hand"
-        raise PlanError("plan /stages", problem, remedy)
+        raise PlanError(
+            "plan /stages", problem, "plan again: plans are made by placer, not by hand"
+        )
 
 
 def _wrong_stages(plan: Plan, program: Program) -> Iterator[str]:

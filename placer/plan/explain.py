@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from placer.quantities import format_bytes, format_seconds
@@ -10,22 +11,24 @@ if TYPE_CHECKING:
     from placer.plan.types import Boundary, Optimality, Plan
 
 
+_NEAR = 0.25  # a lower bound that is further off says little
+
+
 def explain_plan(plan: Plan) -> str:
-    """The criterion that was minimised, the gap to the optimum, and the reasons for each boundary.
+    """The criterion that was minimised, how far it may be from the least, and the reasons for each boundary.
 
     Per boundary: the loads on both sides, the bytes that cross it per micro-batch in forward, and the
     value of the criterion if the boundary were at the next best place and all others free to move.
     """
     optimality = plan.optimality
-    if optimality is None:
-        return "This plan has no explanations: it was made by an older placer. Plan again."
     lines = [_how_good(optimality)]
     if "peak" in optimality.criterion:
         lines.append(
             "(The search compares estimates; whether the plan fits is a dry run's verdict.)"
         )
-    if plan.extra_time is not None:
-        lines.append(_how_good(plan.extra_time, "choice"))
+    if plan.extra_seconds:
+        extra = format_seconds(plan.extra_seconds)
+        lines.append(f"extra seconds of a micro-batch, recomputing and offloading: {extra}")
     if not plan.boundaries:
         lines.append("There is one stage, and no boundary.")
     for boundary in plan.boundaries:
@@ -33,14 +36,12 @@ def explain_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _how_good(optimality: Optimality, what: str = "placement") -> str:
-    show = lambda value: _in_unit(value, optimality.criterion)  # noqa: E731
-    known = (
-        f"proven: no {what} is better"
-        if optimality.proven
-        else f"no {what} is below {show(optimality.lower_bound)}, gap {optimality.gap:.1%}"
-    )
-    return f"{optimality.criterion}: {show(optimality.value)} ({known})"
+def _how_good(optimality: Optimality) -> str:
+    value = _in_unit(optimality.value, optimality.criterion)
+    near = ""
+    if optimality.above <= _NEAR:
+        near = f" (at most {math.ceil(100 * optimality.above - 1e-6)} % above a lower bound)"
+    return f"{optimality.criterion}: {value}{near}"
 
 
 def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> list[str]:

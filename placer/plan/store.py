@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -13,21 +14,16 @@ from pydantic import TypeAdapter, ValidationError
 from placer.errors import PlanError
 from placer.files import writing
 from placer.jsonfile import JSONError, read_json
-from placer.plan.problems import inconsistencies, plan_error, type_problems, wrong_value
 from placer.plan.types import Plan
 
 VERSION = 1  # of the format
 _PLAN = TypeAdapter(Plan)
-_HOW_GOOD = ("optimality", "extra_time")  # the fields of a plan that are an `Optimality`
-_DERIVED = ("proven", "gap")  # its properties that a file has too, for readers; not read back
+_AGAIN = "plan again: a plan is written by placer, not by hand"
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """``plan`` as JSON values, with keys in a fixed order; memory is in bytes, times are in seconds."""
     values = _PLAN.dump_python(plan, mode="json", by_alias=True)
-    for name in _HOW_GOOD:
-        if values[name] is not None:
-            values[name] |= {key: getattr(getattr(plan, name), key) for key in _DERIVED}
     # Fields that were added later are left out at their defaults.
     if plan.example_microbatches is None:
         del values["example_microbatches"]
@@ -39,57 +35,55 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         del values["host"]
     if not plan.optimizer_seconds:
         del values["optimizer_seconds"]
-    return {"version": VERSION, **values}
+    return {"version": VERSION, "checksum": _checksum(values), **values}
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    """A hash of the JSON ``values``, however their text is laid out.
+
+    Raises ``TypeError``, ``ValueError`` or ``RecursionError`` if they cannot be JSON.
+    """
+    text = json.dumps(values, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
     """The plan in ``data``, as `plan_to_json` returns it; ``source`` names it in errors.
 
-    Raises ``PlanError`` with the JSON pointer of every key that is missing or unknown, of a wrong type,
-    or inconsistent with others.
+    Raises ``PlanError`` if ``data`` is not as placer wrote it, or was written by a placer whose plans
+    have other fields.
     """
     _check_version(data, source)
-    values = {key: value for key, value in data.items() if key != "version"}
-    missing = []
-    for name in _HOW_GOOD:
-        if isinstance(known := values.get(name), Mapping):
-            missing += [(f"/{name}/{key}", "is missing") for key in _DERIVED if key not in known]
-            values[name] = {key: value for key, value in known.items() if key not in _DERIVED}
-    problems = []
+    values = {key: value for key, value in data.items() if key not in ("version", "checksum")}
+    try:
+        intact = data.get("checksum") == _checksum(values)
+    except (TypeError, ValueError, RecursionError):
+        intact = False
+    if not intact:
+        raise PlanError(source, "is not as placer wrote it: its checksum is another", _AGAIN)
     try:
         # From JSON, strict mode takes lists as tuples.
-        plan = _PLAN.validate_json(json.dumps(values))
+        return _PLAN.validate_json(json.dumps(values))
     except ValidationError as error:
-        problems = type_problems(error, values)
-    except (TypeError, ValueError, RecursionError) as error:
-        problems = [("/", f"holds a value that JSON cannot represent: {error}")]
-    problems += missing
-    if problems or (problems := list(inconsistencies(plan))):
-        raise plan_error(source, problems)
-    return plan
+        first = error.errors()[0]
+        where = "/".join(map(str, first["loc"]))
+        raise PlanError(f"{source} /{where}", first["msg"], _AGAIN) from None
 
 
 def _check_version(data: Any, source: str) -> None:
     """Raise ``PlanError`` unless ``data`` is a plan of this version."""
     if not isinstance(data, Mapping):
-        raise plan_error(source, [("/", "an object was expected here")])
+        raise PlanError(source, "is not a plan: a JSON object is expected", _AGAIN)
     if "stages" not in data and "devices" in data:
         raise PlanError(
             source,
             "is a placement spec, not a plan",
             f"make one: placer plan MODEL {source} --input … -o plan.json",
         )
-    if "version" not in data:
-        raise plan_error(source, [("/version", "is missing")])
-    version = data["version"]
-    if not isinstance(version, int) or isinstance(version, bool):
-        raise plan_error(source, [wrong_value("/version", version, str(VERSION))])
-    if version != VERSION:
-        raise PlanError(
-            f"{source} /version",
-            f"this plan has version {version}; this placer reads version {VERSION}",
-            "update placer, or plan again" if version > VERSION else "plan again",
-        )
+    if data.get("version") != VERSION:
+        version = data.get("version", "none")
+        problem = f"its version is {version}; this placer reads version {VERSION}"
+        raise PlanError(source, problem, _AGAIN)
 
 
 def plan_text(plan: Plan) -> str:

@@ -5,6 +5,7 @@ pydantic reads and writes plan files by the annotations of these dataclasses (`p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -183,8 +184,8 @@ def everything_fits(devices: Iterable[DevicePeak], host: HostPeak | None) -> boo
 class Optimality:
     """How good a placement is: no placement has a smaller value than ``lower_bound``.
 
-    ``criterion`` says what ``value`` measures, and in which unit. ``gap`` is 0 if the placement is
-    proven to be optimal.
+    ``criterion`` says what ``value`` measures, and in which unit. The bound, 0 if none is known, leaves
+    out what crosses boundaries and what an order needs, so a placement above it may still be the best.
     """
 
     criterion: str
@@ -192,13 +193,9 @@ class Optimality:
     lower_bound: float
 
     @property
-    def proven(self) -> bool:
-        return self.gap <= 1e-9
-
-    @property
-    def gap(self) -> float:
-        """(value - lower bound) / value."""
-        return max(0.0, (self.value - self.lower_bound) / self.value) if self.value else 0.0
+    def above(self) -> float:
+        """The share by which the value is above the lower bound; infinite without a bound."""
+        return self.value / self.lower_bound - 1 if self.lower_bound else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +245,8 @@ class Plan:
     checkpoint: tuple[str, ...]  # layers whose activations are recomputed
     offload: tuple[str, ...]  # layers whose saved activations are kept in host memory
     notes: tuple[str, ...]
-    optimality: Optimality | None  # None: a file of an older placer
-    extra_time: Optimality | None  # how good the choice of "auto" is; None: it chose nothing
+    optimality: Optimality
+    extra_seconds: Seconds  # of a micro-batch, in all stages, by the choice of "auto"
     boundaries: tuple[Boundary, ...]
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
     # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.

@@ -17,7 +17,6 @@ from placer.partition.policy.cheapest import (
     keys_of,
     least_host_bytes,
 )
-from placer.partition.policy.least import least_extra_seconds
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import KEEP, Policy, StageLimits
 from placer.plan.types import StageMemory
@@ -40,15 +39,11 @@ class Choose(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """A partition with the regions chosen for it, which are in the keys of ``costs``.
-
-    ``least_seconds`` is a lower bound on the extra time of its stages, 0 if none is known.
-    """
+    """A partition with the regions chosen for it, which are in the keys of ``costs``."""
 
     costs: CostTable
     partition: Partition
     extra_seconds: float
-    least_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +100,7 @@ def choose_policy(
     plain = with_regions(costs, keys)
     first = first or choose(plain, {})
     if not is_heavy(first, choices, slots, options):
-        return PolicyChoice(costs=plain, partition=first, extra_seconds=0.0, least_seconds=0.0)
+        return PolicyChoice(costs=plain, partition=first, extra_seconds=0.0)
     limited = any(slot.budget is not None for slot in slots)
     search = _Search(program, costs, keys, choices, options, limited=limited)
     everything = list(range(len(costs.names)))
@@ -119,7 +114,6 @@ def choose_policy(
                 costs=light.costs,
                 partition=light.partition,
                 extra_seconds=light.extra_seconds,
-                least_seconds=0.0,
             )
     kept = search.made(plain, first, [])
     start = search.found([choose_stage_policy(whole, choices, unlimited)], unpinned)
@@ -143,15 +137,11 @@ def choose_policy(
         if _boundaries(described) == _boundaries(best.partition):
             best = replace(best, partition=described)
     extra = best.extra_seconds
-    least = search.least(best) if limited and best.fits else 0.0
     if options.offload_overlap and any(key and key.offload for key in best.costs.keys):
         # The search adds up the seconds of copies as if they did not overlap with computation.
         without = search.rate(plain, best.partition)
         extra = max(0.0, _busy_seconds(best.partition) - _busy_seconds(without))
-        least = 0.0
-    return PolicyChoice(
-        costs=best.costs, partition=best.partition, extra_seconds=extra, least_seconds=least
-    )
+    return PolicyChoice(costs=best.costs, partition=best.partition, extra_seconds=extra)
 
 
 def is_heavy(
@@ -379,26 +369,6 @@ class _Search:
             )
             budget -= limit.in_flight * policies[i].hosted
         return policies
-
-    def least(self, found: _Found) -> float:
-        """A lower bound on the extra seconds of the stages of ``found``, over all policies that fit.
-
-        If `rate_partition` finds a lower peak than the policy search, the limit of the search is raised by
-        the difference.
-        """
-        if not found.own:
-            return 0.0
-        least = 0.0
-        rows = zip(
-            found.partition.stages, found.stages, *self._stages(found.partition), strict=True
-        )
-        for stage, policy, search, limits in rows:
-            if not policy.seconds:
-                continue
-            off = max(0.0, policy.peak - _peak(stage.memory, limits))
-            wider = replace(limits, budget=limits.budget + off)
-            least += least_extra_seconds(search, self._choices, wider, answer=policy.seconds)
-        return least
 
     def _limits(self, partition: Partition, index: int) -> StageLimits:
         stage = partition.stages[index]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from placer.partition import Partition, PlanningOptions
-from placer.plan.types import DevicePeak, HostPeak, Optimality, Plan, everything_fits
+from placer.plan.types import DevicePeak, HostPeak, Plan, everything_fits
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.host_memory import estimate_host
 from placer.planner.notes import placement_notes
@@ -62,7 +62,7 @@ def assemble_plan(
             *placement_notes(program, spec, options, replicas=len(rows), microbatches=microbatches),
         ),
         optimality=partition.optimality,
-        extra_time=_extra_time(choice),
+        extra_seconds=choice.extra_seconds,
         boundaries=partition.boundaries,
         node_layers=dict(program.layer_of),
         example_microbatches=(
@@ -73,34 +73,16 @@ def assemble_plan(
 
 
 def _policy_notes(spec: PlacementSpec, choice: PolicyChoice) -> list[str]:
-    """A note on the extra time of the chosen regions, and how far it is from the least possible."""
+    """A note on the extra time of the chosen regions."""
     if not choice.extra_seconds:
         return []
     words = [
         w for w, f in (("checkpoint", spec.checkpoint), ("offload", spec.offload)) if f == "auto"
     ]
-    least = format_seconds(choice.least_seconds)
-    known = _extra_time(choice)
-    if known is None or known.proven:
-        bound = ", which is the least possible for these stages"
-    else:
-        bound = f"; no choice for these stages adds less than {least}, {known.gap:.1%} less"
-    if not choice.least_seconds:
-        bound = "; the least possible is not known"
     return [
         f"{' and '.join(words)} 'auto' adds {format_seconds(choice.extra_seconds)} per micro-batch, "
-        f"all stages together{bound}."
+        "all stages together."
     ]
-
-
-def _extra_time(choice: PolicyChoice) -> Optimality | None:
-    if not choice.extra_seconds:
-        return None
-    return Optimality(
-        criterion="extra seconds of a micro-batch, recomputing and offloading",
-        value=choice.extra_seconds,
-        lower_bound=min(choice.least_seconds, choice.extra_seconds),
-    )
 
 
 def _labels(keys: Sequence[RegionKey | None], policy: str) -> tuple[str, ...]:

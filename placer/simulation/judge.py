@@ -46,7 +46,7 @@ _STAGE_COSTS = {
 _DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
 _COSTS: Any = {
     **dict.fromkeys(("fits", "objective", "step_seconds", "optimizer_seconds", "transfers"), True),
-    **dict.fromkeys(("notes", "optimality", "extra_time", "boundaries", "host"), True),
+    **dict.fromkeys(("notes", "optimality", "extra_seconds", "boundaries", "host"), True),
     "stages": {"__all__": _STAGE_COSTS},
     "devices": {"__all__": _DEVICE_COSTS},
 }

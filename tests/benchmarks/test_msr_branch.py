@@ -8,14 +8,14 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.msr.proof.search import Answer
+from benchmarks.msr.proof.surviving import surviving_rows
+from benchmarks.msr.proof.work import Work
 from benchmarks.msr.solver.branch import branch_isolated
 from benchmarks.msr.solver.conditions import partial_conditions
 from benchmarks.msr.solver.lattice import build_partial_lattice, isolated_units
 from benchmarks.msr.solver.solve import solve
 from placer.partition import PartitionProblem, SharedValue, StageSlot, stage_loads
-from placer.partition.solver.search import Answer
-from placer.partition.solver.surviving import surviving_rows
-from placer.partition.solver.work import Work
 
 
 def problem_with_isolated_units(seed: int) -> PartitionProblem:
@@ -85,8 +85,8 @@ def test_a_finished_search_has_the_least_load_of_all_placements(seed: int) -> No
     none = branched(problem, least * (1 - 1e-9), 1e12)  # nothing is below
     assert none.finished and none.stage_of is None
     solution = solve(problem)
-    assert solution is not None and solution.optimality.proven
-    assert solution.optimality.value == pytest.approx(least)
+    assert solution is not None and solution.proven
+    assert solution.value == pytest.approx(least)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -402,7 +402,7 @@ def test_what_would_fit_is_told_as_it_is_found(
 
 COMMANDS = (
     *("auto", "plan", "check", "simulate", "verify", "schema", "report"),
-    *("profile", "calibrate", "demo"),
+    *("profile", "calibrate"),
 )
 
 
@@ -415,8 +415,6 @@ def test_the_example_in_the_help_of_a_command_works(
     assert module.EXAMPLE in placer(command, "--help").stdout
     program, name, *arguments = shlex.split(module.EXAMPLE.partition(" > ")[0])
     assert (program, name) == ("placer", command)
-    if command == "demo":
-        return  # it trains for a minute; `tests/examples` runs it
     monkeypatch.chdir(tmp_path)
     shutil.copy(folder / "net.py", tmp_path)
     shutil.copy(folder / "fits.json", tmp_path / "spec.json")

@@ -12,7 +12,7 @@ from captured import captured_once
 from rich.console import Console
 
 import placer
-from placer.demo.brain import (
+from examples.demo.brain import (
     CLASSES,
     Brain,
     cut_patches,
@@ -21,7 +21,7 @@ from placer.demo.brain import (
     padded_shape,
     training_and_held_out_centers,
 )
-from placer.demo.run import run_demo
+from examples.demo.run import run_demo
 
 pytestmark = pytest.mark.xdist_group("brain")  # it is loaded once
 
@@ -64,7 +64,7 @@ def test_dice() -> None:
 def test_the_whole_demo_with_few_steps(
     brain: Brain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("placer.demo.run.load_brain", lambda: brain)
+    monkeypatch.setattr("examples.demo.run.load_brain", lambda: brain)
     text = io.StringIO()
     with captured_once():
         run_demo(tmp_path, Console(file=text, width=100), steps=12, width=8, patch=16)

@@ -183,7 +183,7 @@ def test_copies_to_the_host_are_beside_the_computations_or_among_them(width: int
 
 
 def test_automatic_offloading_adds_what_copies_take_beside_the_computations() -> None:
-    """Not the sum of all copies; and how little it could be is then not known."""
+    """Not the sum of all copies."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(4096, 4096), nn.Tanh())]
     with torch.device("meta"):
         model, x = nn.Sequential(*layers), torch.empty(2**20, 4096)
@@ -196,11 +196,9 @@ def test_automatic_offloading_adds_what_copies_take_beside_the_computations() ->
         for overlap in (False, True)
     )
     for plan in (apart, beside):
-        assert plan.offload and plan.extra_time is not None
+        assert plan.offload
         added = plan.step_seconds - kept.step_seconds
-        assert plan.extra_time.value == pytest.approx(added, rel=1e-6)
-    assert apart.extra_time is not None and apart.extra_time.lower_bound > 0
-    assert beside.extra_time is not None and beside.extra_time.lower_bound == 0
+        assert plan.extra_seconds == pytest.approx(added, rel=1e-6)
 
 
 def test_a_cpu_has_no_stream_for_copies() -> None:

@@ -19,7 +19,6 @@ from unet3d import unet3d
 import placer
 from placer.cost import device_kind, estimate_costs, with_regions
 from placer.partition.policy.cheapest import choose_stage_policy, keys_of
-from placer.partition.policy.least import least_extra_seconds
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import Policy, StageLimits
 from placer.partition.stage_cost.optimizer import optimizer_bytes
@@ -71,9 +70,7 @@ def test_the_plan_fits_a_budget_that_is_too_small_otherwise(fields: dict[str, st
     assert plan.step_seconds > base.step_seconds
     assert plan.checkpoint or plan.offload
     (note,) = (n for n in plan.notes if "auto" in n)
-    assert "no choice for these stages adds less than" in note
-    extra = plan.extra_time
-    assert extra is not None and 0 < extra.lower_bound <= extra.value and extra.gap < 0.5
+    assert "adds" in note and plan.extra_seconds > 0
     assert "extra seconds of a micro-batch" in plan.explain()
 
 
@@ -225,7 +222,6 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     limits = StageLimits(static=static, budget=budget, in_flight=1, all_gradients=False)
     stage = PolicySearch(costs, range(n), (), _everywhere(n), {}, kind, all_gradients=False)
     found = choose_stage_policy(stage, [recompute], limits)
-    least = least_extra_seconds(stage, [recompute], limits)
     if best is None:
         assert found.peak > budget
         return
@@ -233,4 +229,3 @@ def test_the_choice_is_the_best_of_all(share: float) -> None:
     assert peak <= budget * 1.001
     # Trailing nodes that save nothing are not run again; the table counts them.
     assert seconds <= best * 1.05
-    assert 0.95 * best <= least <= best * (1 + 1e-9)

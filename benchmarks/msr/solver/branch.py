@@ -18,14 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.msr.proof.search import Answer
+from benchmarks.msr.proof.work import Work
 from benchmarks.msr.solver.assign import assign_isolated
-from benchmarks.msr.solver.conditions import partial_conditions
 from benchmarks.msr.solver.lattice import PartialLattice
 from benchmarks.msr.solver.pairs import PartialFamily, StagePairs, stage_pairs
 from placer.partition.solver.lattice import BitSums, Words, unpack
 from placer.partition.solver.problem import Vector, stage_loads
-from placer.partition.solver.search import Answer
-from placer.partition.solver.work import Work
 
 Indices = NDArray[np.int64]
 
@@ -70,7 +69,7 @@ def branch_isolated(lattice: PartialLattice, rows: Words, limit: float, work: Wo
     ties go to the one with more isolated units fixed, then to the older.
     """
     family = PartialFamily(lattice, rows)
-    stages = stage_pairs(family, partial_conditions(lattice, limit), limit, work)
+    stages = stage_pairs(family, limit, work)
     if stages is None:
         return Answer(stage_of=None, bound=0.0, finished=False)
     return _Search(family, stages, limit, work).run()

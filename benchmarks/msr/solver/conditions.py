@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.msr.proof.conditions import BoundaryConditions, Side, find_sides
 from benchmarks.msr.solver.folds import LooseSlot
 from benchmarks.msr.solver.lattice import PartialLattice, least_alone
-from placer.partition.solver.conditions import BoundaryConditions, Side, find_sides
 from placer.partition.solver.problem import Vector
 
 

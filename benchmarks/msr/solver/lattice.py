@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,6 +49,32 @@ def isolated_units(problem: PartitionProblem) -> list[int]:
     tied |= {u for value in problem.values if value.external for u in value.units}
     free = {u for v in problem.values if len(v.units) > 1 for u in v.units} - tied
     return sorted(free) if len(free) < problem.num_units else []
+
+
+def without_units(
+    problem: PartitionProblem, units: Collection[int]
+) -> tuple[PartitionProblem, NDArray[np.int64]]:
+    """The problem without ``units``, which have no edges, and each unit's number in it (-1: left out)."""
+    kept = [u for u in range(problem.num_units) if u not in units]
+    number = np.full(problem.num_units, -1, dtype=np.int64)
+    number[kept] = np.arange(len(kept))
+    values = []
+    for value in problem.values:
+        sharing = tuple(int(number[u]) for u in value.units if number[u] >= 0)
+        if sharing and (value.external or len(sharing) > 1):
+            values.append(replace(value, units=sharing))
+    slots = tuple(
+        replace(slot, seconds=slot.seconds[kept], nbytes=slot.nbytes[kept])
+        for slot in problem.slots
+    )
+    return PartitionProblem(
+        num_units=len(kept),
+        edges=tuple((int(number[a]), int(number[b])) for a, b in problem.edges),
+        values=tuple(values),
+        slots=slots,
+        pins={int(number[u]): device for u, device in problem.pins.items()},
+        auxiliary=frozenset(int(number[u]) for u in problem.auxiliary),
+    ), number
 
 
 def build_partial_lattice(problem: PartitionProblem, order: Sequence[int]) -> PartialLattice:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.msr.proof.search import is_reached
 from benchmarks.msr.solver.moves import move_units
 from placer.partition.solver.problem import (
     PartitionProblem,
@@ -14,7 +15,7 @@ from placer.partition.solver.problem import (
     is_within_budgets,
     largest_load,
 )
-from placer.partition.solver.search import StageOf, is_reached
+from placer.partition.solver.search import StageOf
 
 _NEAR = 0.8  # share of a budget from which on it may rule out better placements
 

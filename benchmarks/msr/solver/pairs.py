@@ -7,18 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.msr.proof.program import CountedFamily
+from benchmarks.msr.proof.work import OutOfWork, Work
+from benchmarks.msr.solver.conditions import partial_conditions
 from benchmarks.msr.solver.costs import IsolatedCosts
 from benchmarks.msr.solver.lattice import PartialLattice
-from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.lattice import Flags, Words, unpack
 from placer.partition.solver.problem import Vector
-from placer.partition.solver.program import Family, Indices, Stages, stage_limits
-from placer.partition.solver.work import Work
+from placer.partition.solver.program import Indices, Stages, stage_limits
 
 _ISOLATED = 3.0  # nanoseconds for what a group of isolated units costs a stage
 
 
-class PartialFamily(Family):
+class PartialFamily(CountedFamily):
     """Downsets of the other units; loads are with what isolated units cost at least. Stages may be empty."""
 
     lattice: PartialLattice
@@ -32,8 +33,9 @@ class PartialFamily(Family):
         self.crossing = ((self.counts > 0) & (self.counts < self.sizes)) @ self.nbytes
         self.isolated = IsolatedCosts(lattice, unpack(rows, lattice.num_units))
 
-    def open_rows(self, conditions: BoundaryConditions) -> list[Flags]:
-        """With the values of isolated units, which cross boundaries."""
+    def may_end(self, bound: float) -> list[Flags]:
+        """By all conditions, with the values of isolated units, which cross boundaries."""
+        conditions = partial_conditions(self.lattice, bound)
         return conditions.open_rows(self.sums, self._all_crossing)
 
     def may_part(self, before: Indices, after: Indices) -> Flags:
@@ -42,13 +44,13 @@ class PartialFamily(Family):
         return found
 
     def stages_below(
-        self, bound: float, before: Indices, after: Indices, may: Flags, stage: int, work: Work
+        self, bound: float, before: Indices, after: Indices, may: Flags, stage: int
     ) -> tuple[Indices, Indices, Vector]:
         """With what all isolated units cost at least."""
-        before, after, load = super().stages_below(bound, before, after, may, stage, work)
+        before, after, load = super().stages_below(bound, before, after, may, stage)
         if not len(before) or not self.isolated.groups:
             return before, after, load
-        work.take(_ISOLATED * len(self.isolated.groups) * len(before))
+        self.work.take(_ISOLATED * len(self.isolated.groups) * len(before))
         whole = load + self.isolated.least(before, after, stage)
         near = whole < bound
         return before[near], after[near], whole[near]
@@ -66,15 +68,14 @@ class StagePairs:
     load: Vector
 
 
-def stage_pairs(
-    family: PartialFamily, conditions: BoundaryConditions, bound: float, work: Work
-) -> list[StagePairs] | None:
+def stage_pairs(family: PartialFamily, bound: float, work: Work) -> list[StagePairs] | None:
     """For each stage the pairs of rows that it may lie between, its load below ``bound``.
 
     Empty stages, too. Loads are with what isolated units cost at least. None where
     ``work`` did not suffice.
     """
-    lattice, rows, opens = family.lattice, family.rows, family.open_rows(conditions)
+    lattice, rows, opens = family.lattice, family.rows, family.may_end(bound)
+    family.work = work
     ends = [np.arange(len(rows)) == 0, *opens]
     alive = np.flatnonzero(np.any(ends, axis=0))
     known: dict[tuple[object, ...], StagePairs] = {}
@@ -83,8 +84,9 @@ def stage_pairs(
         limits = stage_limits(family, slot)
         key = slot.seconds.tobytes(), slot.seconds_per_byte, *((id(s), most) for s, most in limits)
         if key not in known:
-            nested = Stages(family, alive, None, q, bound, work).from_rows(alive)
-            if work.is_spent():
+            try:
+                nested = Stages(family, alive, None, q, bound).from_rows(alive)
+            except OutOfWork:
                 return None
             parts = [(p.before, p.after, p.load) for p in nested]
             before, after, load = (np.concatenate(column) for column in zip(*parts, strict=True))

@@ -7,33 +7,42 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.msr.proof.conditions import BoundaryConditions
+from benchmarks.msr.proof.search import (
+    MOST_ALIVE,
+    Answer,
+    ProvingSearch,
+    Solution,
+    as_solution,
+    is_reached,
+    proof_work,
+)
+from benchmarks.msr.proof.work import Work
 from benchmarks.msr.solver.assign import assign_isolated
 from benchmarks.msr.solver.branch import branch_isolated
-from benchmarks.msr.solver.conditions import partial_sides
+from benchmarks.msr.solver.conditions import partial_conditions
 from benchmarks.msr.solver.folds import fold_dominated
-from benchmarks.msr.solver.lattice import PartialLattice, build_partial_lattice, isolated_units
+from benchmarks.msr.solver.lattice import (
+    PartialLattice,
+    build_partial_lattice,
+    isolated_units,
+    without_units,
+)
 from benchmarks.msr.solver.limits import Best, is_limited, is_tight, memory_as_load
 from benchmarks.msr.solver.moves import move_units
 from benchmarks.msr.solver.pairs import PartialFamily
 from benchmarks.msr.solver.reduce import Reduction, contract, join_cycles
-from placer.partition import PartitionProblem, Solution
+from placer.partition import PartitionProblem
 from placer.partition import solve as solve_plain
 from placer.partition.solver.families import chain_rows, distinct
 from placer.partition.solver.lattice import Words, topological_order
 from placer.partition.solver.problem import simple_bound
-from placer.partition.solver.program import Boundaries, Family
-from placer.partition.solver.search import (
-    Answer,
-    DownsetSearch,
-    StageOf,
-    adjacency,
-    is_reached,
-)
-from placer.partition.solver.solve import LARGE, MOST_ALIVE, as_solution, proof_work
-from placer.partition.solver.work import Work
+from placer.partition.solver.program import Boundaries
+from placer.partition.solver.search import StageOf, adjacency
+from placer.partition.solver.solve import LARGE
 
 
-class PartialSearch(DownsetSearch):
+class PartialSearch(ProvingSearch):
     """placer's search over downsets of all units but the isolated ones, which are placed afterwards."""
 
     lattice: PartialLattice
@@ -43,9 +52,12 @@ class PartialSearch(DownsetSearch):
         order = topological_order(*adjacency(problem), range(problem.num_units))
         lattice = build_partial_lattice(problem, [u for u in order if u not in loose])
         super().__init__(lattice)
-        self._sides = partial_sides(lattice)
 
-    def family(self, rows: Words) -> Family:
+    def conditions(self, bound: float) -> BoundaryConditions:
+        """With what isolated units cost either side of a boundary at least."""
+        return partial_conditions(self.lattice, bound)
+
+    def family(self, rows: Words) -> PartialFamily:
         """With what isolated units cost a stage at least."""
         return PartialFamily(self.lattice, rows)
 
@@ -87,7 +99,8 @@ class BranchedSearch(PartialSearch):
 
 
 def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solution | None:
-    """As `placer.partition.solve` where stages may be empty, and much faster if many units have no edges.
+    """As `benchmarks.msr.proof.search.solve` where stages may be empty, and much faster if many units have
+    no edges.
 
     The proof is by branch and bound over the stages of these units, where relaxations do not
     suffice.
@@ -103,12 +116,23 @@ def solve(problem: PartitionProblem, *, most_alive: int = MOST_ALIVE) -> Solutio
     return None if stage_of is None else as_solution(problem, stage_of[joined.unit_of], bound)
 
 
+def search_plainly(problem: PartitionProblem) -> StageOf | None:
+    """What placer's own search finds: cycles are joined before, isolated units placed afterwards."""
+    joined = join_cycles(problem)
+    rest, number = without_units(joined.problem, isolated_units(joined.problem))
+    found = solve_plain(rest)
+    if found is None:
+        return None
+    stage_of = np.where(number < 0, -1, found[number])
+    return assign_isolated(joined.problem, stage_of)[joined.unit_of]
+
+
 def _solve_large(problem: PartitionProblem) -> StageOf | None:
     """The best placement that placer finds on the first stages, however many of them."""
     best = Best(problem)
     for count in range(1, len(problem.slots) + 1):
         found = solve_plain(replace(problem, slots=problem.slots[:count]))
-        best.offer(None if found is None else np.array(found.stage_of))
+        best.offer(found)
     return best.stage_of
 
 

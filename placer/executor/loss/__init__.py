@@ -1,9 +1,9 @@
 """The loss of a batch from the losses of its slices, the same in one process and under torchrun.
 
 ``step`` has the loss of one step. ``call`` calls the user's function. ``reduction`` has the rules by
-which losses of slices are combined. If the caller does not give the rule, ``trial`` finds it by calling
-the function on a few rows; ``finder`` caches the result between steps, and ``values`` keeps track of
-the target values that were tried.
+which losses of slices are combined, and those of torch's losses. For another function of which the caller
+does not give the rule, ``trial`` finds it by calling the function on a few rows, and ``finder`` keeps the
+result between steps.
 """
 
 from placer.executor.loss.call import without_graph

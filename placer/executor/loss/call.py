@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from types import FunctionType
+import functools
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -51,10 +51,26 @@ def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tenso
     )
 
 
-def bound_values(function: FunctionType) -> list[Any]:
-    """The values that ``function`` closes over, and those of its defaults."""
-    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # the variable is not bound yet
-            values.append(cell.cell_contents)
-    return values
+def objects_of(function: Any, depth: int = 3) -> Iterator[Any]:
+    """The objects that ``function`` is made of: its code, closure, defaults, bound arguments and ``self``.
+
+    A function of a closure is made of such objects too. Globals that it reads are not among them.
+    """
+    match function:
+        case functools.partial():
+            parts = [function.func, *function.args, *function.keywords, *function.keywords.values()]
+        case MethodType():
+            parts = [function.__func__, function.__self__]
+        case FunctionType():
+            yield function.__code__
+            cells = function.__closure__ or ()
+            parts = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            parts += [cell.cell_contents for cell in cells if cell != CellType()]
+        case _:
+            parts = []
+            yield function
+    for part in parts:
+        if depth:
+            yield from objects_of(part, depth - 1)
+        else:
+            yield part

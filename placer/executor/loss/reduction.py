@@ -10,7 +10,7 @@ there is no normalizer), the loss of the batch is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -84,6 +84,37 @@ def given_rule(reduction: str, normalizer: Normalizer | None) -> LossRule | None
     return None if reduction == "auto" else LossRule(combination=cast(Combination, reduction))
 
 
+# The options with which the mean of torch's ``cross_entropy`` and ``nll_loss`` is known.
+_LABEL_OPTIONS = {"weight", "ignore_index", "reduction", "label_smoothing"}
+_LABEL_LOSSES = (F.cross_entropy, F.nll_loss)
+_LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+# Means or sums over all elements of an output and a target of the same shape.
+_ELEMENT_LOSSES = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.soft_margin_loss,
+    F.multilabel_soft_margin_loss,
+)
+_ELEMENT_MODULES = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.KLDivLoss,
+    nn.PoissonNLLLoss,
+    nn.SoftMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+)
+
+
 def known_rule(loss_fn: Callable[..., Tensor]) -> LossRule | None:
     """The rule of torch's ``cross_entropy`` and ``nll_loss``; None for any other function.
 
@@ -91,27 +122,58 @@ def known_rule(loss_fn: Callable[..., Tensor]) -> LossRule | None:
     (https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Recognised are the
     modules, the functions, and ``functools.partial`` of the functions.
     """
-    if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
-        module = cast("nn.CrossEntropyLoss | nn.NLLLoss", loss_fn)
-        if forward_hooks(module) or forward_pre_hooks(module):
-            return None
-        return _label_rule(module.reduction, module.weight, module.ignore_index)
-    options: dict[str, Any] = {}
-    if isinstance(loss_fn, functools.partial):
-        options = loss_fn.keywords
-        if loss_fn.args or not options.keys() <= _LABEL_OPTIONS:
-            return None
-        loss_fn = loss_fn.func
-    if loss_fn in (F.cross_entropy, F.nll_loss):
-        return _label_rule(
-            options.get("reduction", "mean"),
-            options.get("weight"),
-            options.get("ignore_index", -100),
-        )
+    options = _options(loss_fn, _LABEL_LOSSES, _LABEL_MODULES)
+    if options is None or (
+        isinstance(loss_fn, functools.partial) and options.keys() - _LABEL_OPTIONS
+    ):
+        return None
+    weight, ignored = options.get("weight"), options.get("ignore_index", -100)
+    return _label_rule(options.get("reduction", "mean"), weight, ignored)
+
+
+def known_of_elements(
+    loss_fn: Callable[..., Tensor], output: Any, target: Any, rows: int
+) -> LossRule | None:
+    """The rule of torch's losses of elements, such as ``mse_loss``; None for any other function.
+
+    ``output`` and ``target`` are those of a slice with ``rows`` rows. The rule is not known if they have
+    different shapes, or if there are weights, since torch broadcasts these.
+    """
+    options = _options(loss_fn, _ELEMENT_LOSSES, _ELEMENT_MODULES)
+    if options is None or any(isinstance(value, Tensor) for value in options.values()):
+        return None
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return None
+    if output.shape != target.shape or not output.dim() or output.size(0) != rows:
+        return None
+    match options.get("reduction", "mean"):
+        case "mean" | "batchmean":
+            return LossRule(combination="mean")
+        case "sum":
+            return LossRule(combination="sum")
     return None
 
 
-_LABEL_OPTIONS = {"weight", "ignore_index", "reduction", "label_smoothing"}
+def _options(
+    loss_fn: Any, functions: Sequence[Any], modules: Sequence[type[nn.Module]]
+) -> Mapping[str, Any] | None:
+    """The options of ``loss_fn`` if it is one of ``functions``, a partial of one, or of ``modules``."""
+    if type(loss_fn) in modules:
+        hooked = forward_hooks(loss_fn) or forward_pre_hooks(loss_fn)
+        return None if hooked else {**vars(loss_fn), **dict(loss_fn.named_buffers())}
+    options: Mapping[str, Any] = {}
+    if isinstance(loss_fn, functools.partial):
+        if loss_fn.args or loss_fn.keywords.keys() & {"size_average", "reduce"}:
+            return None
+        loss_fn, options = loss_fn.func, loss_fn.keywords
+    return options if any(loss_fn is function for function in functions) else None
+
+
+def rows_in(leaf: Any, rows: int) -> int:
+    """How many entries along dim 0 of ``leaf`` belong to each of ``rows`` rows; 0 if it has no rows."""
+    if not isinstance(leaf, Tensor) or not leaf.dim() or not rows or leaf.size(0) % rows:
+        return 0
+    return leaf.size(0) // rows
 
 
 def _label_rule(reduction: str, weight: Tensor | None, ignore_index: int) -> LossRule | None:

@@ -16,8 +16,10 @@ from placer.executor.loss.reduction import (
     LossRule,
     Normalizer,
     given_rule,
+    known_of_elements,
     known_rule,
 )
+from placer.executor.loss.trial import BatchRows
 from placer.program import result_tensors
 
 
@@ -85,12 +87,10 @@ class StepLoss:
             return loss  # the whole batch
         self.is_sliced = True
         if self._is_given:
-            assert self._rule is not None and self._rows is not None
-            self._found.check_given(
-                self._loss_fn, output, rows, self._target, self._rows, self._rule
-            )
+            assert self._rule is not None
+            self._found.check_given(self._loss_fn, self._given(output, rows), self._rule)
             self._is_given = False  # once per step is enough
-        rule = self._rule or self._find(output, rows)
+        rule = self._rule or self._find(output, target, rows, loss)
         if rule.combination == "sum":
             return loss
         self.counts += counted or 0.0
@@ -104,12 +104,19 @@ class StepLoss:
             return torch.stack(zeros).sum() if zeros else torch.zeros_like(loss)
         return loss * (counted / self._counted)
 
-    def _find(self, output: Any, rows: int) -> LossRule:
-        assert self._rows is not None
-        combination = self._found.find(self._loss_fn, output, rows, self._target, self._rows)
-        self.combination = combination
-        self._rule = LossRule(combination=combination or "mean")
+    def _find(self, output: Any, target: Any, rows: int, loss: Tensor) -> LossRule:
+        self._rule = known_of_elements(self._loss_fn, output, target, rows)
+        if self._rule is None:
+            found = self._found.find(self._loss_fn, self._given(output, rows), loss)
+            self._rule = LossRule(combination=found or "mean")
+            self.combination = found
+        else:
+            self.combination = self._rule.combination
         return self._rule
+
+    def _given(self, output: Any, rows: int) -> BatchRows:
+        assert self._rows is not None
+        return BatchRows(output=output, rows=rows, target=self._target, total=self._rows)
 
     @property
     def lacks_graph(self) -> bool:

@@ -1,66 +1,100 @@
-"""Tries a loss function on a few rows, to find whether it is a mean or a sum over the rows of a batch.
+"""Tries a loss function on a few rows, to find how it combines the rows of a batch.
 
-The function is called for two groups of rows, first for each alone and then for both together. The
-three losses show whether it is a mean over rows, a sum, or neither. Rows of outputs are the model's own,
-half of them averaged with uniform random numbers (so values in [0, 1], and positive values, stay such).
-Rows of targets are the caller's, and then others with values that a loss may treat specially: one group
-has only the least label and the other only the largest, or all labels in turn; and zeros and NaNs if the
-caller's target has any. So a label that is ignored (``ignore_index``) or weighted is noticed however
-rare it is in the batch.
+The function is called for two groups of rows, each alone and both together. The three losses show whether
+it is a mean over rows, a sum, or neither. Rows of outputs are the model's own, in the second group averaged
+with random numbers, since outputs that are all alike show nothing (values in [0, 1], and positive ones, stay
+such). Targets are rows of the batch's: in the first group with all labels that the batch has put into them,
+or the least and the largest number, zero and NaN; in the second with the largest value alone. So a label that
+is ignored (``ignore_index``) or weighted shows, however rare it is.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import random
-import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from placer.executor.loss.call import bound_values, call_loss
-from placer.executor.loss.reduction import COMBINATIONS, Combination, LossRule
-from placer.executor.loss.values import Number
-from placer.executor.scatter import unwrap_target
+from placer.errors import PlacerError
+from placer.executor.loss.call import call_loss, objects_of
+from placer.executor.loss.reduction import COMBINATIONS, Combination, LossRule, rows_in
+from placer.executor.scatter import Whole, unwrap_target
+from placer.generators import random_state, set_random_state
 from placer.program.restore import Snapshot, module_roots
-from placer.program.result import ResultFormat
+from placer.program.result import flatten_result
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; losses may compute in float32
 _COARSE = 2e-2  # for 16-bit losses
-_MAX_ELEMENTS = 2**22  # elements of a group's outputs, unless its least number of rows has more
+_MOST_ELEMENTS = 2**22  # of a group's outputs, unless one row has more
+_MOST_LABELS = 256
+_MOST_RANGE = 2**20  # of labels, for ``torch.bincount``
+
+Values = frozenset[int | float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Rows of a batch to try a loss with: leaves of the model's result and the target, on one device.
+class BatchRows:
+    """The ``output`` of a slice with ``rows`` rows, and the ``target`` of the batch with ``total``."""
 
-    ``without_rows`` has the indices of those tensors in ``result`` whose dim 0 is not the batch.
-    """
-
-    result: Sequence[Any]
-    format: ResultFormat
+    output: Any
     rows: int
-    without_rows: Sequence[int]
     target: Any
-    total: int | None  # rows of the target; None if it has none
+    total: int
+
+    def shapes(self) -> list[Any]:
+        """The shapes and dtypes of all tensors, without the numbers of rows."""
+        return [
+            (leaf.shape[1:] if rows_in(leaf, rows) else leaf.shape, leaf.dtype)
+            for value, rows in ((self.output, self.rows), (self.target, self.total))
+            for leaf in tree_flatten(value)[0]
+            if isinstance(leaf, Tensor)
+        ]
+
+    def values(self) -> list[Values]:
+        """The values of each leaf of the target for which a loss may treat rows differently.
+
+        All labels; of floating-point numbers the least and the largest, and zero and NaN if there are
+        any. Raises ``PlacerError`` if there are too many labels to try.
+        """
+        leaves = tree_flatten(self.target)[0]
+        return [
+            _values_of(leaf.detach().flatten()) if rows_in(leaf, self.total) == 1 else frozenset()
+            for leaf in leaves
+        ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetFill:
-    """Values to put into one tensor of a group's target, in place of the caller's.
+def _values_of(tensor: Tensor) -> Values:
+    if not tensor.numel() or tensor.is_complex():
+        return frozenset()
+    if tensor.is_floating_point():
+        has_zero = (tensor == 0).any().to(tensor.dtype)
+        low, high, zeros = torch.stack([*tensor.aminmax(), has_zero]).tolist()
+        if math.isnan(low):
+            return _values_of(tensor[~tensor.isnan()]) | {math.nan}
+        return frozenset([low, high, 0.0] if zeros else [low, high])
+    tensor = tensor.to(torch.int64)
+    low, high = (int(x) for x in torch.stack(tensor.aminmax()).tolist())
+    if high - low < _MOST_RANGE:
+        labels = torch.bincount(tensor - low).nonzero().flatten() + low
+        if len(labels) <= _MOST_LABELS:
+            return frozenset(labels.tolist())
+    raise PlacerError(
+        "loss_fn",
+        f"gets a target with more than {_MOST_LABELS} labels, too many to try whether it ignores some",
+    )
 
-    These are ``values`` in turn, or if there are none, the caller's values times ``factor``.
-    """
 
-    leaf: int = -1  # the index of the tensor in the flattened target; -1: change nothing
-    values: Sequence[Number] = ()
-    factor: float = 1.0
+def joined(tried: Values, values: Values) -> Values:
+    """The values of both; of floating-point numbers the least, the largest, zero and NaN."""
+    both = tried | values
+    numbers = [value for value in both if isinstance(value, float) and not math.isnan(value)]
+    return both & {math.nan, 0.0} | {min(numbers), max(numbers)} if numbers else both
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +106,6 @@ class Trial:
     together: float
     share: float  # the first group's weight in a mean: its share of the rows, or of the count
     tolerance: float  # relative
-    tried: str  # describes the groups in an error message
 
     @property
     def fitting(self) -> frozenset[Combination]:
@@ -102,243 +135,148 @@ class Trial:
 
 def try_rows(
     loss_fn: Callable[..., Tensor],
-    rows: Rows,
-    first: TargetFill,
-    second: TargetFill,
-    tried: str,
+    given: BatchRows,
+    values: Sequence[Values],
     rule: LossRule | None = None,
+    *,
+    times: int = 1,
 ) -> list[Trial]:
-    """Try ``loss_fn`` on two groups of rows, with ``first`` and ``second`` put into their targets.
+    """Try ``loss_fn``, with these ``values`` in each leaf of the target; several times if it may be random.
 
-    If ``first`` has more values than fit into a group, there are several trials. A mean is over rows, or
-    over what the normalizer of ``rule`` counts.
-
-    Raises what ``loss_fn`` raises. Random states are restored afterwards, and so are modules, objects,
-    lists, dicts and sets that ``loss_fn`` holds or closes over.
+    A mean is over rows, or over what the normalizer of ``rule`` counts. Raises what ``loss_fn`` raises,
+    and ``PlacerError`` for outputs that show nothing. Afterwards the random state of torch is what it
+    was, and so are the modules, objects, lists, dicts and sets that ``loss_fn`` holds.
     """
-    least = _min_rows(rows)
-    width = _target_row_elements(rows, first.leaf)
-    most = max(least, _MAX_ELEMENTS // max(1, _result_row_elements(rows)))
-    size = min(most, max(least, -(-len(first.values) // width)))
-    step = size * width
-    chunks = [first.values[i : i + step] for i in range(0, len(first.values), step)] or [()]
-    found = []
-    with _side_effects_undone(loss_fn, rows):
-        for values in chunks:
-            target_fill = TargetFill(leaf=first.leaf, values=values, factor=first.factor)
-            found.append(_compare(loss_fn, rows, (target_fill, second), (size, least), tried, rule))
-    return found
-
-
-def depends_on_tensors_without_rows(loss_fn: Callable[..., Tensor], rows: Rows) -> bool:
-    """Whether the loss changes with tensors of the result that have no rows, such as a scalar."""
-    count = _min_rows(rows)
-    target = _target_rows(rows, 0, count, TargetFill())
-    with _side_effects_undone(loss_fn, rows):
-        losses = []
-        for factor in (1.0, 0.5):
-            leaves = _result_rows(rows, 0, count, own=count, half=True)
-            for position in rows.without_rows:
-                leaves[position] = leaves[position] * factor
-            losses.append(_loss(loss_fn, rows, leaves, target))
-    return not torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num())
-
-
-def _min_rows(rows: Rows) -> int:
-    """The least number of rows in a group: 2, or 1 if the slice has no more or rows are very large."""
-    return 1 if _result_row_elements(rows) > _MAX_ELEMENTS else min(rows.rows, 2)
-
-
-def _compare(
-    loss_fn: Callable[..., Tensor],
-    rows: Rows,
-    target_fills: tuple[TargetFill, TargetFill],
-    sizes: tuple[int, int],
-    tried: str,
-    rule: LossRule | None,
-) -> Trial:
-    first, second = sizes
-    targets = [
-        _target_rows(rows, start, size, target_fill)
-        for start, size, target_fill in zip((0, first), sizes, target_fills, strict=True)
-    ]
-    groups = [  # first row, number of rows, how many of them are unchanged rows of the model, target
-        (0, first + second, first, _join_targets(rows, targets)),
-        (0, first, first, targets[0]),
-        (first, second, 0, targets[1]),
-    ]
-    share = first / (first + second)
-    if rule is not None and rule.normalizer is not None:
-        counted = rule.count([unwrap_target(target) for target in targets])
-        share = counted[0] / sum(counted) if sum(counted) else 0.0
-    failed: Exception | None = None
-    for half in (False, True) if _has_half(rows) else (False,):
-        try:
-            losses = [
-                _loss(loss_fn, rows, _result_rows(rows, start, count, own=own, half=half), target)
-                for start, count, own, target in groups
-            ]
-        except Exception as error:  # it may require the output's own 16-bit dtype
-            failed = failed or error
-            continue
-        tolerance = _COARSE if half else _TOLERANCE.get(losses[0].dtype, _COARSE)
-        together, one, other = (float(loss) for loss in losses)
-        return Trial(
-            first=one,
-            second=other,
-            together=together,
-            share=share,
-            tolerance=tolerance,
-            tried=tried,
+    outputs, form = flatten_result(given.output)
+    targets, spec = tree_flatten(given.target)
+    tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+    if not tensors or not all(rows_in(tensor, given.rows) for tensor in tensors):
+        raise PlacerError(
+            "loss_fn",
+            "gets an output in which not every tensor has the batch's rows (a loss that the model computed "
+            "itself has none), so a trial does not show how it combines rows",
         )
-    assert failed is not None
-    raise failed
+    device = tensors[0].device
+    first, second = _group_sizes(given, values)
+    outputs = [_output_rows(leaf, given.rows, first, second) for leaf in outputs]
+    targets = [
+        _target_rows(leaf, given.total, tried, first, second, device)
+        for leaf, tried in zip(targets, values, strict=True)
+    ]
+
+    def target_of(start: int, stop: int) -> Any:
+        return unwrap_target(tree_unflatten(_take(targets, start, stop, first + second), spec))
+
+    def loss(start: int, stop: int) -> float:
+        output = form.unflatten(_take(outputs, start, stop, first + second))
+        found = call_loss(loss_fn, output, target_of(start, stop))
+        tolerances.append(_TOLERANCE.get(found.dtype, _COARSE))
+        return float(found)
+
+    share, tolerances = first / (first + second), list[float]()
+    if rule is not None and rule.normalizer is not None:
+        counts = rule.count([target_of(0, first), target_of(first, first + second)])
+        share = counts[0] / sum(counts) if sum(counts) else 0.0
+    with _undone(loss_fn, device):
+        return [
+            Trial(
+                together=loss(0, first + second),
+                first=loss(0, first),
+                second=loss(first, first + second),
+                share=share,
+                tolerance=max(tolerances),
+            )
+            for _ in range(times)
+        ]
 
 
-def _loss(loss_fn: Callable[..., Tensor], rows: Rows, leaves: Sequence[Any], target: Any) -> Tensor:
-    return call_loss(loss_fn, rows.format.unflatten(leaves), unwrap_target(target))
+def _group_sizes(given: BatchRows, values: Sequence[Values]) -> tuple[int, int]:
+    """The numbers of rows in the two groups, so that all ``values`` have room in the first."""
+    leaves = [leaf for leaf in tree_flatten(given.output)[0] if isinstance(leaf, Tensor)]
+    elements = sum(leaf.numel() // given.rows for leaf in leaves)
+    least = 1 if elements > _MOST_ELEMENTS else min(given.rows, 2)
+    needed = [
+        # Twice as many elements as values, so that half of them are the target's own.
+        -(-2 * len(tried) // leaf[0].numel())
+        for leaf, tried in zip(tree_flatten(given.target)[0], values, strict=True)
+        if tried
+    ]
+    first = max([least, *needed])
+    if first > least and first * elements > _MOST_ELEMENTS:
+        raise PlacerError("loss_fn", "gets rows that are too large to try it with every label")
+    return first, least
 
 
-def _result_rows(rows: Rows, start: int, count: int, *, own: int, half: bool) -> list[Any]:
-    """Copies of ``count`` rows of the result, from row ``start`` on.
+def _output_rows(leaf: Any, rows: int, first: int, second: int) -> Any:
+    """Rows for both groups, those of the second averaged with random numbers; in float32 if in 16 bits."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    by_row = leaf.detach().unflatten(0, (rows, -1))
+    found = by_row[torch.arange(first + second, device=leaf.device) % rows]
+    if found.is_floating_point():
+        found = found.float() if found.element_size() == 2 else found
+        generator = torch.Generator(found.device).manual_seed(0)
+        mixed = found[first:]
+        noise = torch.rand(mixed.shape, dtype=mixed.dtype, device=mixed.device, generator=generator)
+        mixed.add_(noise).div_(2)
+    return found.flatten(0, 1)
 
-    All but the first ``own`` of them are averaged with noise, which is the same in every call for the
-    same number of rows. Without ``half``, 16-bit numbers are converted to float32.
-    """
-    found: list[Any] = []
-    for position, leaf in enumerate(rows.result):
-        if not isinstance(leaf, Tensor) or position in rows.without_rows:
-            found.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
-            continue
-        each = per_row(leaf, rows.rows)
-        given = _take(leaf.detach().unflatten(0, (-1, each)), start, count).flatten(0, 1)
-        if given.is_floating_point():
-            given = given if half or given.element_size() > 2 else given.float()
-            if own < count:
-                generator = torch.Generator(given.device).manual_seed(position)
-                mixed = given[own * each :]
-                noise = torch.rand(
-                    mixed.shape, dtype=mixed.dtype, device=mixed.device, generator=generator
-                )
-                mixed.add_(noise).div_(2)
-        found.append(given)
+
+def _target_rows(
+    leaf: Any, total: int, values: Values, first: int, second: int, device: torch.device
+) -> Any:
+    """Rows for both groups, with all ``values`` put into those of the first; the second has the largest."""
+    if isinstance(leaf, Whole):
+        return Whole(tree_map_only(Tensor, lambda x: x.detach().to(device), leaf.value))
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach().to(device)
+    if rows_in(leaf, total) != 1:
+        return leaf
+    found = leaf[torch.arange(first + second, device=device) % total]
+    if values:
+        ordered = sorted(values, key=lambda value: (math.isnan(value), value))
+        largest = next(value for value in (*reversed(ordered), 0.0) if not math.isnan(value))
+        found[:first].view(-1)[: len(ordered)] = torch.tensor(ordered).to(found)
+        found[first:] = largest
     return found
 
 
-def _target_rows(rows: Rows, start: int, count: int, target_fill: TargetFill) -> Any:
-    leaves, spec = tree_flatten(rows.target)
-    for position, leaf in enumerate(leaves):
-        if not _has_target_rows(rows, leaf):
-            continue
-        taken = _take(leaf.detach(), start, count)
-        if position == target_fill.leaf and target_fill.values:
-            values = torch.tensor(target_fill.values).to(taken.device, taken.dtype)
-            index = torch.arange(taken.numel(), device=taken.device) % len(values)
-            taken = values[index].view(taken.shape)
-        elif position == target_fill.leaf and target_fill.factor != 1.0:
-            taken = taken * target_fill.factor
-        leaves[position] = taken
-    return tree_unflatten(leaves, spec)
-
-
-def _join_targets(rows: Rows, targets: Sequence[Any]) -> Any:
-    leaves, spec = tree_flatten(rows.target)
-    columns = zip(*(tree_flatten(target)[0] for target in targets), strict=True)
-    joined = [
-        torch.cat(column) if _has_target_rows(rows, leaf) else column[0]
-        for leaf, column in zip(leaves, columns, strict=True)
-    ]
-    return tree_unflatten(joined, spec)
-
-
-def _has_target_rows(rows: Rows, leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.size(0) == rows.total
-
-
-def per_row(leaf: Any, rows: int) -> int:
-    """How many entries along dim 0 of ``leaf`` belong to each of ``rows`` rows; 0 if it has no rows."""
-    if not isinstance(leaf, Tensor) or not leaf.dim() or not rows or leaf.size(0) % rows:
-        return 0
-    return leaf.size(0) // rows
-
-
-def _take(leaf: Tensor, start: int, count: int) -> Tensor:
-    index = (torch.arange(count, device=leaf.device) + start) % leaf.size(0)
-    return leaf.index_select(0, index)
-
-
-def _has_half(rows: Rows) -> bool:
-    return any(
-        isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.element_size() <= 2
-        for leaf in rows.result
-    )
-
-
-def _target_row_elements(rows: Rows, leaf: int) -> int:
-    """Elements in a row of one tensor of the target, at least 1."""
-    leaves = tree_flatten(rows.target)[0]
-    return max(1, leaves[leaf][0].numel()) if leaf >= 0 else 1
-
-
-def _result_row_elements(rows: Rows) -> int:
-    """Elements in a row of the result, in all its tensors together."""
-    cut = [leaf for i, leaf in enumerate(rows.result) if i not in rows.without_rows]
-    return sum(leaf.numel() // rows.rows for leaf in cut if isinstance(leaf, Tensor))
+def _take(leaves: Sequence[Any], start: int, stop: int, rows: int) -> list[Any]:
+    """Copies of rows of those leaves that have them; a loss may write to what it gets."""
+    taken = []
+    for leaf in leaves:
+        each = rows_in(leaf, rows)
+        taken.append(leaf[start * each : stop * each].clone() if each else leaf)
+    return taken
 
 
 @contextmanager
-def _side_effects_undone(loss_fn: Callable[..., Tensor], rows: Rows) -> Iterator[None]:
-    """Run the block without autograd and autocast; afterwards restore what ``loss_fn`` may change."""
-    tensors = [leaf for leaf in rows.result if isinstance(leaf, Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    others = [device] if device.type not in ("cpu", "meta") else []
-    kind = device.type if others else "cuda"
-    held = list(_held_by(loss_fn))
-    modules = list(dict.fromkeys(x for x in held if isinstance(x, nn.Module)))
-    left_out = (nn.Module, types.ModuleType, types.FunctionType, type)
+def _undone(loss_fn: Callable[..., Tensor], device: torch.device) -> Iterator[None]:
+    """Run the block without autograd and autocast; then restore what `try_rows` says."""
+    held = list(objects_of(loss_fn))
+    modules = [x for x in held if isinstance(x, nn.Module)]
+    left_out = (nn.Module, ModuleType, type)
     attributes = [vars(x) for x in held if hasattr(x, "__dict__") and not isinstance(x, left_out)]
-    inside = (x for attribute in attributes for x in attribute.values())
-    containers = [(x, x.copy()) for x in (*held, *inside) if type(x) in (list, dict, set)]
-    containers += [(x, dict(x)) for x in attributes if isinstance(x, dict)]
+    held += [*attributes, *(value for each in attributes for value in each.values())]
+    containers = [(x, x.copy()) for x in held if type(x) in (list, dict, set)]
     snapshots = [Snapshot(module_roots(module)) for module in modules]
     buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
-    python_state = random.getstate()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(others, device_type=kind))
-        stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        try:
+    cpu_state, state = torch.get_rng_state(), random_state(device)
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             yield
-        finally:
-            random.setstate(python_state)
-            for snapshot in snapshots:
-                snapshot.restore()
-            _put_back(containers)
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
-
-
-def _held_by(loss_fn: Any, depth: int = 3) -> Iterator[Any]:
-    """A loss function and the objects in its closure, defaults and bound arguments, and its ``self``."""
-    yield loss_fn
-    held: list[Any] = []
-    if isinstance(loss_fn, functools.partial):
-        held = [loss_fn.func, *loss_fn.args, *loss_fn.keywords.values()]
-    elif isinstance(loss_fn, types.MethodType):
-        held = [loss_fn.__self__]
-    elif isinstance(loss_fn, types.FunctionType):
-        held = bound_values(loss_fn)
-    for value in held if depth else ():
-        yield from _held_by(value, depth - 1)
-
-
-def _put_back(containers: Sequence[tuple[Any, Any]]) -> None:
-    """Restore the contents of lists, dicts and sets."""
-    for container, before in containers:
-        if isinstance(container, list):
-            container[:] = before
-        else:
-            container.clear()
-            container.update(before)
+    finally:
+        set_random_state(device, state)
+        torch.set_rng_state(cpu_state)
+        for snapshot in snapshots:
+            snapshot.restore()
+        for buffer, before in buffers:
+            if not torch.equal(buffer, before):  # the loss may have saved it for its backward
+                buffer.copy_(before)
+        for container, content in containers:
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                container.update(content)

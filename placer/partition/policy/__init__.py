@@ -1,5 +1,5 @@
 """Chooses what to recompute and what to offload in one stage, so that it fits at the least extra time.
 
-`cheapest` chooses a policy, `least` computes a lower bound on the extra time of every policy, `search`
-extends partial policies block by block, and `types` defines policies and limits.
+`cheapest` chooses a policy, `search` extends partial policies block by block, and `types` defines policies
+and limits.
 """

@@ -9,9 +9,9 @@ sums is larger. If host memory is limited too, the offloaded bytes are one of th
 
 There are O(blocks^2 * partial policies) extensions, and at most `_MAX_PARTIAL` partial policies per
 boundary. The result is heuristic because of that limit, because of the choice of blocks, and because the
-second search compares only sums. `placer.partition.policy.least` has a lower bound on the time of every
-policy. For dynamic programs on chains, see Griewank and Walther, "Revolve", ACM TOMS 2000, and Beaumont et
-al., "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021.
+second search compares only sums. For dynamic programs on chains, see Griewank and Walther, "Revolve", ACM
+TOMS 2000, and Beaumont et al., "Efficient Combination of Rematerialization and Offloading for Training DNNs",
+NeurIPS 2021.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.plan.types import Optimality
-
 Vector = NDArray[np.float64]
 
 
@@ -65,14 +63,6 @@ class PartitionProblem:
     slots: tuple[StageSlot, ...]
     pins: Mapping[int, str] = field(default_factory=dict)
     auxiliary: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
-    """The stage of every unit, and how good that is."""
-
-    stage_of: tuple[int, ...]
-    optimality: Optimality
 
 
 def stage_loads(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> Vector:

@@ -15,17 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.conditions import BoundaryConditions
 from placer.partition.solver.lattice import BitSums, Flags, Lattice, Words, unpack
 from placer.partition.solver.problem import StageSlot, Vector
-from placer.partition.solver.work import Work
 
 Indices = NDArray[np.int64]
 
 _BLOCK = 64  # downsets whose stages are examined together
-_FIRST = 4  # a quarter of the work is for the program over all rows, before rows are ruled out
-# Nanoseconds to compare two rows, to compute a load, and to use a stage.
-_PAIR, _LOAD, _STAGE = 4.0, 30.0, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +80,25 @@ class Family:
         load += slot.seconds_per_byte * crossing
         return load
 
-    def open_rows(self, conditions: BoundaryConditions) -> list[Flags]:
-        """For each stage, whether each row may be the boundary at its end."""
-        return conditions.open_rows(self.sums, self.crossing)
+    def may_end(self, bound: float) -> list[Flags]:
+        """For each stage, whether each row can be the boundary at its end if all loads are below ``bound``.
+
+        If the units of a row take w seconds, and the values that cross its boundary take c, then
+        w + c <= q * bound for the q stages before it, because one of them pays for each of these values.
+        The same holds for the units outside and the stages after it. Of different stages the least cost
+        counts. Only all units can end the last stage.
+        """
+        slots, order = self.lattice.problem.slots, self.lattice.order
+        costs = np.array([[*slot.seconds[order], slot.seconds_per_byte] for slot in slots])
+        before = np.minimum.accumulate(costs)  # [q - 1]: of the q stages before a boundary
+        after = np.minimum.accumulate(costs[::-1])[::-1]  # [q]: of the stages after it
+        found = []
+        for q in range(1, len(slots)):
+            first, last = before[q - 1], after[q]
+            inside = self.sums(first[:-1]) + first[-1] * self.crossing
+            outside = last[:-1].sum() - self.sums(last[:-1]) + last[-1] * self.crossing
+            found.append((inside <= q * bound) & (outside <= (len(slots) - q) * bound))
+        return [*found, np.arange(len(self.rows)) == len(self.rows) - 1]
 
     def may_part(self, before: Indices, after: Indices) -> Flags:
         """``[i, j]``: has the stage ``after[i] - before[j]`` enough units, if these rows nest?
@@ -98,7 +109,7 @@ class Family:
         return found
 
     def stages_below(
-        self, bound: float, before: Indices, after: Indices, may: Flags, stage: int, work: Work
+        self, bound: float, before: Indices, after: Indices, may: Flags, stage: int
     ) -> tuple[Indices, Indices, Vector]:
         """Where ``stage`` begins, where it ends, and its load, for all pairs of rows below ``bound``.
 
@@ -107,7 +118,6 @@ class Family:
         chosen = may.any(axis=0)
         before = before[chosen]
         loads = self.loads(before, after, self.lattice.problem.slots[stage])
-        work.take(_LOAD * loads.size)
         second, earlier = np.nonzero(may[:, chosen] & (loads < bound))
         before, after, load = before[earlier], after[second], loads[second, earlier]
         for word in range(self.rows.shape[1]):
@@ -135,30 +145,16 @@ class Family:
 
 
 def best_boundaries(
-    family: Family, conditions: BoundaryConditions, bound: float, work: Work | None = None
+    family: Family, bound: float, opens: list[Flags] | None = None
 ) -> Boundaries | None:
     """The best placement with boundaries in ``family`` and all loads below ``bound``, or None.
 
     The rows of ``family`` must be distinct, sorted by size, and include the empty and the full set. Of
-    equal choices the earlier row is taken. Takes O(P * values) time for P pairs of rows, one in the other,
-    with a load below the bound. If that is more than ``work`` allows, the result is None and ``work`` is
-    spent.
+    equal choices the earlier row is taken. ``opens[q]`` are the rows that may end stage q; the default is
+    `Family.may_end`. Takes O(P * values) time for P pairs of rows, one in the other, with a load below the
+    bound.
     """
-    work = Work() if work is None else work
-    opens = family.open_rows(conditions)
-    if not np.isfinite(work.left):
-        return _program(family, opens, bound, work)
-    first = Work(work.left / _FIRST)
-    found = _program(family, opens, bound, first)
-    work.take(work.left / _FIRST - max(first.left, 0.0))
-    if not first.is_spent():
-        return found
-    narrowed = _narrow(family, opens, bound, work)
-    return None if narrowed is None else _program(family, narrowed, bound, work)
-
-
-def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Boundaries | None:
-    """The dynamic program; ``opens[q]`` are the rows that may end stage q."""
+    opens = family.may_end(bound) if opens is None else opens
     lattice, rows = family.lattice, family.rows
     slots, last = lattice.problem.slots, len(rows) - 1
     ends = np.array([np.arange(len(rows)) == 0, *opens])
@@ -173,11 +169,10 @@ def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Bo
         limits = stage_limits(family, slot)
         key = slot.seconds.tobytes(), slot.seconds_per_byte, *((id(s), most) for s, most in limits)
         if key not in stages:
-            stages[key] = Stages(family, alive, (first, final), q, bound, work)
+            stages[key] = Stages(family, alive, (first, final), q, bound)
         following = np.full(len(rows), np.inf)
         choice = np.full(len(rows), len(rows), dtype=np.int64)
         for pairs in stages[key].from_rows(np.flatnonzero(value < bound)):
-            work.take(_STAGE * len(pairs.load))
             reached = np.maximum(pairs.load, value[pairs.before])
             least = np.minimum.reduceat(reached, pairs.starts)
             sizes = np.diff([*pairs.starts, len(reached)])
@@ -189,8 +184,6 @@ def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Bo
             better &= (least < bound) & may_end[targets]
             following[targets[better]] = least[better]
             choice[targets[better]] = source[better]
-        if work.is_spent():
-            return None
         value = following
         choices.append(choice)
     if not value[last] < bound:
@@ -200,39 +193,6 @@ def _program(family: Family, opens: list[Flags], bound: float, work: Work) -> Bo
         boundaries.append(rows[at])
         at = int(choice[at])
     return Boundaries(rows=tuple(boundaries[::-1]), value=float(value[last]))
-
-
-def _narrow(family: Family, opens: list[Flags], bound: float, work: Work) -> list[Flags] | None:
-    """``opens`` without rows at which no stage below the bound can begin or end; None if none is left.
-
-    Each stage is examined once, those with the fewest pairs of rows first, because few rows for one
-    boundary leave few rows for its neighbours.
-    """
-    slots = family.lattice.problem.slots
-    rows = [np.zeros(1, dtype=np.int64), *map(np.flatnonzero, opens)]
-    spare = int(np.any(opens, axis=0).sum()) ** 2 / 8
-    todo = set(range(len(slots)))
-    while todo:
-        q = min(todo, key=lambda q: (len(rows[q]) * len(rows[q + 1]), q))
-        size = len(rows[q]) * len(rows[q + 1])
-        if not size:
-            return None
-        spare -= size
-        if spare < 0:
-            break
-        todo.remove(q)
-        stages = Stages(family, rows[q + 1], None, q, bound, work)
-        kept = np.zeros((2, len(family.rows)), dtype=bool)
-        for pairs in stages.from_rows(rows[q]):
-            kept[0, pairs.before] = kept[1, pairs.after] = True
-        if work.is_spent():
-            return None
-        rows[q], rows[q + 1] = rows[q][kept[0, rows[q]]], rows[q + 1][kept[1, rows[q + 1]]]
-    found = []
-    for left in rows[1:]:
-        found.append(np.zeros(len(family.rows), dtype=bool))
-        found[-1][left] = True
-    return found
 
 
 def stage_limits(family: Family, slot: StageSlot) -> list[tuple[Vector, float]]:
@@ -268,12 +228,11 @@ class Stages:
         positions: tuple[Indices, Indices] | None,
         stage: int,
         bound: float,
-        work: Work,
     ) -> None:
         """Stages end at rows ``alive``; ``positions`` has the first and the last stage each row may end."""
         slot = family.lattice.problem.slots[stage]
         self._family, self._stage, self._slot, self._bound = family, stage, slot, bound
-        self._limits, self._work = stage_limits(family, slot), work
+        self._limits = stage_limits(family, slot)
         self._alive, self._positions = alive, positions
         self._known = np.zeros(len(family.rows), dtype=bool)
         self._found: list[_Pairs] = []
@@ -292,8 +251,6 @@ class Stages:
         seconds = family.sums(self._slot.seconds[family.lattice.order])
         parts = []
         for start in range(0, len(self._alive), _BLOCK):
-            if self._work.is_spent():
-                return None
             block = self._alive[start : start + _BLOCK]
             near = sources[seconds[sources] > seconds[block].min() - self._bound]
             union = np.bitwise_or.reduce(family.rows[block], axis=0)  # near rows share most units
@@ -309,12 +266,9 @@ class Stages:
                 may &= final[None, near] >= first[block, None] - 1
             for sums, limit in self._limits:
                 may &= sums[block, None] - sums[None, near] <= limit
-            self._work.take(_PAIR * may.size)
             if not may.any():
                 continue
-            before, after, load = family.stages_below(
-                self._bound, near, block, may, self._stage, self._work
-            )
+            before, after, load = family.stages_below(self._bound, near, block, may, self._stage)
             if len(before):
                 parts.append((before, after, load))
         if not parts:

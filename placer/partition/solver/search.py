@@ -1,14 +1,12 @@
-"""Finds a first answer to a partition problem, and proves how good it is, by programs over downsets."""
+"""Finds a placement for a partition problem, by programs over the downsets of a few orders and a beam."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.partition.solver.conditions import BoundaryConditions, find_sides
 from placer.partition.solver.families import beam_rows, chain_rows, distinct
 from placer.partition.solver.lattice import (
     Lattice,
@@ -25,53 +23,21 @@ from placer.partition.solver.problem import (
     simple_bound,
 )
 from placer.partition.solver.program import Boundaries, Family, best_boundaries
-from placer.partition.solver.surviving import surviving_rows
-from placer.partition.solver.work import Work
 
 StageOf = NDArray[np.int64]
 
 _WIDTH = 8  # of the beam; 16 finds nothing better on the graphs of benchmarks/msr
 # The width for so many units or more: 1% worse on random graphs, in a third of the time.
 _NARROW, _MANY = 4, 600
-_FEW = 10  # the first attempt gets a tenth of the downsets, which suffices for most problems
-_FIRST_SHARE = 1 / 16  # of the gap between bound and value
-_MOST_FAILED = 3  # attempts with too many downsets, besides the first
-_MOST_BITS = 20_000_000  # of all downsets together, to limit their memory
 _TOLERANCE = 1e-10
 _FACTORS = (1.2, 1.6, 3.0)  # limits to try for a first answer, as multiples of the simple bound
 
 
-def is_reached(value: float, bound: float) -> bool:
-    """Whether ``value`` is equal to the lower bound ``bound``, except for rounding."""
-    return value <= bound * (1 + _TOLERANCE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer:
-    """The best placement below a limit, if any was found, and a lower bound on all placements.
-
-    If ``finished``, the bound is the placement's load, or the limit if no placement is below it.
-    """
-
-    stage_of: StageOf | None
-    bound: float
-    finished: bool
-
-
 class DownsetSearch:
-    """Answers for the problem of ``lattice`` by dynamic programs over downsets.
-
-    ``bound`` is a lower bound on all placements, which `prove` raises.
-    """
+    """Answers for the problem of ``lattice`` by dynamic programs over downsets."""
 
     def __init__(self, lattice: Lattice) -> None:
         self.lattice, self.problem = lattice, lattice.problem
-        self.bound = simple_bound(self.problem)
-        self._sides = find_sides(lattice)
-
-    def conditions(self, bound: float) -> BoundaryConditions:
-        """Conditions for the boundaries of placements with all loads below ``bound``."""
-        return BoundaryConditions(self.lattice, self._sides, bound)
 
     def family(self, rows: Words) -> Family:
         """The downsets ``rows``, ready for the dynamic program."""
@@ -83,12 +49,6 @@ class DownsetSearch:
         stage_of = np.full(self.problem.num_units, -1, dtype=np.int64)
         stage_of[self.lattice.order] = np.argmax(held, axis=0)
         return stage_of
-
-    def best_boundaries(
-        self, rows: Words, bound: float, work: Work | None = None
-    ) -> Boundaries | None:
-        """`placer.partition.solver.program.best_boundaries` for the family ``rows``."""
-        return best_boundaries(self.family(rows), self.conditions(bound), bound, work)
 
     def first_answer(self) -> StageOf | None:
         """The best placement with boundaries from a few orders and a beam search.
@@ -117,9 +77,9 @@ class DownsetSearch:
         limits = [value * (1 - _TOLERANCE)]
         if not np.isfinite(value):  # low limits first: time grows with the limit
             limits = [*(factor * least for factor in _FACTORS if factor * least < most), most]
-        boundaries = None
+        family, boundaries = self.family(rows), None
         for limit in limits:
-            boundaries = boundaries or self.best_boundaries(rows, limit)
+            boundaries = boundaries or best_boundaries(family, limit)
         if boundaries is None:
             return best, value
         stage_of = self.stages(boundaries)
@@ -127,54 +87,6 @@ class DownsetSearch:
         if reached < value and is_within_budgets(self.problem, stage_of):
             return stage_of, reached
         return best, value
-
-    def best_within(self, rows: Words, limit: float, work: Work) -> Answer:
-        """The best placement below ``limit`` with its boundaries among ``rows``."""
-        boundaries = self.best_boundaries(rows, limit, work)
-        if boundaries is None:
-            spent = work.is_spent()
-            return Answer(stage_of=None, bound=0.0 if spent else limit, finished=not spent)
-        return Answer(stage_of=self.stages(boundaries), bound=boundaries.value, finished=True)
-
-    def prove(self, value: float, most_alive: int, work: Work) -> StageOf | None:
-        """Raise ``bound``, and return the best placement if one below ``value`` was found.
-
-        All placements below a limit have boundaries that satisfy its conditions, and the number of such
-        downsets grows exponentially with the limit. So first ``value`` is tried as the limit, with few
-        downsets. Then limits are tried upwards from ``bound``; the first limit
-        with a placement below it gives the best one. If there are too many downsets, limits between that
-        one and the last without a placement are tried, as long as there is ``work`` left.
-        """
-        least = self.bound
-        if is_reached(value, least) or not most_alive:
-            return None
-        if not np.isfinite(value):
-            value = load_above_all(self.problem)
-        left = min(most_alive, _MOST_BITS // max(1, self.lattice.num_units))
-        # Shares of the gap: up to ``empty`` there is no placement, from ``full`` on too many downsets.
-        empty, full = 0.0, np.inf
-        share, most, failed = 1.0, left // _FEW, 0
-        while failed <= _MOST_FAILED and left > 0 and not work.is_spent():
-            limit = (least + share * (value - least)) * (1 - _TOLERANCE)
-            rows = surviving_rows(self.conditions(limit), most=most, work=work)
-            if rows is None:
-                failed += 1
-                full = share if failed > 1 else np.inf
-                most = left if failed == 1 else most // 2
-            else:
-                answer = self.best_within(rows, limit, work)
-                if answer.stage_of is not None or not answer.finished:
-                    known = max(least, answer.bound, least + empty * (value - least))
-                    self.bound = known * (1 if answer.finished else 1 - _TOLERANCE)
-                    return answer.stage_of
-                if share == 1.0:
-                    self.bound = value
-                    return None
-                empty, left = share, left - len(rows)
-                most = min(most, left)
-            share = (empty + full) / 2 if full <= 1 else min(1.0, max(_FIRST_SHARE, 4 * empty))
-        self.bound = (least + empty * (value - least)) * (1 - _TOLERANCE)
-        return None
 
 
 def whole_lattice(problem: PartitionProblem) -> Lattice:

@@ -86,7 +86,7 @@ def find_order_bytes(
     Values counted by ``regions`` are left out. With ``regions``, the result is valid for its cuts only.
     """
     count = len(place)
-    forwards, backwards = zip(*(node_transients(costs, i) for i in range(count)), strict=True)
+    forwards, backwards = zip(*(_node_transients(costs, i) for i in range(count)), strict=True)
     return OrderBytes(
         place=place,
         retained=_retained_values(costs, place, regions),
@@ -167,7 +167,7 @@ def _crossing_values(costs: CostTable, place: NDArray[np.int64]) -> CrossingValu
     )
 
 
-def node_transients(costs: CostTable, node: int) -> tuple[int, int]:
+def _node_transients(costs: CostTable, node: int) -> tuple[int, int]:
     """The bytes alive only while the node's forward runs, and those alive only while its backward runs."""
     key = costs.keys[node] if node < len(costs.keys) else None
     cost = costs.nodes[node]

@@ -61,10 +61,10 @@ class StateRectangles:
 class UnitState:
     """Bytes of parameters, buffers and optimizer state of each unit of a model."""
 
-    copies: Table  # everything that the unit reads, and the optimizer state of parameters that only it reads
-    static: Table  # the same, but each tensor counts only for the first unit that reads it
-    gradients: Table  # gradients of the parameters that no other unit reads
-    own: list[list[tuple[int, int]]]  # (first reader, bytes) of each of these parameters
+    static: (
+        Table  # what the unit is the first to read, and the optimizer state of what only it reads
+    )
+    gradients: Table  # of the parameters that no other unit reads
 
 
 def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectangles:
@@ -101,19 +101,14 @@ def unit_state(
     If several units read a parameter, its optimizer state may be on the device of any of them, so it is
     counted for none. Takes O(uses of parameters and buffers) time.
     """
-    copies, static, gradients = np.zeros(count), np.zeros(count), np.zeros(count)
-    own: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    static, gradients = np.zeros(count), np.zeros(count)
     for tensor, units in _uses(costs, unit_of):
         if units:
-            copies[units] += tensor.nbytes
             static[units[0]] += tensor.nbytes
         if tensor.trained and len(units) == 1:
-            (unit,) = units
-            static[unit] += optimizer.state * tensor.nbytes
-            copies[unit] += optimizer.state * tensor.nbytes
-            gradients[unit] += tensor.nbytes
-            own[unit].append((tensor.readers[0], tensor.nbytes))
-    return UnitState(copies=copies, static=static, gradients=gradients, own=own)
+            static[units[0]] += optimizer.state * tensor.nbytes
+            gradients[units[0]] += tensor.nbytes
+    return UnitState(static=static, gradients=gradients)
 
 
 def _uses(costs: CostTable, place: NDArray[np.int64]) -> Iterator[tuple[StateTensor, list[int]]]:

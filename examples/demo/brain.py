@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from placer.errors import PlacerError
-
 CLASSES = ("other", "grey matter", "white matter")
 _TRAINED_SHARE = 0.6  # share of the brain, from the back, that is trained on; the front is held out
 
@@ -32,16 +30,9 @@ class Brain:
 
 
 def load_brain() -> Brain:
-    """The template at 1 mm. A voxel's label is the likeliest of grey matter, white matter and neither.
+    """The template at 1 mm. A voxel's label is the likeliest of grey matter, white matter and neither."""
+    from nilearn import datasets  # pip install 'placer[examples]'
 
-    Raises ``PlacerError`` if nilearn is not installed.
-    """
-    try:
-        from nilearn import datasets
-    except ImportError as error:
-        raise PlacerError(
-            "placer demo", "needs the nilearn package", "pip install 'placer[examples]'"
-        ) from error
     template = datasets.load_mni152_template(resolution=1)
     grey = datasets.load_mni152_gm_template(resolution=1)
     white = datasets.load_mni152_wm_template(resolution=1)

@@ -11,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import placer
-from placer.demo.brain import CLASSES, Brain, load_brain, padded_shape
-from placer.demo.network import build_unet
-from placer.demo.train import PATCH, STEPS, Training
-from placer.errors import BudgetError, PlacerError
+from examples.demo.brain import CLASSES, Brain, load_brain, padded_shape
+from examples.demo.train import PATCH, STEPS, Training
+from examples.unet3d import unet3d
+from placer.errors import BudgetError
 from placer.plan.store import save_plan
 from placer.plan.types import DevicePeak
 from placer.quantities import format_bytes
@@ -30,7 +30,7 @@ def run_demo(
     """Plan the full volume, train a small network, and leave spec, plan and report in ``folder``.
 
     ``width`` is the number of channels at the small network's first level, ``patch`` the side of its
-    patches in voxels. Raises ``PlacerError`` if the placed model's first step differs from the plain
+    patches in voxels. Exits with an error if the placed model's first step differs from the plain
     model's, or if training does not learn.
     """
     start = time.perf_counter()
@@ -42,7 +42,7 @@ def run_demo(
         "3D U-Net, width 32, depth 4, Adam."
     )
     with torch.device("meta"):
-        model, image = build_unet(width=32, depth=4, out_channels=len(CLASSES)), torch.empty(volume)
+        model, image = unet3d(width=32, depth=4, out_channels=len(CLASSES)), torch.empty(volume)
     one = placer.make_plan(model, {"devices": _devices(1)}, (image,))
     (device,) = one.devices
     console.print(
@@ -107,7 +107,7 @@ def _train(brain: Brain, console: Console, steps: int, width: int, patch: int) -
     torch.manual_seed(0)
     # InstanceNorm's statistics are a sample's own, so that the whole batch on the plain model is
     # what the replicas together must equal.
-    model = build_unet(width=width, depth=3, out_channels=len(CLASSES), norm="instance")
+    model = unet3d(width=width, depth=3, out_channels=len(CLASSES), norm="instance")
     training = Training(brain, model, patch=patch)
     images, _ = training.batch()
     spec = {"devices": _devices(2), "replicas": 2, "objective": "memory"}
@@ -146,7 +146,7 @@ def _train(brain: Brain, console: Console, steps: int, width: int, patch: int) -
         "rounds."
     )
     if not first.equal:
-        raise PlacerError("placer demo", "the placed step differs from the plain one", "report it")
+        raise SystemExit("the placed step differs from the plain one: please report it")
     worse = zip(outcome.dice_before, outcome.dice_after, strict=True)
     if outcome.loss_after > outcome.loss_before or any(after <= before for before, after in worse):
-        raise PlacerError("placer demo", "training did not learn", "run it for more steps")
+        raise SystemExit("training did not learn: run it for more steps")

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from placer.cost import workspace_nbytes
-from placer.cost.workspaces import lstm_workspace_nbytes
+from benchmarks.cpu_workspaces import workspace_nbytes
 
 SLACK = 1024  # bytes: rows of weights, tables of indices
 
@@ -137,18 +136,3 @@ def test_the_formula_is_what_the_allocator_saw(name: str) -> None:
     assert found
     for op, (formula, events) in found.items():
         assert formula == pytest.approx(events, abs=SLACK if "upsample" not in op else 4096), op
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(40, 12, 5, 4), (10, 16, 128, 64), (10, 16, 64, 100)])
-def test_an_lstm_keeps_what_the_formula_says(
-    shape: tuple[int, int, int, int], dtype: torch.dtype
-) -> None:
-    steps, rows, features, hidden = shape
-    lstm = nn.LSTM(features, hidden).to(dtype)
-    x = torch.randn(steps, rows, features, dtype=dtype)
-    output, _ = lstm(x)
-    node: Any = output.grad_fn
-    while not hasattr(node, "_saved_result3"):
-        node = node.next_functions[0][0]
-    assert node._saved_result3.nbytes == lstm_workspace_nbytes(x, hidden)

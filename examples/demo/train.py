@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import placer
-from placer.demo.brain import Brain, cut_patches, dice_scores, training_and_held_out_centers
+from examples.demo.brain import Brain, cut_patches, dice_scores, training_and_held_out_centers
 
 PATCH, BATCH, STEPS = 32, 8, 150
 _HELD_OUT = 16  # patches

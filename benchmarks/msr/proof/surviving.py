@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from placer.partition.solver.conditions import BoundaryConditions
+from benchmarks.msr.proof.conditions import BoundaryConditions
+from benchmarks.msr.proof.work import Work
 from placer.partition.solver.families import distinct
 from placer.partition.solver.lattice import BitSums, Flags, Lattice, Words, bit_row
 from placer.partition.solver.problem import Vector
-from placer.partition.solver.work import Work
 
 # Nanoseconds to decide a unit; in addition for each downset; and in addition for each unit and value.
 _STEP, _UNDECIDED, _PER_BIT = 1e5, 250.0, 0.5

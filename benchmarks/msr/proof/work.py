@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 
+class OutOfWork(Exception):
+    """A proof has done all the work that it may."""
+
+
 @dataclass(slots=True)
 class Work:
     """The work that a proof may still do, in estimated nanoseconds."""
@@ -18,5 +22,5 @@ class Work:
         return self.left <= 0
 
     def take(self, nanoseconds: float) -> None:
-        """Subtract work that has been done."""
+        """Subtract work that is done."""
         self.left -= nanoseconds

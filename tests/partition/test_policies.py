@@ -1,15 +1,13 @@
-"""Compares with all policies of a stage: bound <= optimum <= answer."""
+"""Compares with all policies of a stage."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
-import pytest
-
 from placer.cost import CostTable, NodeCost, StoredValue, Work, device_kind
 from placer.cost.operations import Operation
-from placer.partition.policy import cheapest, least
+from placer.partition.policy import cheapest
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import Policy, StageLimits
 from placer.regions import RegionBoundaries
@@ -67,10 +65,8 @@ def _costs(draw: random.Random, count: int) -> CostTable:
     )
 
 
-@pytest.mark.parametrize("most", [2, 5, 60])
-def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(least, "_MOST_PARTIAL", most)
-    tried = above = 0
+def test_the_best_of_all_is_found_as_a_rule() -> None:
+    tried = above = best_found = 0
     for seed in range(40):
         draw = random.Random(seed)
         costs = _costs(draw, 6)
@@ -92,14 +88,11 @@ def test_bound_optimum_and_answer(most: int, monkeypatch: pytest.MonkeyPatch) ->
             assert found.peak > limits.budget
             continue
         best = min(fitting)
-        for answer in (float("inf"), found.seconds):
-            bound = least.least_extra_seconds(stage, choices, limits, answer=answer)
-            assert bound <= best * (1 + 1e-9) <= found.seconds * (1 + 1e-8)
-            if most == 60:
-                assert bound >= best * 0.95
+        assert found.peak <= limits.budget and best * (1 - 1e-9) <= found.seconds
         tried += 1
         above += best > 0
-    assert tried >= 15 and above >= 10
+        best_found += found.seconds <= best * 1.001
+    assert tried >= 15 and above >= 10 and best_found >= 0.9 * tried, (tried, best_found)
 
 
 def test_within_the_host_s_memory_the_best_of_all_is_found_as_a_rule() -> None:
