@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from placer.cli.locate import ModelError
-from placer.cli.target import find_callable, user_failure
+from placer.importing import find_callable, user_failure
+from placer.locate import ModelError
 
 
 def load_example(target: str, *, values_needed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

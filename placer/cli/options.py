@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from placer.cli.inputs import is_example, parse_inputs
-from placer.cli.locate import check_target
 from placer.cli.values import parse_values
 from placer.errors import PlacerError
+from placer.inputs import is_example, parse_inputs
+from placer.locate import check_target
 
 if TYPE_CHECKING:
     from placer.cli.loaded_model import LoadedModel

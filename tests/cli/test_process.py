@@ -40,8 +40,8 @@ def test_python_m_placer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["1x2:", "1x2:float32<3<4", "x:y:z", "a b=3"])
 def test_odd_inputs_are_refused(text: str) -> None:
-    from placer.cli.inputs import parse_input
     from placer.errors import PlacerError
+    from placer.inputs import parse_input
 
     with pytest.raises(PlacerError):
         parse_input(text)
@@ -121,8 +121,8 @@ def test_a_module_in_the_working_folder_is_the_one_that_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Python would import it; a folder with the name of an installed package does not count."""
-    from placer.cli.locate import check_target, find_source
     from placer.errors import PlacerError
+    from placer.locate import check_target, find_source
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wheel_of_time.py").write_text("class Net:\n    pass\n")
