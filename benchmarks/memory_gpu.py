@@ -31,7 +31,7 @@ from benchmarks.fresh import ALLOCATORS, Job, Report, Row, add_options, answer, 
 from benchmarks.memory import Build, r3d_18, resnet50
 from benchmarks.record import table
 from examples.unet3d import unet3d
-from placer.cost import stand_in_loss
+from placer.cost import mean_square
 from placer.simulation.optimizers import make_optimizer
 
 MIB = 2**20
@@ -147,7 +147,7 @@ def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dic
     """Bytes on ``device``: estimated, simulated (as the plan of a CUDA device has them), measured."""
     (simulated,) = (
         d
-        for d in placer.simulate(model, plan, (x,), loss_fn=stand_in_loss).devices
+        for d in placer.simulate(model, plan, (x,), loss_fn=mean_square).devices
         if d.device == f"{device}:0"
     )
     found = {
@@ -158,7 +158,7 @@ def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dic
         "context": simulated.context,
     }
     if device == "cpu":
-        peaks = allocator_peaks(model, plan, (x,), loss_fn=stand_in_loss)
+        peaks = allocator_peaks(model, plan, (x,), loss_fn=mean_square)
         return {**found, "measured": {"tensors": peaks.tensors}}
     return {**found, "measured": measured_bytes(model, plan, x)}
 
@@ -203,7 +203,7 @@ def trained_steps(
         if cuda is not None:
             cuda.synchronize()
         began = time.perf_counter()
-        placed.step(x, loss_fn=stand_in_loss, reduction="mean")
+        placed.step(x, loss_fn=mean_square, reduction="mean")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if cuda is None:

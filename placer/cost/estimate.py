@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from placer.cost.gradients import backward_needs, pending_gradients
 from placer.cost.lifetimes import Lifetime, find_lifetimes
+from placer.cost.loss import ASSUMED, Loss
 from placer.cost.record import Recording, record_run
 from placer.cost.rows import with_fewer_rows
 from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
@@ -28,11 +29,12 @@ from placer.program.call import describe_shapes
 class CostOptions(TypedDict, total=False):
     """How a micro-batch is run to find its costs."""
 
-    training: bool  # whether backward runs too, from `stand_in_loss`; True by default
+    training: bool  # whether the loss and backward run too; True by default
     precision: str  # "fp32" by default
     # The device type whose kernels run, "cpu" or "cuda", for all nodes or by node name; by default the
     # kernels of a CPU, without their workspaces.
     kernels: str | Mapping[str, str]
+    loss: Loss  # `ASSUMED` by default
 
 
 def estimate_costs(
@@ -107,6 +109,7 @@ class _Key(NamedTuple):
     precision: str
     kernels: str | tuple[tuple[str, str], ...]
     offloads: bool
+    loss: Loss
 
 
 def _key(
@@ -116,6 +119,7 @@ def _key(
     precision: str = "fp32",
     kernels: str | Mapping[str, str] = "",
     offloads: bool = False,
+    loss: Loss = ASSUMED,
 ) -> _Key:
     return _Key(
         shapes=tuple((*t.shape, *t.stride()) for t in inputs),
@@ -124,6 +128,7 @@ def _key(
         precision=precision,
         kernels=kernels if isinstance(kernels, str) else tuple(sorted(kernels.items())),
         offloads=offloads and training,
+        loss=loss,
     )
 
 
@@ -158,10 +163,18 @@ def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
                 offloads=key.offloads,
                 kernels=_kernels_of(program, key.kernels),
                 half=key.precision != "fp32",
-                visible=program.call.result.visible,
+                loss=key.loss,
+                unflatten=program.call.result.unflatten,
+                rows=batch_rows(program, inputs),
             )
     except NodeFailure as failure:
         raise _does_not_run(program, failure, inputs, key.precision) from failure.__cause__
+
+
+def batch_rows(program: Program, inputs: Sequence[Tensor]) -> int | None:
+    """The rows of a batch of ``inputs``; None if no input is batched."""
+    pairs = zip(inputs, program.call.batched, strict=True)
+    return next((tensor.size(0) for tensor, batched in pairs if batched), None)
 
 
 def _with_offloaded_transients(table: CostTable, sent: Recording) -> CostTable:
@@ -251,6 +264,7 @@ def _table(
         input_nbytes=tuple(map(nbytes_of, inputs)),
         state=_state(program, training=training),
         saving=recording.saving if training else frozenset(),
+        loss=recording.loss,
         work=Work(
             program.order,
             [mine.forward for mine in recording.operations],

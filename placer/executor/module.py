@@ -357,10 +357,15 @@ class PlacedModule(nn.Module):
         return loss
 
     def step_leaves(
-        self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
+        self,
+        leaves: list[torch.Tensor],
+        *,
+        loss_fn: Callable[..., torch.Tensor],
+        target: Any = None,
     ) -> torch.Tensor:
-        """`step` for the flattened inputs of the captured call, without a target, for a mean over rows."""
-        return self._step(self._programs, leaves, loss_of=StepLoss(loss_fn, reduction="mean"))
+        """`step` for the flattened inputs of the captured call, for a mean over rows."""
+        loss_of = StepLoss(loss_fn, reduction="mean")
+        return self._step(self._programs, leaves, loss_of=loss_of, target=target)
 
     def _step(
         self,

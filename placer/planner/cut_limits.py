@@ -8,9 +8,8 @@ from itertools import accumulate
 
 import networkx as nx
 import numpy as np
-from torch import Tensor
 
-from placer.cost import CostTable, device_kind, estimate_costs
+from placer.cost import CostTable, device_kind
 from placer.partition import PlanningOptions, choose_partition
 from placer.partition.model import least_bytes, model_units
 from placer.partition.stage_cost.optimizer import optimizer_bytes
@@ -83,10 +82,9 @@ class SplitLimits:
 
 
 def measure_limits(
-    program: Program, inputs: Sequence[Tensor], *, optimizer: str, training: bool
+    program: Program, costs: CostTable, *, optimizer: str, training: bool
 ) -> SplitLimits:
-    """How far ``program`` can be split for a batch of ``inputs``."""
-    costs = estimate_costs(program, inputs, training=training)
+    """How far ``program`` can be split for a batch with these ``costs``."""
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
     units = unit_graph(program)
     order = program_order(units)
@@ -154,14 +152,13 @@ def _largest_piece(
 
 def devices_needed(
     program: Program,
-    inputs: Sequence[Tensor],
+    costs: CostTable,
     memory: int,
     *,
     optimizer: str,
     training: bool,
 ) -> int | None:
     """The fewest CUDA devices of ``memory`` bytes each on which the planner fits the model; None above 64."""
-    costs = estimate_costs(program, inputs, training=training)
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
 
     def fits(count: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from placer.cost import batch_rows
 from placer.errors import PlacerError, SpecError
 from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
@@ -161,8 +162,8 @@ def microbatch_rows(
     program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> tuple[int, ...]:
     """The number of rows of each micro-batch of the first replica; ``(1,)`` if no input is batched."""
-    sizes = (t.size(0) for t, b in zip(inputs, program.call.batched, strict=True) if b)
-    return split_batch(next(sizes, 1), replicas, microbatches)[0]
+    rows = batch_rows(program, inputs)
+    return split_batch(1 if rows is None else rows, replicas, microbatches)[0]
 
 
 def microbatch_inputs(
