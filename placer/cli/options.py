@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
 
@@ -156,13 +156,10 @@ def with_loss(wanted: _SpecOrPlan, loss: str | None, target: Sequence[str]) -> _
     found = loss_option(loss, target, named)
     if found is None or found == named:
         return wanted
-    changed: Any
     if isinstance(wanted, Plan):
         counted = PlannedLoss(function=found.function, target=found.target)
-        changed = replace(wanted, loss=counted)
-    else:
-        changed = wanted.model_copy(update={"loss": found})
-    return changed
+        return cast("_SpecOrPlan", replace(wanted, loss=counted))
+    return cast("_SpecOrPlan", wanted.model_copy(update={"loss": found}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -84,7 +84,10 @@ def find_loss(spec: LossSpec | None, *, values: bool = False) -> Loss:
     if spec is None:
         return ASSUMED
     target = _make_target(spec, values=values)
-    if ":" in spec.function:
+    function: Callable[..., Tensor]
+    if spec.function == MEAN_SQUARE:
+        function = mean_square
+    elif ":" in spec.function:
         function = find_callable(spec.function)
         if target is None and _takes_target(function):
             raise PlacerError(
@@ -108,15 +111,19 @@ def loss_of(function: Callable[..., Tensor], target: Any = None) -> Loss:
 
 def mean_square(result: Any) -> Tensor:
     """The sum of the mean squares of ``result``'s floating-point tensors, so that each gets a gradient."""
-    return _over_results(_square)(result)
+    return _sum_over(_square, result_tensors(result))
+
+
+def _sum_over(loss_of_tensor: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Tensor:
+    terms = [loss_of_tensor(x) for x in tensors if x.is_floating_point()]
+    return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())
 
 
 def _over_results(loss_of_tensor: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
-    """The sum of a loss over the floating-point tensors that `result_tensors` finds in a result."""
+    """The sum of a loss over the tensors that `result_tensors` finds in a result, each counted once."""
 
     def run(result: Any) -> Tensor:
-        terms = [loss_of_tensor(x) for x in result_tensors(result) if x.is_floating_point()]
-        return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())
+        return _sum_over(loss_of_tensor, {id(x): x for x in result_tensors(result)}.values())
 
     return run
 
@@ -127,7 +134,7 @@ def _square(x: Tensor) -> Tensor:
 
 def _torch_loss(name: str, x: Tensor) -> Tensor:
     """A loss of torch.nn.functional with a target of zeros."""
-    if name == MEAN_SQUARE or not x.dim():
+    if not x.dim():
         return _square(x)
     target = x.new_zeros((*x.shape[:1], *x.shape[2:]), dtype=torch.int64)
     loss: Tensor = getattr(F, name)(x, target if name in OF_CLASSES else torch.zeros_like(x))

@@ -117,10 +117,10 @@ class CostTable:
     state: tuple[StateTensor, ...]
     saving: frozenset[int]  # nodes that save anything for backward, even only a weight
     work: Work  # the operations of the nodes, from which seconds are computed
-    loss: str  # the name of the loss
     keys: tuple[
         RegionKey | None, ...
     ] = ()  # region of each node; (): all saved activations are kept
+    loss: str = ""  # its name
 
     @property
     def trained_nbytes(self) -> int:

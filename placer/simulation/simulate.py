@@ -67,7 +67,9 @@ def simulate_plan(
     )
 
 
-def simulate_steps(program: Program, plan: Plan, inputs: Sequence[Tensor], loss: Loss) -> Timeline:
+def simulate_steps(
+    program: Program, plan: Plan, inputs: Sequence[Tensor], loss: Loss | None = None
+) -> Timeline:
     """The timeline of the plan's first steps on all its devices, in less time than `simulate_plan`.
 
     If possible, forward and backward run only once, because later steps differ from the first only by
