@@ -18,7 +18,7 @@ from placer.cost import mean_square
 
 
 def check(model: nn.Module, x: Tensor, **fields: Any) -> placer.Plan:
-    plan = placer.make_plan(model, {"devices": ["cpu:0"], **fields}, (x,))
+    plan = placer.make_plan(model, {"devices": ["cpu:0"], "loss": "mean_square", **fields}, (x,))
     (simulated,) = placer.simulate(model, plan, (x,)).devices
     measured = allocator_peaks(model, plan, (x,), loss_fn=mean_square).tensors
     assert simulated.peak == pytest.approx(measured, rel=0.01)
