@@ -156,7 +156,11 @@ def _check_model(
     as_json: bool,
 ) -> None:
     """Print how far the model can be split, and how many devices of each size it needs."""
+    from pydantic import TypeAdapter
+
     from placer.cli.limits import print_limits
+    from placer.plan.summary import describe_loss
+    from placer.plan.types import PlannedLoss
     from placer.planner.cut_limits import count_pieces
 
     with progress(console, "recording the operations of the model"):
@@ -194,6 +198,9 @@ def _check_model(
         result |= _measured(
             program, leaves, sizes, whole, loss=loss, optimizer=optimizer, training=training
         )
+        if result["loss"] is not None:
+            counted = TypeAdapter(PlannedLoss).validate_python(result["loss"])
+            notes.append(describe_loss(counted, "the last stage's device"))
     except (
         CaptureError
     ) as error:  # for example if a module that stays whole reads values of tensors
@@ -213,10 +220,16 @@ def _measured(
     optimizer: str,
     training: bool,
 ) -> dict[str, Any]:
+    from pydantic import TypeAdapter
+
     from placer.cost import estimate_costs, find_loss
+    from placer.plan.types import PlannedLoss
+    from placer.planner.assemble import planned_loss
     from placer.planner.cut_limits import devices_needed, measure_limits
 
-    costs = estimate_costs(program, leaves, training=training, loss=find_loss(loss))
+    counted = find_loss(loss)
+    costs = estimate_costs(program, leaves, training=training, kernels="cuda", loss=counted)
+    taken = TypeAdapter(PlannedLoss).dump_python(planned_loss(counted, costs), by_alias=True)
     limits = measure_limits(program, costs, optimizer=optimizer, training=training)
     for module in whole:
         share = limits.whole[module["layer"]]
@@ -238,6 +251,7 @@ def _measured(
             size: devices_needed(program, costs, nbytes, optimizer=optimizer, training=training)
             for size, nbytes in sizes
         },
+        "loss": taken if training else None,
     }
 
 

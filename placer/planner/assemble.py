@@ -36,7 +36,7 @@ def assemble_plan(
 ) -> Plan:
     """The plan with the stages of ``choice``, on the devices of ``rows`` (one row per replica)."""
     costs, partition = choice.costs, choice.partition
-    counted = _counted_loss(loss, costs) if spec.training else None
+    counted = planned_loss(loss, costs) if spec.training else None
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of)
     host = _host_peak(choice, spec, options, copies=len(rows) if options.processes else 1)
@@ -83,7 +83,8 @@ def assemble_plan(
     )
 
 
-def _counted_loss(loss: Loss, costs: CostTable) -> PlannedLoss:
+def planned_loss(loss: Loss, costs: CostTable) -> PlannedLoss:
+    """``loss`` as a plan states it, with its bytes in ``costs``."""
     node = costs.nodes[-1]
     return PlannedLoss(
         function=costs.loss,

@@ -55,6 +55,9 @@ class PlanMaker(Protocol):
     def costs(self) -> CostEstimates:
         """The model's costs, shared by all its plans."""
 
+    def loss_of(self, wanted: PlacementSpec) -> Loss:
+        """The loss that plans for a spec count."""
+
     def __call__(self, spec: PlacementSpec) -> Plan:
         """The plan for ``spec``."""
 
