@@ -18,14 +18,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from placer._torch import without_modes
 from placer.errors import PlacerError
 from placer.importing import find_callable
 from placer.program import result_tensors
 from placer.spec.loss import MEAN_SQUARE, OF_CLASSES, LossSpec, parse_target
 
 _CLASSES = "cross_entropy"  # assumed for results with classes
+_SHORT = 64  # elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +47,8 @@ class Loss:
 
     def __call__(self, result: Any, target: Any = None) -> Tensor:
         """The loss of a micro-batch. Raises ``PlacerError`` if it is not a scalar tensor."""
-        loss = self.function(result) if target is None else self.function(result, target)
+        with _KnownRanges():
+            loss = self.function(result) if target is None else self.function(result, target)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
         kind = f"tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -75,6 +79,17 @@ class Loss:
                 raise PlacerError(f"target of loss {self.name}", problem, remedy)
 
 
+class _KnownRanges(TorchFunctionMode):
+    """Short results of ``torch.arange`` have values among fake tensors too: MONAI's Dice reads dimensions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange and len(func(*args, **{**kwargs, "device": "meta"})) <= _SHORT:
+            with without_modes():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
 def find_loss(spec: LossSpec | None, *, values: bool = False) -> Loss:
     """The loss that ``spec`` names, or the one that is assumed; imports the user's function.
 
@@ -89,6 +104,9 @@ def find_loss(spec: LossSpec | None, *, values: bool = False) -> Loss:
         function = mean_square
     elif ":" in spec.function:
         function = find_callable(spec.function)
+        if isinstance(function, type):
+            made = f"{function.__name__.lower()} = {function.__name__}()"
+            raise PlacerError(f"loss {spec.function}", "is a class", f"name an instance: {made}")
         if target is None and _takes_target(function):
             raise PlacerError(
                 f"loss {spec.function}",
@@ -104,9 +122,11 @@ def find_loss(spec: LossSpec | None, *, values: bool = False) -> Loss:
 
 
 def loss_of(function: Callable[..., Tensor], target: Any = None) -> Loss:
-    """The loss with the caller's own function and target."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return Loss(function=function, name=name, target=target, spec=_as_spec(function, name, target))
+    """The loss with the caller's own function and target; its name is in <> if no spec can name it."""
+    path = getattr(function, "__qualname__", type(function).__name__)
+    spec = _as_spec(function, path, target)
+    name = f"<{path.rpartition('.')[2].strip('<>')}>" if spec is None else spec.function
+    return Loss(function=function, name=name, target=target, spec=spec)
 
 
 def mean_square(result: Any) -> Tensor:
@@ -136,8 +156,11 @@ def _torch_loss(name: str, x: Tensor) -> Tensor:
     """A loss of torch.nn.functional with a target of zeros."""
     if not x.dim():
         return _square(x)
-    target = x.new_zeros((*x.shape[:1], *x.shape[2:]), dtype=torch.int64)
-    loss: Tensor = getattr(F, name)(x, target if name in OF_CLASSES else torch.zeros_like(x))
+    target = torch.zeros_like(x)
+    if name in OF_CLASSES:
+        shape = (*x.shape[:1], *x.shape[2:]) if x.dim() > 1 else ()
+        target = x.new_zeros(shape, dtype=torch.int64)
+    loss: Tensor = getattr(F, name)(x, target)
     return loss
 
 

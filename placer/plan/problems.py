@@ -103,6 +103,7 @@ def inconsistencies(plan: Plan) -> _Problems:
     if plan.example_microbatches is not None and plan.example_microbatches >= plan.microbatches:
         fewer = f"{plan.example_microbatches} where fewer than {plan.microbatches} belong"
         yield "/example_microbatches", fewer
+    yield from _wrong_loss(plan)
     yield from _wrong_stages(plan)
     yield from _wrong_nodes(plan)
     yield from _wrong_devices(plan)
@@ -117,6 +118,13 @@ def _wrong_optimizer(plan: Plan) -> _Problems:
             yield "/optimizer", f"{plan.optimizer!r} where one of {known} belongs"
     elif set(plan.optimizer) != {"bytes_per_parameter"}:
         yield "/optimizer", f'one of {known}, or {{"bytes_per_parameter": n}}, belongs here'
+
+
+def _wrong_loss(plan: Plan) -> _Problems:
+    try:
+        _ = plan.loss is not None and plan.loss.spec
+    except ValidationError as error:
+        yield "/loss", str(error.errors()[0]["msg"]).removeprefix("Value error, ")
 
 
 def _wrong_stages(plan: Plan) -> _Problems:

@@ -24,7 +24,7 @@ MEAN_SQUARE = "mean_square"  # the sum of the mean squares of all results; it ha
 OF_CLASSES = ("cross_entropy", "nll_loss")  # of torch.nn.functional, with a class for each point
 OF_VALUES = (  # of torch.nn.functional, with a target like the result
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "soft_margin_loss",
+    "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss",
     "multilabel_soft_margin_loss",
 )  # fmt: skip
 LOSSES = (MEAN_SQUARE, *OF_CLASSES, *OF_VALUES)
