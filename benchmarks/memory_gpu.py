@@ -28,6 +28,7 @@ import placer
 from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import SUBJECTS
 from benchmarks.fresh import ALLOCATORS, Job, Report, Row, add_options, answer, choose, measure_all
+from benchmarks.loss import LOSS
 from benchmarks.memory import Build, r3d_18, resnet50
 from benchmarks.record import table
 from examples.unet3d import unet3d
@@ -119,7 +120,7 @@ def measure(case: Case, part: str, device: str, allocator: str | None = None) ->
     names = [f"{device}:0"] if part == "all" else ["cuda:0", "cuda:1"]
     mode = {} if allocator is None else {"allocator": allocator}
     devices = [{"name": name, **mode} for name in names]
-    spec = {"devices": devices, "objective": "memory", **case.fields}
+    spec = {"devices": devices, "objective": "memory", **LOSS, **case.fields}
     plan = placer.make_plan(model, spec, (x,))
     layers = "all"
     if part != "all":

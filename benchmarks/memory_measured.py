@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import placer
 from benchmarks import memory_matrix
 from benchmarks.allocator import allocator_peaks
+from benchmarks.loss import LOSS
 from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
 from placer.cost import mean_square
@@ -98,7 +99,9 @@ def cells(case: Case, way: str) -> Iterator[dict[str, Any]]:
     for name, fields in (_INFERENCE if way == "inference" else _TRAINING).items():
         if fields.get("microbatches", 1) > rows or (fields.get("precision") and way == "offloaded"):
             continue
-        plan = placer.make_plan(model, {"devices": ["cpu:0"], **WAYS[way], **fields}, args, kwargs)
+        plan = placer.make_plan(
+            model, {"devices": ["cpu:0"], **LOSS, **WAYS[way], **fields}, args, kwargs
+        )
         (simulated,) = placer.simulate(model, plan, args, kwargs).devices
         peaks = allocator_peaks(model, plan, args, kwargs, loss_fn=mean_square)
         yield {

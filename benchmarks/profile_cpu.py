@@ -23,6 +23,7 @@ import torchvision
 from torch import Tensor, nn
 
 import placer
+from benchmarks.loss import LOSS
 from benchmarks.record import write_result
 from examples.unet3d import unet3d
 from placer.catalogue import CATALOGUE, DeviceKind
@@ -114,7 +115,7 @@ def compare(build: Build, calibrated: str, folder: Path) -> dict[str, float]:
 
 
 def _predicted(model: nn.Module, x: Tensor, kind: str) -> float:
-    spec = {"devices": [{"name": "cpu", "kind": kind}]}
+    spec = {"devices": [{"name": "cpu", "kind": kind}], **LOSS}
     return placer.make_plan(model, spec, (x,)).step_seconds
 
 
