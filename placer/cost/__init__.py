@@ -14,7 +14,7 @@ from placer.cost.estimate import CostEstimates, Estimate, batch_rows, estimate_c
 from placer.cost.kernels import device_kernels
 from placer.cost.loss import Loss, find_loss, loss_of, mean_square
 from placer.cost.regions import with_regions
-from placer.cost.rows import with_fewer_rows
+from placer.cost.rows import with_added_rows, with_fewer_rows
 from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
 from placer.cost.types import (
     AddedGradient,
@@ -53,6 +53,7 @@ __all__ = [
     "nbytes_of_storage",
     "updates_together",
     "uses_blas",
+    "with_added_rows",
     "with_fewer_rows",
     "with_regions",
     "workspace_nbytes",

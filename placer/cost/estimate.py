@@ -262,7 +262,7 @@ def _table(
         readers=readers,
         input_readers=input_readers,
         input_nbytes=tuple(map(nbytes_of, inputs)),
-        state=_state(program, training=training),
+        state=_state(program, recording.row_gradients, training=training),
         saving=recording.saving if training else frozenset(),
         loss=recording.loss,
         work=Work(
@@ -310,7 +310,9 @@ def _parts(stored: Lifetime) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _state(program: Program, *, training: bool) -> tuple[StateTensor, ...]:
+def _state(
+    program: Program, row_gradients: Mapping[str, int], *, training: bool
+) -> tuple[StateTensor, ...]:
     """The parameters and buffers of the model, in its order."""
     alias = first_names(program.model)
     readers = defaultdict[str, set[int]](set)
@@ -323,6 +325,7 @@ def _state(program: Program, *, training: bool) -> tuple[StateTensor, ...]:
             readers=tuple(sorted(readers[name])),
             is_buffer=not isinstance(tensor, nn.Parameter),
             trained=training and isinstance(tensor, nn.Parameter) and tensor.requires_grad,
+            row_gradient_nbytes=row_gradients.get(name),
         )
         for name, tensor in named_state(program.model)
         if alias[name] == name

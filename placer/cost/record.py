@@ -7,6 +7,7 @@ them for backward, and `placer.cost.attribution` which node's backward is runnin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from placer.errors import CaptureError, PlacerError, first_line
 from placer.operands import nbytes_of, tensors_of_tree
 from placer.program.alias import NodeFailure
 from placer.program.fake_mode import detach_fake
+from placer.program.row_gradients import row_gradient
 from placer.timeline import Timeline
 
 # In the error of torch.func's transforms when they are called under saved-tensor hooks.
@@ -53,6 +55,7 @@ class Recording:
     output_nbytes: tuple[int, ...]
     output_blocks: tuple[tuple[int, ...], ...]  # the blocks of each node's result
     loss: str  # its name
+    row_gradients: Mapping[str, int]  # bytes of the sparse gradients, by the names of parameters
 
 
 def record_run(
@@ -100,6 +103,7 @@ def record_run(
         run.end_forward(value)
         if training and value.requires_grad and not offloads:
             run.backward(value)
+        row_gradients = run.row_gradients()
         recorder.start_node(OUTSIDE)
     return Recording(
         order=tuple(order),
@@ -111,6 +115,7 @@ def record_run(
         output_nbytes=tuple(run.output_nbytes),
         output_blocks=tuple(run.output_blocks),
         loss=name,
+        row_gradients=row_gradients,
     )
 
 
@@ -243,6 +248,18 @@ class _Run(NodeRunner):
         """Count each storage that is still alive but that no hook reported as saved by its producer."""
         self._attribution.claim(loss, self._loss)
         self._recorder.save_alive()
+
+    def row_gradients(self) -> dict[str, int]:
+        """Bytes of gradients that are sparse, by parameter; the recorder learns what they are."""
+        named = dict(self.module.named_parameters())
+        parts = {name: row_gradient(p) for name, p in named.items()}
+        for uses in map(self._recorder.uses_of, itertools.chain(*parts.values())):
+            if uses is not None:
+                uses.parameter_gradient = True
+        sparse = {
+            name: found for name, found in parts.items() if found and named[name].grad is None
+        }
+        return {name: nbytes_of(*found) for name, found in sparse.items()}
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of ``loss``. Raises ``CaptureError`` if it fails."""

@@ -17,6 +17,7 @@ from placer.cost import (
     batch_rows,
     device_type,
     find_loss,
+    with_added_rows,
     with_regions,
 )
 from placer.errors import CaptureError
@@ -180,11 +181,11 @@ def _plan_for(
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
         choose = partial(_choose, program, slots, pins, options, tables, enough)
-        plain = costs_of(kernels=kernels, offloads=offloaded)
+        plain = with_added_rows(costs_of(kernels=kernels, offloads=offloaded), len(sizes))
         first = choose(with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
         if heavy and spec.offload:  # needs another run of the model
-            plain = costs_of(kernels=kernels, offloads=True)
+            plain = with_added_rows(costs_of(kernels=kernels, offloads=True), len(sizes))
         return choose_policy(
             program,
             plain,

@@ -27,8 +27,9 @@ from placer.executor.statistics import DeferredStatistics, defers_statistics
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
+from placer.program.row_gradients import clear_row_gradients
 from placer.simulation.ledger import Ledger
-from placer.simulation.optimizers import make_optimizer
+from placer.simulation.optimizers import RowUpdates, make_optimizer
 from placer.simulation.simulate import (
     counted_loss,
     describe_device,
@@ -245,12 +246,22 @@ class _FakeReplica:
                 )
                 reducer.finish()
 
+            rows = RowUpdates(plan.optimizer, trained)
+
+            def update() -> None:
+                optimizer.step()
+                rows.step()
+
+            def zero_grad() -> None:
+                optimizer.zero_grad(set_to_none=True)
+                clear_row_gradients(trained)
+
             with explained, ledger, running_kernels(plan, name):
                 return record_steps(
                     ledger,
                     train,
-                    optimizer.step,
-                    lambda: optimizer.zero_grad(set_to_none=True),
+                    update,
+                    zero_grad,
                     steps=steps,
                     once=once,
                 )

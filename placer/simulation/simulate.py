@@ -23,8 +23,9 @@ from placer.operands import tensors_of_tree
 from placer.plan.types import DevicePeak, Plan
 from placer.program import FakeConverter, Program
 from placer.program.call import placeholder_names
+from placer.program.row_gradients import clear_row_gradients
 from placer.simulation.ledger import Ledger
-from placer.simulation.optimizers import make_optimizer
+from placer.simulation.optimizers import RowUpdates, make_optimizer
 from placer.simulation.steps import explained_failure, record_steps
 from placer.simulation.types import DeviceSimulation, SimulationReport
 from placer.simulation.usage import (
@@ -133,6 +134,7 @@ def _run(
                 return ledger.timeline()
             place_of = {name: run_on or rows[0][s].name for name, s in staged.state_stage.items()}
             optimizers = _optimizers(placed, plan, place_of)
+            row_updates = RowUpdates(plan.optimizer, placed.parameters())
             step = partial(
                 placed.step_leaves, leaves, loss_fn=with_copied_target(loss), target=target
             )
@@ -141,10 +143,12 @@ def _run(
                 with watch.optimizing():
                     for optimizer in optimizers:
                         optimizer.step()
+                    row_updates.step()
 
             def zero_grad() -> None:
                 with watch.optimizing():
                     placed.zero_grad(set_to_none=True)
+                    clear_row_gradients(placed.parameters())
 
             return record_steps(
                 ledger,
