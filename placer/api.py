@@ -166,8 +166,9 @@ def auto_spec(
     """A spec with which ``model`` fits on ``devices``, and which uses as few of them as possible.
 
     ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or
-    a single one of them; ``loss_fn``, ``target``, ``processes`` and ``ignore_device_moves`` are as for
-    `make_plan`, ``options`` are other fields of the spec. Raises ``BudgetError`` if no spec fits.
+    a single one of them; ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``processes``
+    and ``ignore_device_moves`` are as for `make_plan`, ``options`` are other fields of the spec. Raises
+    ``BudgetError`` if no spec fits.
     """
     one = isinstance(devices, str | Mapping | DeviceSpec)
     fields = {

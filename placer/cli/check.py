@@ -15,9 +15,9 @@ from placer.errors import CaptureError, PlacerError, SpecError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor
 
     from placer.cli.loaded_model import LoadedModel
+    from placer.cost import CostTable
     from placer.program import Program
     from placer.spec import LossSpec, PlacementSpec
 
@@ -156,11 +156,10 @@ def _check_model(
     as_json: bool,
 ) -> None:
     """Print how far the model can be split, and how many devices of each size it needs."""
-    from pydantic import TypeAdapter
-
     from placer.cli.limits import print_limits
+    from placer.cost import estimate_costs, find_loss
     from placer.plan.summary import describe_loss
-    from placer.plan.types import PlannedLoss
+    from placer.planner.assemble import planned_loss
     from placer.planner.cut_limits import count_pieces
 
     with progress(console, "recording the operations of the model"):
@@ -195,12 +194,14 @@ def _check_model(
         "notes": notes,
     }
     try:
-        result |= _measured(
-            program, leaves, sizes, whole, loss=loss, optimizer=optimizer, training=training
-        )
-        if result["loss"] is not None:
-            counted = TypeAdapter(PlannedLoss).validate_python(result["loss"])
-            notes.append(describe_loss(counted, "the last stage's device"))
+        counted = find_loss(loss)
+        costs = estimate_costs(program, leaves, training=training, kernels="cuda", loss=counted)
+        result |= _measured(program, costs, sizes, whole, optimizer=optimizer, training=training)
+        if training:
+            taken = planned_loss(counted, costs)
+            kept = {"function": taken.function, "assumed": taken.assumed, "bytes": taken.nbytes}
+            result["loss"] = kept
+            notes.append(describe_loss(taken, "the last stage's device"))
     except (
         CaptureError
     ) as error:  # for example if a module that stays whole reads values of tensors
@@ -212,24 +213,15 @@ def _check_model(
 
 def _measured(
     program: Program,
-    leaves: Sequence[Tensor],
+    costs: CostTable,
     sizes: Sequence[tuple[str, int]],
     whole: Sequence[dict[str, Any]],
     *,
-    loss: LossSpec | None,
     optimizer: str,
     training: bool,
 ) -> dict[str, Any]:
-    from pydantic import TypeAdapter
-
-    from placer.cost import estimate_costs, find_loss
-    from placer.plan.types import PlannedLoss
-    from placer.planner.assemble import planned_loss
     from placer.planner.cut_limits import devices_needed, measure_limits
 
-    counted = find_loss(loss)
-    costs = estimate_costs(program, leaves, training=training, kernels="cuda", loss=counted)
-    taken = TypeAdapter(PlannedLoss).dump_python(planned_loss(counted, costs), by_alias=True)
     limits = measure_limits(program, costs, optimizer=optimizer, training=training)
     for module in whole:
         share = limits.whole[module["layer"]]
@@ -251,7 +243,6 @@ def _measured(
             size: devices_needed(program, costs, nbytes, optimizer=optimizer, training=training)
             for size, nbytes in sizes
         },
-        "loss": taken if training else None,
     }
 
 

@@ -66,7 +66,7 @@ class Loss:
 
         def cut(leaf: Tensor) -> Tensor:
             shape = leaf.shape if rows is None or not leaf.dim() else (rows, *leaf.shape[1:])
-            return torch.empty(shape, dtype=leaf.dtype)
+            return torch.empty(shape, dtype=leaf.dtype, device="cpu")
 
         return tree_map_only(Tensor, cut, self.target)
 

@@ -76,7 +76,7 @@ def _plan(
     allocator: str = "expandable",
 ) -> Plan:
     devices = [{"name": device, "allocator": allocator}]
-    spec = {"devices": devices, "precision": precision, "training": training, "optimizer": "adam"}
+    spec = {"devices": devices, "precision": precision, "training": training, "loss": "mean_square"}
     return JudgingPlanner(program, leaves)(PlacementSpec.model_validate(spec))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.catalogue import DeviceKind, PeakMemory, Profile
-from placer.cost import CostTable, device_type, estimate_costs, mean_square
+from placer.cost import CostTable, device_type, estimate_costs, find_loss, mean_square
 from placer.errors import DeviceError
 from placer.executor.device_map import device_count, map_devices
 from placer.executor.module import PlacedModule
@@ -24,7 +24,7 @@ from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.program import Program
 from placer.program.python_random import keep_random
 from placer.rates import Rates
-from placer.spec import PlacementSpec
+from placer.spec import LossSpec, PlacementSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,12 @@ def profile_model(
             ) from error
         raise
     costs = estimate_costs(
-        program, leaves, training=training, precision=precision, kernels=device_type(device)
+        program,
+        leaves,
+        training=training,
+        precision=precision,
+        kernels=device_type(device),
+        loss=find_loss(LossSpec(function="mean_square")),
     )
     kind = _with_profile(
         base, program, costs, times, precision, None if memory is None else memory.measured
