@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from placer.catalogue import DeviceKind, PeakMemory, Profile
-from placer.cost import CostTable, device_type, estimate_costs, find_loss, mean_square
+from placer.cost import CostTable, device_type, estimate_costs
+from placer.cost.loss import ASSUMED
 from placer.errors import DeviceError
 from placer.executor.device_map import device_count, map_devices
 from placer.executor.module import PlacedModule
@@ -24,7 +25,7 @@ from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.program import Program
 from placer.program.python_random import keep_random
 from placer.rates import Rates
-from placer.spec import LossSpec, PlacementSpec
+from placer.spec import PlacementSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ def profile_model(
 
             def placed_step() -> None:
                 assert placed is not None
-                placed.step_leaves(inputs, loss_fn=mean_square)
+                placed.step_leaves(inputs, loss_fn=ASSUMED)
                 placed.zero_grad(set_to_none=True)
 
             times = measure_nodes(
@@ -100,12 +101,7 @@ def profile_model(
             ) from error
         raise
     costs = estimate_costs(
-        program,
-        leaves,
-        training=training,
-        precision=precision,
-        kernels=device_type(device),
-        loss=find_loss(LossSpec(function="mean_square")),
+        program, leaves, training=training, precision=precision, kernels=device_type(device)
     )
     kind = _with_profile(
         base, program, costs, times, precision, None if memory is None else memory.measured
