@@ -61,6 +61,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._autograd._saved_tensors_hooks_disable",
         "torch._C.DisableTorchFunction",
         "torch.nn.Module._apply",
+        "torch._C._create_function_from_graph",
+        "torch._C._set_grad_enabled",
         "torch.random.default_generator",  # torch.manual_seed and its like look it up there
         "torch.library._scoped_library",
         "torch._C.DispatchKey.CompositeImplicitAutograd",
@@ -166,6 +168,19 @@ def _is_there(name: str) -> bool:
             found = getattr(found, part)
         return True
     return False
+
+
+SET_GRAD_ENABLED: Any = getattr(torch._C, "_set_grad_enabled", None)
+"""What ``torch.no_grad`` and its like call, in Python. Torch's C++ code has other ways."""
+
+
+def unoptimized(function: Any) -> Any:
+    """``function``, one of TorchScript, as before its first call: it runs the operators that it was written with.
+
+    After some calls, TorchScript runs optimized parts that detach their inputs and have a backward of their
+    own, which does not work on fake tensors.
+    """
+    return torch._C._create_function_from_graph(function.name, function.graph.copy())
 
 
 def clone_shallow(

@@ -62,6 +62,60 @@ def override_calls(
 
 
 @contextmanager
+def override_function_forwards(
+    forward: Callable[[Callable[..., Any], Any, Any], Any],
+) -> Iterator[None]:
+    """In this block, ``apply`` of an ``autograd.Function`` calls ``forward(original, cls, args)``.
+
+    ``original`` is the ``forward`` of ``cls``, and ``args`` are its arguments, with a context or without. An
+    alias of ``apply`` that the model's code took at import (``scan = Scan.apply``) calls it too.
+    """
+    replaced = [cls for cls in _subclasses(torch.autograd.Function) if "forward" in vars(cls)]
+    originals = [vars(cls)["forward"] for cls in replaced]
+    try:
+        for cls, original in zip(replaced, originals, strict=True):
+            cls.forward = staticmethod(_giving_away(forward, original.__get__(None, cls), cls))
+        yield
+    finally:
+        for cls, original in zip(replaced, originals, strict=True):
+            cls.forward = original
+
+
+def _giving_away(
+    forward: Callable[[Callable[..., Any], Any, Any], Any], original: Callable[..., Any], cls: Any
+) -> Callable[..., Any]:
+    @wraps(original)
+    def given_away(*args: Any) -> Any:
+        return forward(original, cls, args)
+
+    return given_away
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for child in type.__subclasses__(cls):
+        yield child
+        yield from _subclasses(child)
+
+
+@contextmanager
+def override_script_functions(
+    call: Callable[[Callable[..., Any], Any, Any, Any], Any],
+) -> Iterator[None]:
+    """In this block, functions of TorchScript are called as ``call(original, function, args, kwargs)``."""
+    kind: Any = torch.jit.ScriptFunction
+    original = kind.__call__
+
+    def function_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(original, function, args, kwargs)
+
+    kind.__call__ = function_call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
+
+
+@contextmanager
 def override_grad_enabled(answer: Callable[[Callable[[], bool]], bool]) -> Iterator[None]:
     """In this block, ``torch.is_grad_enabled()`` is ``answer(original)``."""
     original = torch.is_grad_enabled

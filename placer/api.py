@@ -25,7 +25,7 @@ from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
-from placer.program import Program, capture_model, flatten_call
+from placer.program import Program, SplitRules, capture_model, flatten_call
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.simulation.ranks import simulate_ranks
@@ -64,7 +64,9 @@ def make_plan(
     ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
     """
     wanted = as_spec(spec)
-    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    program, leaves = _capture(
+        model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
+    )
     loss = _given_loss(loss_fn, target)
     return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
 
@@ -99,7 +101,9 @@ def compile(
     def plan_here() -> tuple[Program, Plan]:
         wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
         require("running" if job is None else "a process per device")
-        program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+        program, leaves = _capture(
+            model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
+        )
         return program, _plan_or_refuse(wanted, program, leaves, job)
 
     if job is not None:
@@ -180,7 +184,9 @@ def auto_spec(
     loss = _given_loss(loss_fn, target)
     if loss is not None:
         spec = spec.model_copy(update={"loss": loss.spec})
-    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    program, leaves = _capture(
+        model, args, kwargs, rules=_rules(spec), ignore_device_moves=ignore_device_moves
+    )
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
     return choose_spec(program, spec, leaves, make)
 
@@ -206,7 +212,9 @@ def simulate(
     and ``ignore_device_moves`` are as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
-    program, leaves = _capture(model, args, kwargs, ignore_device_moves=ignore_device_moves)
+    program, leaves = _capture(
+        model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
+    )
     make = JudgingPlanner(program, leaves, processes=processes, loss=_given_loss(loss_fn, target))
     planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
     return simulate_captured(
@@ -300,17 +308,22 @@ def _refuse_placed(model: nn.Module) -> None:
             )
 
 
+def _rules(wanted: PlacementSpec | Plan) -> SplitRules:
+    return SplitRules.of(wanted.batch_dims, wanted.replicas, wanted.microbatches)
+
+
 def _capture(
     model: nn.Module,
     args: Sequence[Any] | Tensor,
     kwargs: Mapping[str, Any] | None,
     *,
+    rules: SplitRules | None = None,
     ignore_device_moves: bool,
 ) -> tuple[Program, list[Tensor]]:
     positional, keywords = example_call(args, kwargs)
     _refuse_placed(model)
     with torch.inference_mode(False):  # a plan is for training, too
         program = capture_model(
-            model, positional, keywords, ignore_device_moves=ignore_device_moves
+            model, positional, keywords, rules=rules, ignore_device_moves=ignore_device_moves
         )
     return program, flatten_call(program.call, positional, keywords)

@@ -142,7 +142,12 @@ def verify(
     """
     args, kwargs = example_call(args, kwargs)
     placed = compile(
-        model, spec_or_plan, args, kwargs, run_on=run_on, ignore_device_moves=ignore_device_moves
+        copy_module(model),
+        spec_or_plan,
+        args,
+        kwargs,
+        run_on=run_on,
+        ignore_device_moves=ignore_device_moves,
     )
     plain = copy_module(model)
     wanted = _counted_loss(placed.plan, seed) if loss_fn is None else _loss_on(loss_fn, target)

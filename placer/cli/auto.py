@@ -145,7 +145,7 @@ def auto(
 
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program()
+        program, leaves = loaded.program(wanted)
     make = JudgingPlanner(program, leaves)
     try:
         with (

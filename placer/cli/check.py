@@ -134,7 +134,7 @@ def _check_spec(
             print_json(result)
         return
     with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program()
+        program, leaves = loaded.program(spec)
     make = JudgingPlanner(program, leaves)
     with progress(console, "planning"):
         made = make(spec)

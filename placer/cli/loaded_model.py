@@ -16,7 +16,9 @@ from placer.cli.options import ModelOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
 from placer.inputs import parse_inputs
-from placer.program import IgnoreDeviceMoves, Program, capture_model, flatten_call
+from placer.plan.types import Plan
+from placer.program import IgnoreDeviceMoves, Program, SplitRules, capture_model, flatten_call
+from placer.spec import PlacementSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +36,17 @@ class LoadedModel:
         """Was any argument of forward given?"""
         return bool(self.args or self.kwargs)
 
-    def program(self) -> tuple[Program, list[Tensor]]:
-        """Capture the model. Returns the program and its input tensors."""
+    def program(self, wanted: PlacementSpec | Plan | None = None) -> tuple[Program, list[Tensor]]:
+        """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
+        rules = None
+        if wanted is not None:
+            rules = SplitRules.of(wanted.batch_dims, wanted.replicas, wanted.microbatches)
         program = capture_model(
-            self.model, self.args, self.kwargs, ignore_device_moves=self.ignore_device_moves
+            self.model,
+            self.args,
+            self.kwargs,
+            ignore_device_moves=self.ignore_device_moves,
+            rules=rules,
         )
         return program, flatten_call(program.call, self.args, dict(self.kwargs))
 

@@ -73,7 +73,7 @@ def plan(
         wanted = with_kind_file(wanted, profile)
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program()
+        program, leaves = loaded.program(wanted)
     check_kind_file(profile, wanted, program)
     make = JudgingPlanner(program, leaves, processes=processes)
     with progress(console, "planning"):

@@ -58,7 +58,7 @@ def simulate(
 
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program()
+        program, leaves = loaded.program(wanted)
     plan = wanted
     make = JudgingPlanner(program, leaves, processes=processes)
     if not isinstance(plan, Plan):

@@ -21,7 +21,7 @@ from placer.cost.work import Work
 from placer.errors import CaptureError, first_line
 from placer.operands import nbytes_of
 from placer.precision import precision_context
-from placer.program import FakeConverter, Program, first_names, named_state
+from placer.program import FakeConverter, Program, first_names, named_state, rows_of
 from placer.program.alias import NodeFailure
 from placer.program.call import describe_shapes
 
@@ -173,8 +173,7 @@ def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
 
 def batch_rows(program: Program, inputs: Sequence[Tensor]) -> int | None:
     """The rows of a batch of ``inputs``; None if no input is batched."""
-    pairs = zip(inputs, program.call.batched, strict=True)
-    return next((tensor.size(0) for tensor, batched in pairs if batched), None)
+    return rows_of(program.call.batch_dims, [tensor.shape for tensor in inputs])
 
 
 def _with_offloaded_transients(table: CostTable, sent: Recording) -> CostTable:

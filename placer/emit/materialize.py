@@ -28,7 +28,8 @@ def materialize(
 ) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are on ``device_of[name]``.
 
-    The caller's model is not changed. With ``weights`` (a safetensors file, or a file of
+    The caller's model is not changed, but the copy has the same hooks, and the same objects in attributes if
+    there are no tensors in them (`copy_module`). With ``weights`` (a safetensors file, or a file of
     ``torch.save``, which is memory-mapped), every parameter and buffer is read from the file. Without,
     tensors with data are copied, and modules with tensors on ``meta`` are initialised on the CPU, one
     at a time: by ``initialize(module)`` if given, else by their ``reset_parameters``. Each module's
@@ -51,8 +52,7 @@ def materialize(
             memo[id(tensor)] = tensor_like(tensor, tensor.detach().to("meta"))
         else:
             missing.append((name, tensor))
-    # Hooks and other attributes are copied with the modules, and refer to the new tensors too.
-    copied = copy_module(model, memo)
+    copied = copy_module(model, memo, keep_objects=True)
     if missing:
         names = {name for name, _ in missing}
         initialize_module(copied, names, device_of, initialize=initialize)

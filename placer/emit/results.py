@@ -21,8 +21,8 @@ def find_batched_results(program: Program, result: Sequence[tuple[str, Any]]) ->
     """
     flow: nx.DiGraph[Any] = nx.DiGraph()
     placeholders = [node.name for node in program.graph.nodes if node.op == "placeholder"]
-    for name, batched in zip(placeholders, program.call.batched, strict=True):
-        if batched or name in program.mutated_inputs:
+    for name, dim in zip(placeholders, program.call.batch_dims, strict=True):
+        if dim is not None or name in program.mutated_inputs:
             flow.add_edge(_BATCH, name)
     for node in program.graph.nodes:
         flow.add_edges_from((source.name, node.name) for source in node.all_input_nodes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from placer.program import CallFormat, Conditions, TensorPath
+from placer.program import CallFormat, Conditions, Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +67,10 @@ class StagedModel:
     batched_results: tuple[bool, ...]
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
-    constant_paths: Mapping[str, TensorPath]  # paths of the constants in attributes of modules
+    constant_paths: Mapping[str, Path]  # paths of the constants in attributes of modules
     call: CallFormat
     conditions: Conditions  # the conditions under which the stages compute what the model does
 
     def example_inputs(self) -> list[torch.Tensor]:
         """Tensors on ``meta`` like the inputs that the model was captured with."""
-        found = zip(self.conditions.shapes, self.conditions.dtypes, strict=True)
-        return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in found]
+        return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.call.inputs]

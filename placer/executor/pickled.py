@@ -15,11 +15,12 @@ from torch import nn
 
 from placer.emit import StagedModel, emit_stages
 from placer.errors import CaptureError, PlacerError
-from placer.executor.programs import capture_for_plan, isolated_from_caller
+from placer.executor.programs import capture_for_plan, isolated_from_caller, plan_rules
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
 from placer.program import (
     AttributeGuard,
+    BatchDim,
     capture_model,
     guarded_attributes_restored,
     is_torch_leaf,
@@ -38,6 +39,7 @@ class ExampleCall:
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
     whole: frozenset[str]  # paths of modules that were captured as one node
     guards: tuple[AttributeGuard, ...]  # plain attributes that the program read
+    batch_dims: Mapping[str, BatchDim]  # name of an input -> dimension of the batch
     ignore_device_moves: bool = False
 
 
@@ -51,6 +53,7 @@ def example_call(staged: StagedModel) -> ExampleCall:
         modes=conditions.modes,
         whole=conditions.whole,
         guards=tuple(s for s in conditions.guards if s.is_plain),
+        batch_dims={each.name: each.batch_dim for each in staged.call.inputs},
         ignore_device_moves=conditions.ignore_device_moves,
     )
 
@@ -94,6 +97,7 @@ def emit_changed(
         call.kwargs,
         state_stage=state_stage,
         ignore_device_moves=call.ignore_device_moves,
+        batch_dims=call.batch_dims,
     )
 
 
@@ -125,7 +129,11 @@ def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
     and ``CaptureError`` if capture fails. Call it inside `as_captured`.
     """
     program = capture_model(
-        model, call.args, call.kwargs, ignore_device_moves=call.ignore_device_moves
+        model,
+        call.args,
+        call.kwargs,
+        ignore_device_moves=call.ignore_device_moves,
+        rules=plan_rules(plan).with_names(call.batch_dims),
     )
     check_plan(plan, program)
     return emit_stages(program, plan)

@@ -17,8 +17,10 @@ from placer.plan.types import Plan
 from placer.planner.follow import follow_plan
 from placer.program import (
     AttributeGuard,
+    BatchDim,
     BoundCall,
     CallFormat,
+    SplitRules,
     bind_arguments,
     call_difference,
     call_tensors,
@@ -164,8 +166,9 @@ class Programs:
             found = None
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             if whole == self._whole and self._buffers == self._captured_buffers:
-                conditions, result = captured.conditions, captured.call.result
-                found = same_program(self._model, conditions, result, args, kwargs, grad=grad)
+                found = same_program(
+                    self._model, captured.conditions, captured.call, args, kwargs, grad=grad
+                )
             if found is not None:
                 program = _KnownProgram(found.guards, captured, found.grad, found.any_rows)
             else:
@@ -229,6 +232,7 @@ class Programs:
             state_stage=captured.state_stage,
             ignore_device_moves=captured.conditions.ignore_device_moves,
             grad=grad,
+            batch_dims={each.name: each.batch_dim for each in captured.call.inputs},
         )
 
 
@@ -241,16 +245,29 @@ def capture_for_plan(
     state_stage: Mapping[str, int],
     ignore_device_moves: bool,
     grad: bool = True,
+    batch_dims: Mapping[str, BatchDim],
 ) -> StagedModel:
     """The stages of ``plan`` for another program of its model, which has perhaps been changed since.
 
-    ``state_stage`` says which stage each planned weight is on, where it stays. ``grad`` is as for
-    `capture_model`. Raises ``CaptureError``.
+    ``state_stage`` says which stage each planned weight is on, where it stays, and ``batch_dims`` how inputs
+    of these names are split. ``grad`` is as for `capture_model`. Raises ``CaptureError``.
     """
-    program = capture_model(model, args, kwargs, ignore_device_moves=ignore_device_moves, grad=grad)
+    program = capture_model(
+        model,
+        args,
+        kwargs,
+        ignore_device_moves=ignore_device_moves,
+        grad=grad,
+        rules=plan_rules(plan).with_names(batch_dims),
+    )
     staged = emit_stages(program, follow_plan(plan, program))
     # Weights stay where they are; a weight that a parametrization added since goes to its reader.
     return replace(staged, state_stage={**staged.state_stage, **state_stage})
+
+
+def plan_rules(plan: Plan) -> SplitRules:
+    """How the inputs of ``plan`` are split."""
+    return SplitRules.of(plan.batch_dims, plan.replicas, plan.microbatches)
 
 
 class ProgramsByCall:

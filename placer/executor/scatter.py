@@ -20,37 +20,39 @@ from torch.utils._pytree import (
 
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError
-from placer.program import TENSOR, CallFormat, unflatten_output
+from placer.program import CallFormat, rows_of, unflatten_output
 from placer.schedule import split_batch
 
 
 def batch_size(call: CallFormat, leaves: Sequence[torch.Tensor]) -> int | None:
-    """The number of rows (size of dim 0) of the batched inputs; None if there are none.
+    """The number of rows of the inputs that have a row per sample; None if there are none.
 
-    Raises ``CaptureError`` if batched inputs have different numbers of rows.
+    Raises ``CaptureError`` if they have different numbers of rows.
     """
-    tensor_names = [n for n, c in zip(call.leaf_names, call.constants, strict=True) if c is TENSOR]
-    names = [n for n, mark in zip(tensor_names, call.batched, strict=True) if mark]
-    sizes = [t.size(0) for t, mark in zip(leaves, call.batched, strict=True) if mark]
-    if len(set(sizes)) > 1:
-        found = ", ".join(f"{n}: {s}" for n, s in zip(names, sizes, strict=True))
+    sizes = {
+        each.name: leaf.size(each.batch_dim)
+        for each, leaf in zip(call.inputs, leaves, strict=True)
+        if each.batch_dim is not None
+    }
+    if len(set(sizes.values())) > 1:
         raise CaptureError(
             "inputs",
-            f"the batch (dim 0) differs between inputs: {found}",
-            "give all of them the same size of dim 0",
+            f"the batch differs between inputs: {', '.join(f'{n}: {s}' for n, s in sizes.items())}",
+            "give all of them as many rows; an input that is not split with the batch is "
+            '"whole" in the spec\'s "inputs"',
         )
-    return sizes[0] if sizes else None
+    return next(iter(sizes.values()), None)
 
 
 def split_rows(
     call: CallFormat, leaves: Sequence[torch.Tensor], sizes: Sequence[int]
 ) -> list[list[torch.Tensor]]:
     """One list of inputs per size: that many rows of the batched inputs, and the others unsplit."""
-    if len(sizes) == 1 and (not leaves or batch_size(call, leaves) in (None, sizes[0])):
+    if len(sizes) == 1:
         return [list(leaves)]
     columns = [
-        leaf.split(list(sizes)) if batched else (leaf,) * len(sizes)
-        for leaf, batched in zip(leaves, call.batched, strict=True)
+        (leaf,) * len(sizes) if dim is None else leaf.split(list(sizes), dim)
+        for leaf, dim in zip(leaves, call.batch_dims, strict=True)
     ]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -87,7 +89,12 @@ def scatter_batch(
     call: CallFormat, leaves: Sequence[torch.Tensor], *, replicas: int, microbatches: int
 ) -> ScatteredBatch:
     """Split the batch of these inputs; a call without a batch is one slice, on the first replica."""
-    total = batch_size(call, leaves)
+    one_slice = replicas == microbatches == 1
+    total = (
+        rows_of(call.batch_dims, [x.shape for x in leaves])
+        if one_slice
+        else batch_size(call, leaves)
+    )
     if total is None:
         return ScatteredBatch(total=None, rows=((1,),), slices=[list(leaves)])
     rows = split_batch(total, replicas, microbatches)

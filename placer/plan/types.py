@@ -6,7 +6,7 @@ pydantic reads and writes plan files by the annotations of these dataclasses (`p
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
@@ -277,6 +277,8 @@ class Plan:
     example_microbatches: Count | None = None
     host: HostPeak | None = None  # None: nothing is offloaded
     loss: PlannedLoss | None = None  # None: inference, or a file of an older placer
+    # The spec's ``inputs``: pattern -> dimension of the batch, None for inputs that are whole.
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan

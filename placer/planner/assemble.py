@@ -51,6 +51,7 @@ def assemble_plan(
         batch_norm=spec.batch_norm,
         optimizer=options.optimizer,
         training=spec.training,
+        batch_dims=spec.batch_dims,
         step_seconds=partition.seconds,
         optimizer_seconds=partition.optimizer_seconds,
         fingerprint=program.fingerprint,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from placer.partition import PlanningOptions
-from placer.program import Program, placeholder_names
+from placer.program import Program
 from placer.quantities import format_count
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers
@@ -35,10 +35,13 @@ def placement_notes(
     is_split = options.microbatches > 1 or replicas > 1
     has_batch_norm = any(isinstance(m, _BATCH_NORMS) for m in program.model.modules())
     if is_split and program.call.batch_size is not None:
-        tensors = placeholder_names(program.call)
-        batched = [n for n, b in zip(tensors, program.call.batched, strict=True) if b]
+        split = [
+            each.name if each.batch_dim == 0 else f"{each.name} (its dim {each.batch_dim})"
+            for each in program.call.inputs
+            if each.batch_dim is not None
+        ]
         notes.append(
-            f"The batch is split along dim 0 of {', '.join(batched)}. Computations across rows of the "
+            f"The batch is split along dim 0 of {', '.join(split)}. Computations across rows of the "
             "batch (a mean, similarities between rows, sequence-first layers) see one slice at a "
             "time, as with nn.DataParallel."
         )

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from placer.cost import batch_rows
 from placer.errors import PlacerError, SpecError
 from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
 from placer.planner.notes import layer_paths, shared_modules
-from placer.program import Program, is_inside
+from placer.program import Program, is_inside, rows_of
 from placer.regions import RegionKey, region_keys
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
@@ -162,7 +161,7 @@ def microbatch_rows(
     program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
 ) -> tuple[int, ...]:
     """The number of rows of each micro-batch of the first replica; ``(1,)`` if no input is batched."""
-    rows = batch_rows(program, inputs)
+    rows = rows_of(program.call.batch_dims, [tensor.shape for tensor in inputs])
     return split_batch(1 if rows is None else rows, replicas, microbatches)[0]
 
 
@@ -172,10 +171,10 @@ def microbatch_inputs(
     """The inputs of the largest micro-batch, as ``meta`` tensors."""
     rows = microbatch_rows(program, inputs, replicas, microbatches)[0]
     shaped = []
-    for tensor, batched in zip(inputs, program.call.batched, strict=True):
+    for tensor, dim in zip(inputs, program.call.batch_dims, strict=True):
         shape = list(tensor.shape)
-        if batched:
-            shape[0] = rows
+        if dim is not None:
+            shape[dim] = rows
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
         shaped.append(meta.requires_grad_(tensor.requires_grad))
     return shaped

@@ -25,6 +25,7 @@ random_layers              layers that draw random numbers of torch
 =========================  =======================================================================
 """
 
+from placer.program.batch import BatchDim, SplitRules
 from placer.program.call import (
     BoundCall,
     bind_arguments,
@@ -41,7 +42,6 @@ from placer.program.copying import copy_module, tensors_of
 from placer.program.fake import FakeConverter
 from placer.program.guards import (
     AttributeGuard,
-    TensorPath,
     copy_guarded_attributes,
     failed_guard,
     find_tensor,
@@ -55,6 +55,7 @@ from placer.program.leaves import (
     without_hooks,
 )
 from placer.program.moves import IgnoreDeviceMoves
+from placer.program.objects import Path
 from placer.program.result import flatten_result, result_tensors
 from placer.program.state import first_names, named_state
 from placer.program.targets import SELECTS
@@ -64,6 +65,7 @@ from placer.program.types import (
     Conditions,
     Program,
     WholeModule,
+    rows_of,
     training_flags,
 )
 from placer.program.validity import (
@@ -76,13 +78,15 @@ __all__ = [
     "SELECTS",
     "TENSOR",
     "AttributeGuard",
+    "BatchDim",
     "BoundCall",
     "CallFormat",
     "Conditions",
     "FakeConverter",
     "IgnoreDeviceMoves",
+    "Path",
     "Program",
-    "TensorPath",
+    "SplitRules",
     "WholeModule",
     "bind_arguments",
     "call_difference",
@@ -107,6 +111,7 @@ __all__ = [
     "rebuild_call",
     "result_tensors",
     "row_counts",
+    "rows_of",
     "same_program",
     "tensors_of",
     "training_flags",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ def analyze_aliasing(
     model: nn.Module,
     graph: fx.Graph,
     constants: Mapping[str, Tensor],
-    inputs: Iterable[Tensor],
+    inputs: Sequence[Tensor],
     *,
     guess: int = 1,
 ) -> Aliasing:
@@ -66,7 +66,7 @@ def analyze_aliasing(
     interpreter = _AliasInterpreter(
         fake_model, graph, {name: converter.tensor(t) for name, t in constants.items()}
     )
-    fakes = [converter.tensor(tensor) for tensor in inputs]
+    fakes = converter.inputs(inputs)
     with torch.enable_grad(), converter.running(guess), interpreter.writes:
         interpreter.run(*fakes)
     mutated = {

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from placer.errors import CaptureError, nearest
+from placer.program.batch import BatchDim
 from placer.program.result import ResultFormat
-from placer.program.types import TENSOR, CallFormat
+from placer.program.types import TENSOR, CallFormat, Input
 
 _RECAPTURE = "call it as it was captured, or compile it again with these arguments"
 
@@ -91,20 +92,21 @@ def rebuild_arguments(
     return tuple(args), kwargs
 
 
-def make_call_format(bound: BoundCall, result: ResultFormat) -> CallFormat:
+def make_call_format(
+    bound: BoundCall, result: ResultFormat, batch_dims: Sequence[BatchDim]
+) -> CallFormat:
     """The format of calls with arguments like ``bound`` and results of the format ``result``."""
-    tensors = bound.tensors
-    sizes = [tensor.size(0) for tensor in tensors if tensor.dim() > 0]
-    batch_size = sizes[0] if sizes else None
+    found = zip(placeholder_names(bound), bound.tensors, batch_dims, strict=True)
     return CallFormat(
         signature=bound.signature,
         in_spec=bound.in_spec,
         positional=bound.positional,
         leaf_names=bound.leaf_names,
         constants=bound.constants,
-        example_shapes=tuple(tensor.shape for tensor in tensors),
-        batch_size=batch_size,
-        batched=tuple(t.dim() > 0 and t.size(0) == batch_size for t in tensors),
+        inputs=tuple(
+            Input(name=name, shape=tensor.shape, dtype=tensor.dtype, batch_dim=dim)
+            for name, tensor, dim in found
+        ),
         result=result,
     )
 
@@ -128,16 +130,16 @@ def call_tensors(call: CallFormat, bound: BoundCall) -> list[Tensor]:
     """
     given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
     # By name: the keys of a dict may come in another order than at capture.
-    tensors = {name: given[name] for name in placeholder_names(call)}
-    for (name, tensor), shape in zip(tensors.items(), call.example_shapes, strict=True):
-        if tensor.dim() != len(shape):
+    tensors = [given[each.name] for each in call.inputs]
+    for each, tensor in zip(call.inputs, tensors, strict=True):
+        if tensor.dim() != len(each.shape):
             raise CaptureError(
-                name,
-                f"a tensor of {tensor.dim()} dimensions is given; {len(shape)} were captured "
-                f"(shape {list(shape)})",
+                each.name,
+                f"a tensor of {tensor.dim()} dimensions is given; {len(each.shape)} were captured "
+                f"(shape {list(each.shape)})",
                 _RECAPTURE,
             )
-    return list(tensors.values())
+    return tensors
 
 
 def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:

@@ -12,7 +12,14 @@ from placer._torch import is_compiled
 from placer.errors import CaptureError
 from placer.garbage import only_new_garbage
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
-from placer.program.call import BoundCall, bind_call, describe_shapes, make_call_format
+from placer.program.batch import Batch, SplitRules, find_batch, grown, refuse_unsure
+from placer.program.call import (
+    BoundCall,
+    bind_call,
+    describe_shapes,
+    make_call_format,
+    placeholder_names,
+)
 from placer.program.earlier_calls import Forgotten, forget_earlier_calls
 from placer.program.failure import (
     ForwardFailure,
@@ -26,10 +33,10 @@ from placer.program.fake import FakeConverter
 from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_torch_leaf
-from placer.program.record import RecordedProgram, double_batch, record_model
+from placer.program.record import RecordedProgram, record_model
 from placer.program.size_log import reads_rows
 from placer.program.state import named_state
-from placer.program.types import Conditions, Program, WholeModule, training_flags
+from placer.program.types import Conditions, Program, WholeModule, rows_of, training_flags
 from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
 from placer.versions import require
@@ -51,6 +58,7 @@ def capture_model(
     *,
     ignore_device_moves: bool = False,
     grad: bool = True,
+    rules: SplitRules | None = None,
 ) -> Program:
     """The program of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
 
@@ -58,7 +66,8 @@ def capture_model(
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
     node (``whole_modules`` says why) and the recording starts again, so there are at most as many
     recordings as modules. A second recording with twice the batch finds out what depends on the
-    batch size. ``grad`` is what code of the model gets that asks whether gradients are enabled; the
+    batch size, and which inputs have a row per sample as far as ``rules`` do not say (`find_batch`).
+    ``grad`` is what code of the model gets that asks whether gradients are enabled; the
     graph holds in either case if none asks. What forward left in the model in earlier calls is left
     out (`earlier_calls`).
 
@@ -73,7 +82,11 @@ def capture_model(
     with RECORDING:
         capture = _Capture(model, bound, converter, converter.module(model))
         capture.ignore_device_moves, capture.grad = ignore_device_moves, grad
+        capture.rules = rules or SplitRules()
         recording = capture.record()
+        inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
+        unread = [n for n, node in zip(capture.names, inputs, strict=True) if not node.users]
+        refuse_unsure(capture.batch, capture.inputs, capture.names, unread=unread)
         aliasing = capture.check(recording)
     return _assemble(model, recording, aliasing, bound, capture)
 
@@ -88,7 +101,10 @@ class _Capture:
         self.bound = bound
         self.converter = converter
         self.fake_model = fake_model
-        self.inputs = [converter.tensor(tensor) for tensor in bound.tensors]
+        self.inputs = converter.inputs(bound.tensors)
+        self.names = placeholder_names(bound)
+        self.rules = SplitRules()
+        self.batch = Batch(dims=(None,) * len(self.inputs), doubled=None)
         self.whole: dict[str, WholeModule] = {}
         self.guess = 1
         self.ignore_device_moves = False
@@ -180,18 +196,31 @@ class _Capture:
         )
 
     def _compare_batches(self, recording: RecordedProgram) -> None:
-        """Record with twice the batch and compare the graphs.
+        """Find the inputs that have a row per sample, and compare the graph with that for twice the batch.
 
         Raises ``TraceFailure`` naming the module where they first differ, so that it becomes a single
         node. Where that does not help, sets ``fixed_batch_reason`` to the reason. It does not if the batch
         has one row, for which the model does something else than for several.
         """
-        doubled = double_batch(self.converter, self.inputs)
         self.fixed_batch_reason, self.reads_rows = "", False
-        if doubled is None:
-            return
-        other = self._run_larger(doubled)
+        reasons: list[str] = []
+
+        def record(inputs: Sequence[Tensor]) -> RecordedProgram | None:
+            larger, reason = self._run_larger(inputs)
+            reasons.append(reason)
+            return larger
+
+        self.batch = find_batch(
+            self.names,
+            self.inputs,
+            self.rules,
+            record,
+            lambda larger: larger.results != recording.results,
+            converter=self.converter,
+        )
+        other: RecordedProgram | None = self.batch.doubled
         if other is None:
+            self.fixed_batch_reason = reasons[0] if reasons else ""
             return
         first, second = graph_lines(recording.graph), graph_lines(other.graph)
         if first == second and recording.result == other.result:
@@ -208,29 +237,27 @@ class _Capture:
             layer = layer.rpartition(".")[0]
         location = recording.location_of.get(node.name, "")
         reason = "it computes something else for another batch size"
-        if not layer or layer in self.whole or self._is_special(self.inputs, doubled, other):
+        if not layer or layer in self.whole or self._is_special(other):
             self.fixed_batch_reason = f"{layer or 'the model itself'}: {reason} ({location})"
             return
         raise TraceFailure(layer, reason, location)
 
-    def _run_larger(self, inputs: Sequence[Tensor]) -> RecordedProgram | None:
-        """Record with a larger batch; None, with the ``fixed_batch_reason``, if that fails."""
+    def _run_larger(self, inputs: Sequence[Tensor]) -> tuple[RecordedProgram | None, str]:
+        """Record with a larger batch; None and the reason if that fails."""
         try:
-            return self._run(inputs, named=False)
+            return self._run(inputs, named=False), ""
         except CaptureError as error:
-            self.fixed_batch_reason = error.problem
+            return None, error.problem
         except TraceFailure as failure:
-            self.fixed_batch_reason = f"{failure.layer}: {failure.reason} ({failure.location})"
-        return None
+            return None, f"{failure.layer}: {failure.reason} ({failure.location})"
 
-    def _is_special(
-        self, inputs: Sequence[Tensor], doubled: Sequence[Tensor], other: RecordedProgram
-    ) -> bool:
+    def _is_special(self, other: RecordedProgram) -> bool:
         """Whether one row is an exception: ``other``, recorded with two, is the graph for four rows too."""
-        rows = next(tensor.size(0) for tensor in inputs if tensor.dim())
-        more = double_batch(self.converter, doubled) if rows == 1 else None
-        third = None if more is None else self._run_larger(more)
-        return third is not None and graph_lines(third.graph) == graph_lines(other.graph)
+        dims = self.batch.dims
+        if rows_of(dims, [tensor.shape for tensor in self.inputs]) != 1:
+            return False
+        more, _ = self._run_larger(grown(self.converter, self.inputs, dims, 4))
+        return more is not None and graph_lines(more.graph) == graph_lines(other.graph)
 
 
 def _not_a_module(found: object) -> CaptureError:
@@ -298,7 +325,7 @@ def _assemble(
         constant_paths=tensor_paths(
             model, [(s.path, s.name) for s in recording.guards], recording.constants
         ),
-        call=make_call_format(bound, recording.result),
+        call=make_call_format(bound, recording.result, capture.batch.dims),
         whole_modules=tuple(
             w
             for w in whole.values()
@@ -307,8 +334,6 @@ def _assemble(
         fingerprint=fingerprint_graph(model, graph, capture.forgotten.tensors),
         conditions=Conditions(
             modes=training_flags(model),
-            shapes=tuple(tensor.shape for tensor in bound.tensors),
-            dtypes=tuple(tensor.dtype for tensor in bound.tensors),
             any_batch_size=not capture.fixed_batch_reason,
             reads_rows=capture.reads_rows,
             readings=recording.sizes.readings,

@@ -1,43 +1,165 @@
-"""Deep copies of modules, even if an earlier forward left tensors in attributes."""
+"""Copies of modules: with other tensors, and with the user's own objects or with copies of them."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from placer.operands import tensors_of_tree
+from placer._torch import HOOK_TABLES
+from placer.errors import CaptureError
+from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
+
+_TABLES = frozenset(
+    vars(nn.Module())
+)  # what every module has: tensors, submodules, hooks, the mode
 
 
-def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy of ``model``; ``memo`` maps ids of its tensors to their replacements in the copy.
+def copy_module(
+    model: nn.Module, memo: Mapping[int, Any] | None = None, *, keep_objects: bool = False
+) -> nn.Module:
+    """A copy of ``model``; ``memo`` maps ids of its tensors to their replacements in the copy.
 
-    ``copy.deepcopy`` refuses tensors that a forward computed (the older ``torch.nn.utils.weight_norm`` keeps
-    such a weight), and reads the data of fake tensors. This copy has clones of both. ``copy.deepcopy`` also
-    leaves functions as they are; here, a hook with a part of ``model`` in its closure gets that part of the
-    copy.
+    With ``keep_objects`` the copy has the very objects of the user that ``model`` has: hooks, callables that
+    stand for a ``forward``, and whatever attributes hold (lists, configurations, trackers), unless there is a
+    module or a tensor in it. Without, it has copies of them, so that nothing that it does is seen outside.
+
+    Where ``copy.deepcopy`` would refuse, or keep what belongs to ``model``, this does not: tensors that a
+    forward computed become clones; functions whose closures or defaults hold a part of ``model``, and weak
+    references to one, get that part of the copy; an object that cannot be copied is kept. Raises
+    ``CaptureError``, which names the attribute, if that object holds a module or a parameter.
     """
-    known = dict(memo or {}) | _empty_containers(model)
+    known = dict(memo or {})
     for tensor in tensors_of(model):
         fake = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
         if (fake or tensor.grad_fn is not None) and id(tensor) not in known:
             known[id(tensor)] = tensor.detach().clone()
-    copied = copy.deepcopy(model, known)
-    rebind = _Rebinding(known)
-    for module in copied.modules():
-        for name, hooks in module.__dict__.items():
-            if name.endswith("_hooks") and hooks:
-                hooks.update({key: rebind(hook) for key, hook in hooks.items()})
+    owned = _owned(model)
+    if keep_objects:
+        _keep(model, owned, known)
+    known |= _empty_tables(model)
+    try:
+        copied, made = _deepcopy(model, known)
+    except Exception:
+        _keep_uncopyable(model, owned, known)
+        copied, made = _deepcopy(model, known)
+    _rebind(copied, made, set(map(id, known.values())))
     return copied
 
 
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Every tensor that the modules of ``model`` hold: parameters, buffers, and those in attributes."""
+    return (value for _, value in walk(module_parts(model)) if isinstance(value, Tensor))
+
+
+def _deepcopy(model: nn.Module, known: Mapping[int, Any]) -> tuple[nn.Module, dict[int, Any]]:
+    made = dict(known)
+    return copy.deepcopy(model, made), made
+
+
+def _owned(model: nn.Module) -> set[int]:
+    """Ids of the modules and parameters of ``model``, also of those that it hides in attributes."""
+    modules = [*model.modules(), *hidden_modules(model).values()]
+    tensors = (x for m in modules for t in (m._parameters, m._buffers) for x in t.values())
+    return {*map(id, modules), *(id(x) for x in tensors if x is not None)}
+
+
+def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
+    """Add to ``known`` the objects that a copy shares with ``model``."""
+    for module in model.modules():
+        callables = [vars(module).get("forward")]
+        callables += [hook for name in HOOK_TABLES for hook in vars(module)[name].values()]
+        for value in callables:
+            owner = value.__self__ if isinstance(value, MethodType) else value
+            if not isinstance(owner, nn.Module | FunctionType | functools.partial):
+                known[id(owner)] = owner
+    found: dict[int, bool] = {}
+    for (_, name), value in module_parts(model):
+        if name not in _TABLES:
+            _keep_without_state(value, owned, known, found)
+
+
+def _keep_without_state(
+    value: Any, owned: set[int], known: dict[int, Any], found: dict[int, bool]
+) -> bool:
+    """Keep the largest objects in ``value`` that hold no module and no tensor. Does ``value`` hold any?
+
+    ``found`` has the answers so far, by id.
+    """
+    if id(value) in owned or isinstance(value, Tensor):
+        return True
+    if id(value) in known:
+        return False
+    if id(value) not in found:
+        found[id(value)] = False  # for an object that holds itself
+        if isinstance(value, weakref.ref):
+            found[id(value)] = id(value()) in owned
+            return found[id(value)]
+        inside = [part for _, part in parts(value)] + function_parts(value)
+        holding = [part for part in inside if _keep_without_state(part, owned, known, found)]
+        found[id(value)] = bool(holding)
+        if not found[id(value)] and not isinstance(value, tuple | FunctionType):
+            known[id(value)] = value
+    return found[id(value)]
+
+
+def _keep_uncopyable(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
+    """Add to ``known`` the objects in attributes that cannot be copied."""
+    for path, value in walk((p, v) for p, v in module_parts(model) if p[1] not in _TABLES):
+        if isinstance(value, Tensor | nn.Module) or id(value) in known:
+            continue
+        try:
+            copy.deepcopy(value, dict(known))
+        except Exception as error:
+            if any(True for _ in parts(value)):
+                continue  # the fault is in one of its parts
+            if any(id(x) in owned for _, x in walk([((), value)], functions=True)):
+                raise CaptureError(
+                    spell(path),
+                    f"cannot be copied ({type(error).__name__}: {error}) and holds a part of the model",
+                    "give the object a __deepcopy__, or create it in forward",
+                ) from error
+            known[id(value)] = value
+
+
+def _empty_tables(model: nn.Module) -> dict[int, Any]:
+    """Copies of the empty tables of all modules, by id.
+
+    Every module has a dozen, for hooks; ``copy.deepcopy`` would spend most of its time on them.
+    """
+    return {
+        id(value): type(value)()
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name in _TABLES and type(value) in (dict, OrderedDict, set) and not value
+    }
+
+
+def _rebind(copied: nn.Module, made: Mapping[int, Any], kept: set[int]) -> None:
+    """Let functions and weak references in the copy refer to the copy, where they referred to the model."""
+    rebind = _Rebinding(made)
+    for _, value in list(walk(((), module) for module in copied.modules())):
+        if id(value) in kept:
+            continue
+        table = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
+        if not isinstance(table, dict | list) or isinstance(value, type | FunctionType):
+            continue
+        for key, part in list(table.items() if isinstance(table, dict) else enumerate(table)):
+            if isinstance(part, FunctionType | MethodType | functools.partial | weakref.ref):
+                bound = rebind(part)
+                if bound is not part:
+                    table[key] = bound
+
+
 class _Rebinding:
-    """Makes functions whose closures and defaults refer to copies; ``memo`` maps ids of objects to copies."""
+    """Makes functions that refer to copies; ``memo`` maps ids of objects to their copies."""
 
     def __init__(self, memo: Mapping[int, Any]) -> None:
         self._memo = memo
@@ -45,20 +167,38 @@ class _Rebinding:
 
     def __call__(self, value: Any) -> Any:
         """The copy of ``value``, or ``value`` itself if neither it nor anything inside it was copied."""
+        if isinstance(value, weakref.ref):
+            target = self._memo.get(id(value()))
+            return value if target is None else weakref.ref(target)
+        if isinstance(value, MethodType):
+            owner = self(value.__self__)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, functools.partial):
+            args = tuple(map(self, value.args))
+            keywords = {name: self(x) for name, x in value.keywords.items()}
+            before = (value.func, *value.args, *value.keywords.values())
+            if self._same((self(value.func), *args, *keywords.values()), before):
+                return value
+            return functools.partial(self(value.func), *args, **keywords)
         if not isinstance(value, FunctionType):
             return self._memo.get(id(value), value)
         cells = tuple(map(self._cell, value.__closure__ or ()))
         defaults = tuple(map(self, value.__defaults__ or ()))
         keywords = {name: self(default) for name, default in (value.__kwdefaults__ or {}).items()}
         before = value.__closure__ or (), value.__defaults__ or (), value.__kwdefaults__ or {}
-        old = *before[0], *before[1], *before[2].values()
-        if all(a is b for a, b in zip((*cells, *defaults, *keywords.values()), old, strict=True)):
+        if self._same(
+            (*cells, *defaults, *keywords.values()), (*before[0], *before[1], *before[2].values())
+        ):
             return value
         made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
         made.__kwdefaults__ = keywords or None
         made.__qualname__ = value.__qualname__
         made.__dict__.update(value.__dict__)
         return made
+
+    @staticmethod
+    def _same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+        return all(a is b for a, b in zip(now, before, strict=True))
 
     def _cell(self, cell: CellType) -> CellType:
         if id(cell) not in self._cells:
@@ -71,26 +211,3 @@ class _Rebinding:
             if copied is not content:
                 self._cells[id(cell)] = CellType(copied)
         return self._cells[id(cell)]
-
-
-def _empty_containers(model: nn.Module) -> dict[int, Any]:
-    """Copies of the empty containers of all modules, by id.
-
-    Every module has a dozen, for hooks; ``copy.deepcopy`` would spend most of its time on them.
-    """
-    return {
-        id(value): type(value)()
-        for module in model.modules()
-        for value in module.__dict__.values()
-        if type(value) in (dict, OrderedDict, set) and not value
-    }
-
-
-def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor in a module of ``model``: parameters, buffers, attributes, and lists of tensors."""
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if name in ("_parameters", "_buffers"):
-                yield from (tensor for tensor in value.values() if tensor is not None)
-            elif name != "_modules" and value is not None and type(value) is not bool:
-                yield from tensors_of_tree(value)

@@ -27,15 +27,17 @@ from torch import Tensor, nn
 from placer._torch import FORWARD_HOOK_TABLES
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
+from placer.program.batch import grown
 from placer.program.call import BoundCall
 from placer.program.constants import find_value, is_constant
 from placer.program.failure import ForwardFailure, TraceFailure, end_frames
 from placer.program.fake import FakeConverter
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf
+from placer.program.objects import attribute_of
 from placer.program.reachable import ReachableState
-from placer.program.record import double_batch, run_once
+from placer.program.record import run_once
 from placer.program.recorder import Recorder
-from placer.program.restore import Snapshot
+from placer.program.restore import Snapshot, module_roots
 from placer.program.sizes import SizeFloat, SizeInt, plain
 
 _ABSENT = object()
@@ -100,9 +102,11 @@ def forget_earlier_calls(
     """
 
     def run(whole: Collection[str], doubled: bool) -> Recorder | None:
-        called = double_batch(converter, inputs) if doubled else inputs
-        if called is None:
+        rows = next((x.size(0) for x in inputs if x.dim()), 0)
+        if doubled and not rows:
             return None
+        dims = [0 if doubled and x.dim() and x.size(0) == rows else None for x in inputs]
+        called = grown(converter, inputs, dims, 2)
         arguments = converter, model, fake_model, frozenset(whole), guess
         make = partial(Recorder, *arguments, ignore_device_moves=ignore_device_moves)
         return run_once(make, converter, bound, called, locate_draws=False)[0]
@@ -185,7 +189,7 @@ def _forget(
     run: Run,
 ) -> Sequence[_Attribute]:
     """Remove the candidates in ``way`` that forward recreates with equal values. Returns those removed."""
-    present = Snapshot(fake_model)
+    present = Snapshot(module_roots(fake_model))
     while way:
         for attribute in way:
             attribute.remove(fake_model)
@@ -210,12 +214,13 @@ def _changes(
     doubled: bool,
 ) -> Mapping[tuple[str, str], bool]:
     """What a call sets: (module path, attribute) -> is it now as in ``model``? Empty if the call fails."""
-    before = Snapshot(fake_model)
+    before = Snapshot(module_roots(fake_model))
     whole = {module.layer for module in find_whole_modules(fake_model)}
     while True:
         try:
             recorder = run(whole, doubled)
-            return _compare(model, fake_model, recorder, before.changes()) if recorder else {}
+            changed = dict.fromkeys(attribute_of(change.path) for change in before.changes())
+            return _compare(model, fake_model, recorder, changed) if recorder else {}
         except TraceFailure as failure:
             end_frames(failure)
             # As a single node, a module would hide whether what was removed from it is made again.

@@ -7,7 +7,7 @@ of one storage share memory in the copy too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,8 +20,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from placer._torch import mark_parameter, storage_key, without_modes, without_torch_function
-from placer._torch_patches import override_conversion
+from placer._torch import (
+    mark_parameter,
+    storage_key,
+    unoptimized,
+    without_modes,
+    without_torch_function,
+)
+from placer._torch_patches import override_conversion, override_script_functions
 from placer.errors import CaptureError
 from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
@@ -60,6 +66,14 @@ class FakeConverter:
             self._fakes[id(original)] = fake
             self._originals[id(fake)] = original
         return fake
+
+    def inputs(self, originals: Sequence[Tensor]) -> list[Tensor]:
+        """Fake copies of a call's inputs, each of its own, also of a tensor that is given twice."""
+        copies = [self._make(original) for original in originals]
+        self._originals |= {
+            id(fake): original for fake, original in zip(copies, originals, strict=True)
+        }
+        return copies
 
     def register(self, fake: Tensor, original: Tensor) -> None:
         """Register ``fake``, which a run computed, as the fake copy of ``original``."""
@@ -146,14 +160,18 @@ def fake_execution() -> Iterator[None]:
     """In this block, code may run on fake tensors.
 
     Failures on fake tensors are not logged by torch, because exceptions report them. ``module.to(dtype)`` is
-    allowed if all tensors already have that type; fake modules cannot be converted in place. The random
-    number generators are restored at the end.
+    allowed if all tensors already have that type; fake modules cannot be converted in place. Functions of
+    TorchScript run as they were written. The random number generators are restored at the end.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with override_conversion(_convert_fakes), keep_random():
+        with (
+            override_conversion(_convert_fakes),
+            override_script_functions(_call_script_function),
+            keep_random(),
+        ):
             yield
     finally:
         logger.setLevel(level)
@@ -170,6 +188,14 @@ def _convert_fakes(
         if all(fn(tensor).dtype == tensor.dtype for tensor in tensors):
             return module
     raise Untraceable("it converts its own parameters to another type in forward")
+
+
+def _call_script_function(
+    original: Callable[..., Any], function: Any, args: Any, kwargs: Any
+) -> Any:
+    if any(isinstance(leaf, FakeTensor) for leaf in tree_iter((args, kwargs))):
+        function = unoptimized(function)
+    return original(function, *args, **kwargs)
 
 
 class GuessData:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch_patches import override_getattribute
 from placer.program.constants import digest
+from placer.program.objects import Path, at, module_parts, walk
 from placer.program.result import PLAIN
 
 _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
@@ -37,9 +38,6 @@ class _Absent(enum.Enum):
 
 
 _ABSENT = _Absent.ABSENT
-
-# Where a tensor is held: module path, attribute, then keys of containers or attributes of objects.
-TensorPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,33 +99,27 @@ def make_guards(
 
 def tensor_paths(
     model: nn.Module, names: Collection[tuple[str, str]], tensors: Mapping[str, Tensor]
-) -> dict[str, TensorPath]:
+) -> dict[str, Path]:
     """Where ``model`` holds the ``tensors``, by the same keys; tensors that it does not hold are left out.
 
     Searched are the attributes ``names`` (module path, attribute), with containers and objects in
-    them, and then all attributes of modules. If several of ``names`` hold a tensor, any of them will
-    do: an `AttributeGuard` fails when they no longer hold the same one.
+    them, and then all attributes of modules, also modules in attributes. If several of ``names`` hold a
+    tensor, any of them will do: an `AttributeGuard` fails when they no longer hold the same one.
     """
     modules = dict(model.named_modules())
-    found: dict[int, TensorPath] = {}
-    for path, name in sorted(names):
-        for keys, tensor in _tensors_in(_attribute(modules.get(path), name)):
-            found.setdefault(id(tensor), (path, name, *keys))
-    for path, module in modules.items():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                found.setdefault(id(value), (path, name))
+    watched = [((p, n), _attribute(modules.get(p), n)) for p, n in sorted(names)]
+    found: dict[int, Path] = {}
+    for path, value in walk([*watched, *module_parts(model)] if tensors else ()):
+        found.setdefault(id(value), path)
     return {name: found[id(tensor)] for name, tensor in tensors.items() if id(tensor) in found}
 
 
-def find_tensor(model: nn.Module, path: TensorPath) -> Tensor | None:
+def find_tensor(model: nn.Module, path: Path) -> Tensor | None:
     """The tensor that is now at ``path`` (as of `tensor_paths`), or None."""
     module, name, *keys = path
     try:
-        value = getattr(model.get_submodule(module), name)
-        for key in keys:
-            value = value[key] if isinstance(value, dict | list | tuple) else vars(value)[key]
-    except (AttributeError, LookupError, TypeError):
+        value = at(getattr(model.get_submodule(module), name), keys)
+    except (AttributeError, LookupError):
         return None
     return value if isinstance(value, Tensor) else None
 

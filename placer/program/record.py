@@ -20,9 +20,10 @@ from placer.program.failure import TraceFailure, describe, leads_to, locate
 from placer.program.fake import FakeConverter, fake_execution
 from placer.program.guards import AttributeGuard
 from placer.program.leaves import is_inside
+from placer.program.objects import attribute_of
 from placer.program.python_random import PythonRandomDraw
 from placer.program.recorder import Recorder
-from placer.program.restore import Snapshot
+from placer.program.restore import Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.writer import CPU
@@ -37,6 +38,7 @@ class RecordedProgram:
     location_of: dict[str, str]
     constants: dict[str, Tensor]
     result: ResultFormat
+    results: tuple[Any, ...]  # per leaf of the result: the shape of a tensor, or the value
     side_effects: tuple[tuple[str, str], ...]  # (module path, attribute) pairs that forward changes
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
@@ -74,7 +76,7 @@ def record_model(
     ``ForwardFailure`` if the model itself fails; and ``CaptureError`` if it moves tensors to several
     devices, unless ``ignore_device_moves``.
     """
-    snapshot = Snapshot(fake_model)
+    snapshot = Snapshot(module_roots(fake_model))
     make = partial(Recorder, ignore_device_moves=ignore_device_moves, grad=grad)
     run = partial(
         run_once,
@@ -92,7 +94,8 @@ def record_model(
             snapshot.restore()
             run()
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        changes = [x for x in snapshot.changes() if not is_inside(recorder.single_nodes, x[0])]
+        changed = dict.fromkeys(attribute_of(change.path) for change in snapshot.changes())
+        changes = [x for x in changed if not is_inside(recorder.single_nodes, x[0])]
         effects = _replace_buffers(recorder, model, fake_model, changes, forgotten)
         cached = [recorder.keep_cached(_attribute(fake_model, *effect)) for effect in effects]
         if effects:
@@ -117,6 +120,7 @@ def record_model(
         location_of={k: v for k, v in writer.location_of.items() if k in names},
         constants={k: v for k, v in writer.constants.items() if k in names},
         result=recorder.result,
+        results=recorder.results,
         side_effects=tuple(effects),
         guards=recorder.guards(forgotten),
         checkpointed=recorder.checkpointed,
@@ -149,20 +153,6 @@ def run_once(
             raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
         kind = UnlocatedRandomDraw if isinstance(error, PythonRandomDraw) else TraceFailure
         raise kind("", describe(error), locate(error)) from error
-
-
-def double_batch(converter: FakeConverter, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-    """``inputs`` with twice the batch, or None if there is no batch."""
-    sizes = [tensor.size(0) for tensor in inputs if tensor.dim()]
-    if not sizes or sizes[0] == 0:
-        return None
-    with converter.mode, torch.no_grad():
-        return [
-            torch.cat([x, x]).detach().requires_grad_(x.requires_grad)
-            if x.dim() and x.size(0) == sizes[0]
-            else x
-            for x in inputs
-        ]
 
 
 def _attribute(fake_model: nn.Module, path: str, attribute: str) -> Any:

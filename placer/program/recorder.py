@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from placer._torch import (
     REENTRANT_CHECKPOINT,
+    SET_GRAD_ENABLED,
     DispatchMode,
     is_checkpointing,
     saved_tensor_hooks,
@@ -58,7 +60,7 @@ from placer.program.moves import NamedDevices, replace_device
 from placer.program.python_random import forbid_python_random, keep_random
 from placer.program.result import ResultFormat, flatten_result
 from placer.program.size_recorder import SizeRecorder
-from placer.program.sizes import SizeFloat, SizeInt
+from placer.program.sizes import SizeFloat, SizeInt, plain
 from placer.program.targets import (
     ApplyFunction,
     CallMethod,
@@ -108,6 +110,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.guess = guess
         self.grad = grad  # whether gradients are enabled, for code that asks
+        self.grad_mode = True  # whether forward has left gradients enabled at this point
         self.asked_grad = False
         self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
@@ -120,6 +123,7 @@ class Recorder(TorchFunctionMode):
         self.paused = False  # inside a single node: nothing is recorded
         self.single_nodes: set[str] = set()  # paths of modules that became single nodes
         self.result: ResultFormat | None = None
+        self.results: tuple[Any, ...] = ()  # shapes of its tensors, and its other leaves
         self.sizes = SizeRecorder(self.writer, lambda: self.paused)
         self.modes = Modes(True, False, ())  # those in which the run began
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
@@ -171,6 +175,7 @@ class Recorder(TorchFunctionMode):
             leaves, self.result = flatten_result(
                 result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat)
             )
+            self.results = tuple(x.shape if isinstance(x, Tensor) else plain(x) for x in leaves)
             return [self.writer.argument(leaf) for leaf in leaves]
 
         args, kwargs = rebuild_call(bound, inputs)
@@ -187,6 +192,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is SET_GRAD_ENABLED:
+            self.grad_mode = args[0]
         if self.paused:
             return func(*args, **kwargs)
         before, self.inside = self.inside, True
@@ -271,12 +278,20 @@ class Recorder(TorchFunctionMode):
         return value is None and bool(tensors_of_tree((args, kwargs)))
 
     def record(
-        self, op: str, target: Any, args: Any, kwargs: Any, value: Any, *, layer: str | None = None
+        self,
+        op: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        value: Any,
+        *,
+        layer: str | None = None,
+        modes: Modes | None = None,
     ) -> None:
-        """Write the node that made ``value``, under the current modes (gradients, autocast)."""
+        """Write the node that made ``value``, under ``modes`` or the current ones (gradients, autocast)."""
         if not isinstance(target, Checkpointed):
             self.check_saving()
-        modes = Modes.current()
+        modes = modes or Modes.current()
         if modes != self.modes:
             if modes.inference:
                 raise Untraceable("it computes under torch.inference_mode")
@@ -382,6 +397,24 @@ class Recorder(TorchFunctionMode):
             self.paused = False
         self.record("call_function", ApplyFunction(cls), node_args, {}, value)
         return value
+
+    def apply_by_alias(self, forward: Callable[..., Any], cls: Any, args: Any) -> Any:
+        """Run the custom autograd function ``cls``, whose ``forward`` torch has called, as one node."""
+        inputs = args[1:] if args and isinstance(args[0], FunctionCtx) else args
+        with self.refusing():
+            node_args = self.writer.argument(inputs)
+        self.paused = True
+        try:
+            value = forward(*args)
+            # For an input that is returned as it is, torch would make an alias that is unknown here.
+            written = map(id, getattr(args[0], "dirty_tensors", None) or ())
+            given = {id(x) for x in inputs if isinstance(x, Tensor)}.difference(written)
+            new = tree_map_only(Tensor, lambda x: x.view_as(x) if id(x) in given else x, value)
+        finally:
+            self.paused = False
+        modes = Modes.current()._replace(grad=self.grad_mode)
+        self.record("call_function", ApplyFunction(cls), node_args, {}, new, modes=modes)
+        return new
 
     def seed(self) -> None:
         """Refuse a forward that seeds torch's generator."""

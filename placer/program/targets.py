@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from placer._torch import without_modes
 from placer.program.copying import tensors_of
-from placer.program.restore import Snapshot
+from placer.program.restore import Snapshot, module_roots
 from placer.program.result import flatten_result
 
 
@@ -203,7 +203,7 @@ class WholeRoot:
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """Restore the attributes and real tensors of ``module`` after a forward on fake tensors."""
-    snapshot = Snapshot(module)
+    snapshot = Snapshot(module_roots(module))
     with without_modes():
         kept = [
             (tensor, tensor.detach().clone())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
-from placer.program.guards import AttributeGuard, TensorPath
+from placer.program.batch import BatchDim
+from placer.program.guards import AttributeGuard
+from placer.program.objects import Path
 from placer.program.result import ResultFormat
 from placer.program.size_log import Reading
 
@@ -23,6 +25,16 @@ class WholeModule:
     layer: str  # its path, "" for the model itself
     reason: str  # one sentence
     location: str  # "file.py:123" of the line that stopped the trace, "" if unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """A tensor that forward is called with, as it was in the example."""
+
+    name: str  # a readable path, such as "x" or "batch.image"
+    shape: torch.Size
+    dtype: torch.dtype
+    batch_dim: BatchDim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +50,18 @@ class CallFormat:
     positional: Mapping[str, bool]  # parameter that the caller passed -> was it positional?
     leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
     constants: tuple[Any, ...]  # per flattened leaf: the non-tensor value, or TENSOR
-    example_shapes: tuple[torch.Size, ...]  # per tensor leaf
-    batch_size: int | None  # size(0) of the first tensor input that has a dimension
-    batched: tuple[bool, ...]  # per tensor leaf: is its dimension 0 the batch?
+    inputs: tuple[Input, ...]  # per tensor leaf
     result: ResultFormat  # how to rebuild forward's result from the flat list of leaves
+
+    @property
+    def batch_dims(self) -> tuple[BatchDim, ...]:
+        """The dimension of the batch, per tensor leaf."""
+        return tuple(each.batch_dim for each in self.inputs)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of rows of the example; None if no input has a row per sample."""
+        return rows_of(self.batch_dims, [each.shape for each in self.inputs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +69,6 @@ class Conditions:
     """The conditions of a capture. Under other conditions, the model may run other operations."""
 
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
-    shapes: tuple[torch.Size, ...]  # per tensor input
-    dtypes: tuple[torch.dtype, ...]
     any_batch_size: bool  # is the graph the same for twice the batch?
     reads_rows: bool  # might the graph differ for a third batch size?
     readings: tuple[Reading, ...]  # where Python code read sizes
@@ -98,8 +116,14 @@ class Program:
     conditions: Conditions
     fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
-    constant_paths: Mapping[str, TensorPath] = field(default_factory=dict)
+    constant_paths: Mapping[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # sentences that tell the user what the graph leaves out
+
+
+def rows_of(dims: Sequence[BatchDim], shapes: Sequence[torch.Size]) -> int | None:
+    """The size of the batch: that of the first shape along its dimension; None if there is no batch."""
+    sizes = (shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None)
+    return next(sizes, None)
 
 
 def training_flags(model: nn.Module) -> tuple[bool, ...]:

@@ -15,7 +15,6 @@ from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard
 from placer.program.record import record_model
-from placer.program.result import ResultFormat
 from placer.program.types import CallFormat, Conditions
 from placer.program.watch import RECORDING
 
@@ -35,22 +34,22 @@ def condition_key(call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[T
     It consists of modes, shapes and dtypes, without the batch size.
     """
     shapes = tuple(
-        tensor.shape[1:] if batched else tensor.shape
-        for tensor, batched in zip(tensors, call.batched, strict=True)
+        tensor.shape if dim is None else tensor.shape[:dim] + tensor.shape[dim + 1 :]
+        for tensor, dim in zip(tensors, call.batch_dims, strict=True)
     )
     return modes, shapes, tuple(tensor.dtype for tensor in tensors)
 
 
 def row_counts(call: CallFormat, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The batch size of a call: size(0) of each of its ``tensors`` that has a batch dimension."""
-    pairs = zip(tensors, call.batched, strict=True)
-    return tuple(tensor.size(0) for tensor, batched in pairs if batched)
+    """The batch size of a call: the rows of each of its ``tensors`` that has any."""
+    pairs = zip(tensors, call.batch_dims, strict=True)
+    return tuple(tensor.size(dim) for tensor, dim in pairs if dim is not None)
 
 
 def same_program(
     model: nn.Module,
     conditions: Conditions,
-    result: ResultFormat,
+    captured: CallFormat,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -58,7 +57,7 @@ def same_program(
 ) -> SameProgram | None:
     """Record ``model`` called with these arguments; None if this is not the graph in ``conditions``.
 
-    The result must have the captured ``result`` format too, since the same graph may end in a dict with
+    The result must have the format of the ``captured`` call too, since the same graph may end in a dict with
     other keys. This takes one forward on fake tensors; nothing is allocated. A model that is a single node
     always differs, because the node has a copy of its attributes and modes. ``grad`` is as in
     `capture_model`. Raises ``CaptureError`` if the model itself fails.
@@ -67,7 +66,7 @@ def same_program(
         return None
     bound = bind_call(model, args, kwargs)
     converter = FakeConverter()
-    inputs = [converter.tensor(tensor) for tensor in bound.tensors]
+    inputs = converter.inputs(bound.tensors)
     try:
         with RECORDING:
             call = converter, model, converter.module(model), bound, inputs
@@ -82,12 +81,12 @@ def same_program(
     except ForwardFailure as failure:
         raise failure.as_error(
             f"on inputs of {describe_shapes(inputs)}",
-            f"the model was captured with {describe_shapes(conditions.shapes)}",
+            f"the model was captured with {describe_shapes([x.shape for x in captured.inputs])}",
         ) from with_own_lines(failure.__cause__)
     except TraceFailure:
         return None
     same = tuple(graph_lines(recording.graph)) == tuple(conditions.lines)
-    if not same or recording.result != result:
+    if not same or recording.result != captured.result:
         return None
     if recording.sizes.readings == conditions.readings:
         reads_rows = conditions.reads_rows

@@ -10,7 +10,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from placer._torch_patches import call_before_seeding, override_calls, override_grad_enabled
+from placer._torch_patches import (
+    call_before_seeding,
+    override_calls,
+    override_function_forwards,
+    override_grad_enabled,
+)
 
 # Recording patches torch for the whole process, so only one thread may record at a time.
 RECORDING = threading.RLock()
@@ -26,6 +31,12 @@ class Watcher(Protocol):
 
     def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
         """Return the result for ``original(*args, **kwargs)``, where ``original`` is ``cls.apply``."""
+
+    def apply_by_alias(self, forward: Callable[..., Any], cls: Any, args: Any) -> Any:
+        """Return the result of ``forward(*args)``, which an alias of ``cls.apply`` has called.
+
+        The first of ``args`` may be a context. Gradients are disabled, as always in such a forward.
+        """
 
     def seed(self) -> None:
         """Called before the state of torch's generator is set."""
@@ -57,6 +68,9 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
             return watcher.apply(original, cls, args, kwargs)
         return original(*args, **kwargs)
 
+    def forward(original: Callable[..., Any], cls: Any, args: Any) -> Any:
+        return watcher.apply_by_alias(original, cls, args) if is_watched() else original(*args)
+
     def seed() -> None:
         if is_watched():
             watcher.seed()
@@ -69,6 +83,7 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
 
     with (
         override_calls(call=call, apply=apply),
+        override_function_forwards(forward),
         override_grad_enabled(grad_enabled),
         call_before_seeding(seed),
     ):

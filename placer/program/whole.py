@@ -18,7 +18,7 @@ from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import FakeConverter, GuessData
 from placer.program.guards import make_guards, watch_attributes
 from placer.program.record import RecordedProgram, recording_modes
-from placer.program.restore import Snapshot
+from placer.program.restore import Snapshot, module_roots
 from placer.program.result import flatten_result
 from placer.program.size_log import SizeLog
 from placer.program.state import named_state
@@ -39,7 +39,7 @@ def record_whole(
 
     Raises ``ForwardFailure`` if the model itself fails.
     """
-    snapshot = Snapshot(fake_model)
+    snapshot = Snapshot(module_roots(fake_model))
     guesses = GuessData(converter.mode, guess)
     attributes: set[tuple[str, str]] = set()
 
@@ -81,6 +81,7 @@ def record_whole(
         location_of=dict.fromkeys(writer.location_of, ""),
         constants={},
         result=result,
+        results=tuple(x.shape if isinstance(x, Tensor) else x for x in leaves),
         side_effects=(),
         guards=make_guards(model, attributes),
         checkpointed={},

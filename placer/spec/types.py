@@ -102,6 +102,16 @@ class OptimizerBytes(BaseModel):
     )
 
 
+class InputSplit(BaseModel):
+    """How an input is split with the batch."""
+
+    model_config = _MODEL
+
+    batch_dim: StrictInt = Field(
+        description="The dimension along which the input has a row per sample; -1 is the last one."
+    )
+
+
 def _optimizer(value: Any) -> str | OptimizerBytes:
     if isinstance(value, OptimizerBytes):
         return value
@@ -177,6 +187,12 @@ class PlacementSpec(BaseModel):
         "'*' matches within one part of the path, '**' across parts. Later entries win. Placer chooses "
         "a device for layers that no pattern matches, and for operations between layers, unless all "
         "layers are on one device. {} is fully automatic.",
+    )
+    inputs: dict[str, Literal["whole"] | InputSplit] = Field(
+        default={},
+        description="Name of an input, such as image or batch.image, or a pattern as in layers -> how it is "
+        "split with the batch: 'whole' if every slice needs all of it, or {'batch_dim': n}. Placer finds out "
+        "what is not said here, and asks where the example cannot tell.",
     )
     replicas: Count = Field(
         default=1, description="Number of copies of the stages that share the batch, or 'auto'."
@@ -285,6 +301,14 @@ class PlacementSpec(BaseModel):
         return f"PlacementSpec({', '.join(given)})"
 
     __str__ = __repr__
+
+    @property
+    def batch_dims(self) -> dict[str, int | None]:
+        """Pattern of ``inputs`` -> the dimension of the batch, None for inputs that are whole."""
+        return {
+            pattern: split.batch_dim if isinstance(split, InputSplit) else None
+            for pattern, split in self.inputs.items()
+        }
 
     def device_rows(self, replicas: int) -> list[list[str]]:
         """The device names of each replica; row 0 is ``devices``.

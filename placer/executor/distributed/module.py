@@ -312,7 +312,7 @@ class DistributedModule(PartialModule):
             loss = losses.wait()
             sum_input_gradients(
                 leaves,
-                programs.call.batched,
+                [dim is not None for dim in programs.call.batch_dims],
                 row=self.process_groups.pp,
                 world=self.process_groups.world,
                 own_rows=own_rows,

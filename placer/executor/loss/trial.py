@@ -28,7 +28,7 @@ from placer.executor.loss.call import bound_values, call_loss
 from placer.executor.loss.reduction import COMBINATIONS, Combination, LossRule
 from placer.executor.loss.values import Number
 from placer.executor.scatter import unwrap_target
-from placer.program.restore import Snapshot
+from placer.program.restore import Snapshot, module_roots
 from placer.program.result import ResultFormat
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; losses may compute in float32
@@ -300,7 +300,7 @@ def _side_effects_undone(loss_fn: Callable[..., Tensor], rows: Rows) -> Iterator
     inside = (x for attribute in attributes for x in attribute.values())
     containers = [(x, x.copy()) for x in (*held, *inside) if type(x) in (list, dict, set)]
     containers += [(x, dict(x)) for x in attributes if isinstance(x, dict)]
-    snapshots = [Snapshot(module) for module in modules]
+    snapshots = [Snapshot(module_roots(module)) for module in modules]
     buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
     python_state = random.getstate()
     with ExitStack() as stack:

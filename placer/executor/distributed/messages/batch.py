@@ -63,8 +63,8 @@ def batch_of_replica(
     empty = batch_size(call, leaves) == 0
     if empty:
         leaves = [
-            leaf.new_zeros((1, *leaf.shape[1:])) if batched else leaf
-            for leaf, batched in zip(leaves, call.batched, strict=True)
+            leaf if dim is None else leaf.new_zeros((*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :]))
+            for leaf, dim in zip(leaves, call.batch_dims, strict=True)
         ]
     return scatter_batch(call, leaves, replicas=1, microbatches=microbatches), int(empty)
 

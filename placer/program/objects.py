@@ -1,0 +1,130 @@
+"""What Python objects consist of: the items of containers, the attributes of objects, and their paths."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# Keys that lead from an object to a part of it: keys of dicts, indices of lists and tuples, and names of
+# attributes of all other objects. For modules these are names in `vars`, such as "_buffers".
+Path = tuple[Any, ...]
+
+_ATOMS = (
+    *(str, bytes, bool, int, float, complex, type(None), range, slice, type(...)),
+    *(Tensor, np.ndarray, np.generic, torch.dtype, torch.device, torch.layout, torch.Generator),
+    *(type, ModuleType, BuiltinFunctionType, weakref.ref, torch.memory_format),
+)
+_MOST = 50_000  # objects in one walk; a model whose attributes reach more is not searched further
+
+
+def parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The parts of ``value`` with their keys; none for tensors, numbers, functions and other atoms.
+
+    The items of sets have no keys: None stands for each.
+    """
+    if isinstance(value, dict):
+        return list(dict.items(value))
+    if isinstance(value, list | tuple | deque):
+        return list(enumerate(value))
+    if isinstance(value, set | frozenset):
+        return [(None, item) for item in value]
+    return list(vars(value).items()) if is_object(value) else ()
+
+
+def is_object(value: Any) -> bool:
+    """Is ``value`` an object with attributes: no container, tensor, function, class or other atom?"""
+    atoms = (*_ATOMS, FunctionType, MethodType, functools.partial)
+    return not isinstance(value, atoms) and hasattr(value, "__dict__")
+
+
+def function_parts(value: Any) -> list[Any]:
+    """What a function, bound method or ``partial`` refers to: closure, defaults, owner, arguments."""
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return [*filter(None, map(_content, value.__closure__ or ())), *defaults]
+    return []
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def walk(
+    roots: Iterable[tuple[Path, Any]], *, functions: bool = False
+) -> Iterator[tuple[Path, Any]]:
+    """Every object that ``roots`` consist of, once, with a path; in the order of discovery.
+
+    With ``functions`` also what functions in them refer to, whose paths then do not lead to it.
+    """
+    seen: dict[int, Any] = {}  # the values keep the ids valid
+    waiting = deque(roots)
+    while waiting and len(seen) < _MOST:
+        path, value = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield path, value
+        waiting.extend(((*path, key), part) for key, part in parts(value))
+        if functions:
+            waiting.extend(((*path, None), part) for part in function_parts(value))
+
+
+def at(value: Any, path: Sequence[Any]) -> Any:
+    """The part of ``value`` at ``path``. Raises ``LookupError`` if there is none."""
+    for key in path:
+        try:
+            value = (
+                value[key] if isinstance(value, dict | list | tuple | deque) else vars(value)[key]
+            )
+        except (IndexError, KeyError, TypeError) as error:
+            raise LookupError(path) from error
+    return value
+
+
+def attribute_of(path: Path) -> tuple[str, str]:
+    """The module's path and the name of the attribute, parameter or buffer that ``path`` leads into."""
+    module, name, *keys = path
+    inside = keys and name in ("_buffers", "_parameters")
+    return module, str(keys[0]) if inside else name
+
+
+def spell(path: Sequence[Any]) -> str:
+    """``path`` for a message: ``encoder.losses[0]``.
+
+    >>> spell(("encoder", "_buffers", "mean")), spell(("cache", 0, "keys"))
+    ('encoder.mean', 'cache[0].keys')
+    """
+    kept = [key for key in path if key not in ("", "_buffers", "_parameters", "_modules")]
+    texts = (f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in kept)
+    return "".join(texts).lstrip(".")
+
+
+def module_parts(model: nn.Module) -> Iterator[tuple[Path, Any]]:
+    """The attributes of all modules of ``model``, each with the path ``(module path, attribute)``."""
+    for path, module in model.named_modules():
+        yield from (((path, name), value) for name, value in vars(module).items())
+
+
+def hidden_modules(model: nn.Module) -> dict[Path, nn.Module]:
+    """Modules in attributes that ``named_modules`` does not list, such as a teacher in a list."""
+    known = set(map(id, model.modules()))
+    return {
+        path: value
+        for path, value in walk(module_parts(model))
+        if isinstance(value, nn.Module) and id(value) not in known
+    }
