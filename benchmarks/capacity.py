@@ -37,6 +37,7 @@ from benchmarks.baselines import (
     plan_placement,
 )
 from benchmarks.known_costs import known_costs
+from benchmarks.loss import LOSS, MEAN_SQUARE
 from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
 from placer.cost import CostTable, estimate_costs
@@ -156,7 +157,7 @@ class Method:
 
 def _spec(devices: int, **fields: Any) -> PlacementSpec:
     names = [f"cuda:{i}" for i in range(devices)]
-    return PlacementSpec.model_validate({"devices": names, "objective": "memory", **fields})
+    return PlacementSpec.model_validate({"devices": names, "objective": "memory", **LOSS, **fields})
 
 
 def _placed(find: Callable[[Program, CostTable, int], Placement]) -> Planner:
@@ -224,7 +225,7 @@ class Search:
         if edge not in self.cases:
             x = torch.empty(1, self.subject.channels, edge, edge, edge, device="meta")
             program = capture_model(self.model, (x,))
-            costs = estimate_costs(program, [x], kernels="cuda")
+            costs = estimate_costs(program, [x], kernels="cuda", loss=MEAN_SQUARE)
             self.cases[edge] = Case(program=program, costs=costs, inputs=[x])
         return self.cases[edge]
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.capacity import DEVICES, SUBJECTS, Subject
+from benchmarks.loss import LOSS
 from benchmarks.record import RESULTS, table, write_page
 from placer.api import as_spec
 from placer.plan.types import Plan
@@ -54,7 +55,7 @@ class Search:
         key = method, devices, edge
         if key not in self.plans:
             named = [{"name": f"cuda:{i}", "memory": f"{MEMORY}GiB"} for i in range(devices)]
-            spec = as_spec({"devices": named, "objective": "memory", **METHODS[method]})
+            spec = as_spec({"devices": named, "objective": "memory", **LOSS, **METHODS[method]})
             self.plans[key] = self.planners[edge](spec)
         return self.plans[key]
 

@@ -20,6 +20,7 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.capacity import GIB, SUBJECTS, Case, Search
+from benchmarks.loss import LOSS
 from benchmarks.record import write_result
 from placer.partition.stage_cost.optimizer import optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes
@@ -74,7 +75,7 @@ def rows(names: list[str]) -> Iterator[list[object]]:
         whole = None
         for devices in (1, 2, 3, 4):
             names_ = [f"cuda:{i}" for i in range(devices)]
-            spec = PlacementSpec.model_validate({"devices": names_, "objective": "memory"})
+            spec = PlacementSpec.model_validate({"devices": names_, "objective": "memory", **LOSS})
             plan = build_plan(case.program, spec, case.inputs)
             report = simulate_plan(case.program, plan, case.inputs)
             peaks = [device.peak for device in report.devices]

@@ -37,6 +37,7 @@ from benchmarks.fresh import (
     measure_all,
 )
 from benchmarks.gpu_cases import DEVICE, PROFILED, GPUCase, gpu_kind
+from benchmarks.loss import LOSS
 from benchmarks.memory_gpu import cube, process_context, trained_steps
 from benchmarks.record import table
 from placer.api import as_spec
@@ -122,7 +123,7 @@ def case_spec(
     """One GPU with this many bytes, of which nothing is kept free, or (``free``) the default."""
     device = {"name": DEVICE, "allocator": allocator, "memory": budget, "kind": kind}
     reserve = {} if free else {"reserve": 0}
-    return as_spec({"devices": [device], "objective": "memory", **reserve, **case.fields})
+    return as_spec({"devices": [device], "objective": "memory", **LOSS, **reserve, **case.fields})
 
 
 def edge(planner: JudgingPlanner, spec: Callable[[int], PlacementSpec]) -> tuple[int, int]:
@@ -222,7 +223,7 @@ def measured_context() -> int:
     for name in ("unet3d-96", "gpt2-8x512-bf16"):
         case = PROFILED[name]
         model, x = case.build()
-        plan = placer.make_plan(model, {"devices": [DEVICE], **case.fields}, (x,))
+        plan = placer.make_plan(model, {"devices": [DEVICE], **LOSS, **case.fields}, (x,))
         for _ in trained_steps(model, plan, x, 1):
             pass
     return process_context()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.known_costs import known_costs
+from benchmarks.loss import LOSS, MEAN_SQUARE
 from benchmarks.memory_gpu import CASES, cube
 from benchmarks.record import gpu_name
 from placer.api import as_spec
@@ -113,6 +114,7 @@ def case_costs(program: Program, leaves: Sequence[Tensor], case: GPUCase) -> Cos
         precision=case.fields.get("precision", "fp32"),
         offloads=any(region.offload for region in case.regions),
         kernels="cuda",
+        loss=MEAN_SQUARE,
     )
     keys: list[RegionKey | None] = [None] * len(program.order)
     for region in case.regions:
@@ -129,7 +131,7 @@ def case_plan(
 
     ``costs`` are those of `case_costs`, where they are known already.
     """
-    spec = as_spec({"devices": [{"name": DEVICE, "kind": "h100"}], **case.fields})
+    spec = as_spec({"devices": [{"name": DEVICE, "kind": "h100"}], **LOSS, **case.fields})
     costs = costs or case_costs(program, leaves, case)
     plan = build_plan(program, spec, leaves, estimate=known_costs(costs))
     (stage,) = plan.stages

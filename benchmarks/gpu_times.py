@@ -35,6 +35,7 @@ from benchmarks.gpu_cases import (
     case_costs,
     case_plan,
 )
+from benchmarks.loss import MEAN_SQUARE
 from benchmarks.record import table, write_page
 from placer import catalogue
 from placer.catalogue import CATALOGUE
@@ -126,6 +127,7 @@ def recorded_operations(case: GPUCase) -> tuple[dict[Any, tuple[Operation, ...]]
             flatten_call(program.call, (x,), {}),
             precision=case.fields.get("precision", "fp32"),
             kernels="cuda",
+            loss=MEAN_SQUARE,
         )
     return found, costs.trained_nbytes
 

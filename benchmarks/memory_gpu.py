@@ -28,10 +28,11 @@ import placer
 from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import SUBJECTS
 from benchmarks.fresh import ALLOCATORS, Job, Report, Row, add_options, answer, choose, measure_all
+from benchmarks.loss import LOSS
 from benchmarks.memory import Build, r3d_18, resnet50
 from benchmarks.record import table
 from examples.unet3d import unet3d
-from placer.cost import stand_in_loss
+from placer.cost import mean_square
 from placer.simulation.optimizers import make_optimizer
 
 MIB = 2**20
@@ -119,7 +120,7 @@ def measure(case: Case, part: str, device: str, allocator: str | None = None) ->
     names = [f"{device}:0"] if part == "all" else ["cuda:0", "cuda:1"]
     mode = {} if allocator is None else {"allocator": allocator}
     devices = [{"name": name, **mode} for name in names]
-    spec = {"devices": devices, "objective": "memory", **case.fields}
+    spec = {"devices": devices, "objective": "memory", **LOSS, **case.fields}
     plan = placer.make_plan(model, spec, (x,))
     layers = "all"
     if part != "all":
@@ -147,7 +148,7 @@ def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dic
     """Bytes on ``device``: estimated, simulated (as the plan of a CUDA device has them), measured."""
     (simulated,) = (
         d
-        for d in placer.simulate(model, plan, (x,), loss_fn=stand_in_loss).devices
+        for d in placer.simulate(model, plan, (x,), loss_fn=mean_square).devices
         if d.device == f"{device}:0"
     )
     found = {
@@ -158,7 +159,7 @@ def _compare(model: nn.Module, plan: placer.Plan, x: Tensor, device: str) -> dic
         "context": simulated.context,
     }
     if device == "cpu":
-        peaks = allocator_peaks(model, plan, (x,), loss_fn=stand_in_loss)
+        peaks = allocator_peaks(model, plan, (x,), loss_fn=mean_square)
         return {**found, "measured": {"tensors": peaks.tensors}}
     return {**found, "measured": measured_bytes(model, plan, x)}
 
@@ -203,7 +204,7 @@ def trained_steps(
         if cuda is not None:
             cuda.synchronize()
         began = time.perf_counter()
-        placed.step(x, loss_fn=stand_in_loss, reduction="mean")
+        placed.step(x, loss_fn=mean_square, reduction="mean")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if cuda is None:

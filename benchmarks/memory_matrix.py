@@ -22,6 +22,7 @@ import torch
 import torchvision
 from torch import nn
 
+from benchmarks.loss import LOSS
 from benchmarks.record import RESULTS, write_result
 from examples.unet3d import unet3d
 from placer.planner.build import build_plan
@@ -122,6 +123,7 @@ def differences(
                 "precision": precision,
                 "training": training,
                 **WAYS[way],
+                **LOSS,
             }
         )
         plan = build_plan(program, spec, inputs)

@@ -26,9 +26,10 @@ import placer
 from benchmarks import memory_matrix
 from benchmarks.allocator import allocator_peaks
 from benchmarks.cpu_workspaces import counting_workspaces
+from benchmarks.loss import LOSS
 from benchmarks.record import RESULTS, write_page
 from examples.unet3d import unet3d
-from placer.cost import stand_in_loss
+from placer.cost import mean_square
 from tests import models
 
 MIB = 2**20
@@ -99,11 +100,13 @@ def cells(case: Case, way: str) -> Iterator[dict[str, Any]]:
     for name, fields in (_INFERENCE if way == "inference" else _TRAINING).items():
         if fields.get("microbatches", 1) > rows or (fields.get("precision") and way == "offloaded"):
             continue
-        plan = placer.make_plan(model, {"devices": ["cpu:0"], **WAYS[way], **fields}, args, kwargs)
+        plan = placer.make_plan(
+            model, {"devices": ["cpu:0"], **LOSS, **WAYS[way], **fields}, args, kwargs
+        )
         (without,) = placer.simulate(model, plan, args, kwargs).devices
         with counting_workspaces():
             (simulated,) = placer.simulate(model, plan, args, kwargs).devices
-        peaks = allocator_peaks(model, plan, args, kwargs, loss_fn=stand_in_loss)
+        peaks = allocator_peaks(model, plan, args, kwargs, loss_fn=mean_square)
         yield {
             "cell": name,
             "predicted": without.predicted,

@@ -99,7 +99,9 @@ def measure(name: str) -> dict[str, float]:
     import placer
 
     plan = placer.make_plan(
-        model, {"devices": devices, **case.fields}, (inputs,) if case.as_list else tuple(inputs)
+        model,
+        {"devices": devices, "loss": "mean_square", **case.fields},
+        (inputs,) if case.as_list else tuple(inputs),
     )
     return {
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -23,10 +23,11 @@ import torchvision
 from torch import Tensor, nn
 
 import placer
+from benchmarks.loss import LOSS
 from benchmarks.record import write_result
 from examples.unet3d import unet3d
 from placer.catalogue import CATALOGUE, DeviceKind
-from placer.cost import stand_in_loss
+from placer.cost import mean_square
 from placer.kindfile import kind_to_json, save_kind
 from placer.profiling import calibrate, profile_model
 from placer.profiling.clocks import HostClock
@@ -99,7 +100,7 @@ def compare(build: Build, calibrated: str, folder: Path) -> dict[str, float]:
         steps = []
         for _ in range(4):
             start = time.process_time()
-            placed.step(x, loss_fn=stand_in_loss, reduction="mean")
+            placed.step(x, loss_fn=mean_square, reduction="mean")
             adam.step()
             adam.zero_grad()
             steps.append(time.process_time() - start)
@@ -114,7 +115,7 @@ def compare(build: Build, calibrated: str, folder: Path) -> dict[str, float]:
 
 
 def _predicted(model: nn.Module, x: Tensor, kind: str) -> float:
-    spec = {"devices": [{"name": "cpu", "kind": kind}]}
+    spec = {"devices": [{"name": "cpu", "kind": kind}], **LOSS}
     return placer.make_plan(model, spec, (x,)).step_seconds
 
 

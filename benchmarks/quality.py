@@ -46,6 +46,7 @@ from benchmarks.baselines import (
 )
 from benchmarks.capacity import SUBJECTS as VOLUMES
 from benchmarks.known_costs import known_costs
+from benchmarks.loss import LOSS, MEAN_SQUARE
 from benchmarks.msr.proof.search import solve
 from benchmarks.record import RESULTS, write_page
 from placer.cost import CostTable, estimate_costs
@@ -122,7 +123,7 @@ class Judge:
         x = x.to("meta")
         self.inputs = [x]
         self.program: Program = capture_model(model.to("meta"), (x,))
-        self.costs: CostTable = estimate_costs(self.program, [x], kernels="cuda")
+        self.costs: CostTable = estimate_costs(self.program, [x], kernels="cuda", loss=MEAN_SQUARE)
         units = unit_graph(self.program)
         self.units: ModelUnits = model_units(units, program_order(units), self.costs, {})
         self._peaks: dict[object, int] = {}
@@ -130,7 +131,7 @@ class Judge:
 
     def spec(self, k: int, objective: str) -> PlacementSpec:
         names = [f"cuda:{i}" for i in range(k)]
-        return PlacementSpec.model_validate({"devices": names, "objective": objective})
+        return PlacementSpec.model_validate({"devices": names, "objective": objective, **LOSS})
 
     def problem(self, k: int) -> PartitionProblem:
         spec = self.spec(k, "throughput")

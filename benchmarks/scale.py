@@ -74,6 +74,7 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
     import torch
 
     from benchmarks.deep import deep_model
+    from benchmarks.loss import MEAN_SQUARE
     from placer.cost import device_kind, estimate_costs
     from placer.partition.model import model_units, seconds_problem
     from placer.partition.types import DeviceSlot, PlanningOptions
@@ -85,7 +86,7 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
     start = time.process_time()
     program = capture_model(model, inputs)
     captured = time.process_time()
-    costs = estimate_costs(program, list(inputs))
+    costs = estimate_costs(program, list(inputs), loss=MEAN_SQUARE)
     costed = time.process_time()
     units = unit_graph(program)
     kind = device_kind("cuda:0", "h100")

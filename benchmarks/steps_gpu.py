@@ -34,6 +34,7 @@ from benchmarks.fresh import (
     output_folder,
 )
 from benchmarks.gpu_cases import PROFILED, gpu_kind
+from benchmarks.loss import LOSS
 from benchmarks.memory import Build, r3d_18
 from benchmarks.memory_gpu import GPT2, cube, trained_steps
 from benchmarks.record import table
@@ -117,7 +118,7 @@ def compare(
     name = f"{device}:0" if device == "cuda" else device
 
     def plan(source: str) -> placer.Plan:
-        spec = {"devices": [{"name": name, "kind": source}], "precision": precision}
+        spec = {"devices": [{"name": name, "kind": source}], "precision": precision, **LOSS}
         return placer.make_plan(model, spec, (x,))
 
     known = plan(kind)

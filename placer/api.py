@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from placer.cost import Loss, batch_rows, loss_of
 from placer.errors import CaptureError, PlacerError
 from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.device_map import map_devices
 from placer.executor.distributed.job.assignment import Job, find_job
+from placer.executor.loss.call import require_function
 from placer.executor.module import PlacedModule
 from placer.executor.place_model import place_model
+from placer.executor.scatter import unwrap_target
 from placer.plan.check import check_pinned, check_plan, require_fit
 from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
@@ -37,6 +41,8 @@ def make_plan(
     args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
     processes: bool = False,
     ignore_device_moves: bool = False,
 ) -> Plan:
@@ -47,6 +53,12 @@ def make_plan(
     `compile` does this by itself. A plan that overflows a budget has ``fits`` False. For CUDA devices a dry
     run through a model of torch's allocator decides this, for others only if an estimate is near its budget.
 
+    The plan counts the memory of ``loss_fn(output, target)``, or of ``loss_fn(output)`` without a target, on
+    the last stage's device; by default that of the spec's ``"loss"``, or of one that is assumed, as the
+    plan's ``loss`` says. ``target`` is that of the whole batch, on any device. A plan keeps the name of a
+    function that can be imported; where it is judged again without one (in a job of several processes), the
+    default is counted.
+
     ``ignore_device_moves`` is for a model that was split by hand: the devices to which its forward moves
     tensors (``x.to("cuda:1")``) are ignored, because the plan says where everything runs. Raises
     ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
@@ -55,7 +67,8 @@ def make_plan(
     program, leaves = _capture(
         model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
     )
-    return JudgingPlanner(program, leaves, processes=processes)(wanted)
+    loss = _given_loss(loss_fn, target)
+    return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
 
 
 def compile(
@@ -148,6 +161,8 @@ def auto_spec(
     *,
     devices: Iterable[Any] | str,
     objective: str = "memory",
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
     processes: bool = False,
     ignore_device_moves: bool = False,
     **options: Any,
@@ -155,8 +170,9 @@ def auto_spec(
     """A spec with which ``model`` fits on ``devices``, and which uses as few of them as possible.
 
     ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or
-    a single one of them; ``processes`` and ``ignore_device_moves`` are as for `make_plan`,
-    ``options`` are other fields of the spec. Raises ``BudgetError`` if no spec fits.
+    a single one of them; ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``processes``
+    and ``ignore_device_moves`` are as for `make_plan`, ``options`` are other fields of the spec. Raises
+    ``BudgetError`` if no spec fits.
     """
     one = isinstance(devices, str | Mapping | DeviceSpec)
     fields = {
@@ -165,10 +181,14 @@ def auto_spec(
         **options,
     }
     spec = PlacementSpec.model_validate(fields)
+    loss = _given_loss(loss_fn, target)
+    if loss is not None:
+        spec = spec.model_copy(update={"loss": loss.spec})
     program, leaves = _capture(
         model, args, kwargs, rules=_rules(spec), ignore_device_moves=ignore_device_moves
     )
-    return choose_spec(program, spec, leaves, JudgingPlanner(program, leaves, processes=processes))
+    make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
+    return choose_spec(program, spec, leaves, make)
 
 
 def simulate(
@@ -177,7 +197,8 @@ def simulate(
     args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
     run_on: str | None = None,
     processes: bool = False,
     ignore_device_moves: bool = False,
@@ -187,19 +208,17 @@ def simulate(
     Stages on CUDA devices keep what CUDA's kernels would keep (`placer.cost.kernels`); no GPU is needed.
     With ``run_on="cpu"`` the result is for ``compile(…, run_on="cpu")``.
 
-    With ``processes`` every device has a process of its own, as under ``torchrun``.
-    ``ignore_device_moves`` is as for `make_plan`.
+    With ``processes`` every device has a process of its own, as under ``torchrun``. ``loss_fn``, ``target``
+    and ``ignore_device_moves`` are as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
     program, leaves = _capture(
         model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
     )
-    if isinstance(wanted, PlacementSpec):
-        plan = JudgingPlanner(program, leaves, processes=processes)(wanted)
-    else:
-        plan = wanted
+    make = JudgingPlanner(program, leaves, processes=processes, loss=_given_loss(loss_fn, target))
+    planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
     return simulate_captured(
-        program, plan, leaves, loss_fn=loss_fn, run_on=run_on, processes=processes
+        program, planned, leaves, make.loss_of(planned), run_on=run_on, processes=processes
     )
 
 
@@ -207,16 +226,29 @@ def simulate_captured(
     program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
+    loss: Loss,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
     processes: bool = False,
 ) -> SimulationReport:
     """`simulate` for a model that has been captured, called with the tensors ``inputs``."""
     check_plan(plan, program)
-    if processes:
-        return simulate_ranks(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
-    return simulate_plan(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    loss.check_rows(batch_rows(program, inputs))
+    run = simulate_ranks if processes else simulate_plan
+    return run(program, plan, inputs, loss, run_on=run_on)
+
+
+def _given_loss(loss_fn: Callable[..., Tensor] | None, target: Any) -> Loss | None:
+    """The caller's loss; None if there is none. Raises ``PlacerError`` for a target without a function."""
+    if loss_fn is not None:
+        require_function(loss_fn)
+        loss = loss_of(loss_fn, target)
+        if target is None:
+            return loss
+        return replace(loss, function=lambda output, part: loss_fn(output, unwrap_target(part)))
+    if target is not None:
+        raise PlacerError("target", "is given without a loss", "pass loss_fn= too")
+    return None
 
 
 def as_spec(source: SpecSource) -> PlacementSpec:

@@ -90,8 +90,8 @@ class Tried:
 class BudgetError(PlacerError):
     """No placement fits the budgets; in the closest one, ``device`` lacks ``missing_bytes``.
 
-    ``largest_node`` needs ``largest_node_bytes`` by itself, however the model is split. ``tried`` are the
-    changes that were planned, whether they fit or not.
+    ``largest_node`` needs ``largest_node_bytes`` on a device of its own, however the model is split.
+    ``tried`` are the changes that were planned, whether they fit or not.
     """
 
     def __init__(

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from placer.api import SpecSource, compile, example_call
-from placer.cost import stand_in_loss
+from placer.cost import find_loss, mean_square
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.executor.module import PlacedModule
 from placer.executor.place import CALLER
-from placer.executor.scatter import ScatteredBatch, join_results, scatter_batch
+from placer.executor.scatter import ScatteredBatch, join_results, scatter_batch, unwrap_target
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
 from placer.precision import full_precision, precision_context
@@ -29,6 +29,7 @@ from placer.program import (
     flatten_call,
     flatten_result,
     rebuild_call,
+    result_tensors,
     unflatten_output,
 )
 from placer.program.copying import copy_module
@@ -120,7 +121,8 @@ def verify(
     args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
     run_on: str | None = None,
     seed: int = 0,
     tolerance: float | None = None,
@@ -131,7 +133,9 @@ def verify(
     Outputs, the loss, the gradient of every parameter and of inputs that require one, buffers, and parameters
     after one SGD step are compared. The plain model runs the same slices of the batch one
     after the other (one slice: the whole batch), with the same seed and under autocast for the
-    spec's ``precision``. ``model`` itself is not changed.
+    spec's ``precision``. ``model`` itself is not changed. The loss is ``loss_fn(output, target)``, or
+    ``loss_fn(output)`` without a target, for the whole batch; by default the spec's ``"loss"`` with a random
+    target, or else the mean square of all results.
     On a GPU, fp32 is computed without TF32. A GPU draws other random numbers than a CPU from the same
     seed: if tensors differ, the verdict names the layers that drew any.
     The default of ``tolerance`` (relative) depends on the parameters' dtype. With
@@ -147,7 +151,7 @@ def verify(
         ignore_device_moves=ignore_device_moves,
     )
     plain = copy_module(model)
-    wanted = loss_fn or stand_in_loss
+    wanted = _counted_loss(placed.plan, seed) if loss_fn is None else _loss_on(loss_fn, target)
     with ExitStack() as stack:
         stack.enter_context(full_precision())
         stack.enter_context(_seeded(seed))
@@ -171,6 +175,28 @@ def verify(
         + _where(placed),
         random_layers=tuple(drew),
     )
+
+
+def _counted_loss(plan: Plan, seed: int) -> Callable[[Any], Tensor]:
+    """The loss that ``plan`` names, with a random target; the mean square of all results if it names none."""
+    if plan.loss is None or plan.loss.spec is None:
+        return mean_square
+    with _seeded(seed):
+        loss = find_loss(plan.loss.spec, values=True)
+    return _loss_on(loss, loss.target)
+
+
+def _loss_on(loss_fn: Callable[..., Tensor], target: Any) -> Callable[[Any], Tensor]:
+    """``loss_fn`` with ``target``, which is moved to the device of the result."""
+    if target is None:
+        return loss_fn
+    target = unwrap_target(target)
+
+    def run(result: Any) -> Tensor:
+        (tensor, *_) = result_tensors(result)
+        return loss_fn(result, tree_map_only(Tensor, lambda part: part.to(tensor.device), target))
+
+    return run
 
 
 def _draws_alike(plain: nn.Module, placed: PlacedModule) -> bool:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
 import placer
-from placer.cost import stand_in_loss
 from placer.emit import materialize
 from placer.executor.distributed.failures.broadcast import failure_told
 from placer.executor.distributed.job.assignment import find_job
@@ -820,14 +819,14 @@ def count_bytes(plan: placer.Plan) -> int:
     if not plan.training:
         return _count_forward(placed, x)
     optimizer = torch.optim.Adam(placed.parameters())
-    placed.step(x, loss_fn=stand_in_loss)  # finds what crosses, on fake tensors
+    placed.step(x, loss_fn=placer.cost.mean_square)  # finds what crosses, on fake tensors
     optimizer.zero_grad()
     ledger = RankLedger()
     ledger.add_state((*placed.parameters(), *placed.buffers()))
     ledger.add(x, CALLER)
     with ledger:
         for _ in range(2):
-            placed.step(x, loss_fn=stand_in_loss)
+            placed.step(x, loss_fn=placer.cost.mean_square)
             optimizer.step()
             optimizer.zero_grad()
     return ledger.peak.nbytes

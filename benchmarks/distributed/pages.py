@@ -133,25 +133,21 @@ def write_memory(memory: list[dict[str, Any]]) -> None:
             str(entry["microbatches"]),
             f"{entry['rank']} of {entry['stages']}",
             f"{entry['planned'] / 2**20:.1f}",
-            f"{entry['predicted'] / 2**20:.1f}",
             f"{entry['measured'] / 2**20:.1f}",
             f"{entry['measured'] / entry['planned'] - 1:+.1%}",
-            f"{entry['measured'] / entry['predicted'] - 1:+.1%}",
         ]
         for entry in sorted(
             memory,
             key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
         )
     ]
-    header = ["schedule", "micro-batches", "rank", "plan, MiB", "simulated with the loss, MiB"]
-    header += ["counted, MiB", "counted over plan", "counted over simulated"]
+    header = ["schedule", "micro-batches", "rank", "plan, MiB", "counted, MiB"]
+    header += ["counted over plan"]
     lines += table(header, rows)
     lines += [
-        "The plan is `placer.make_plan(model, spec, args, processes=True)`: torch's engine on fake",
-        "tensors with a stand-in for the loss, which a plan does not know. Simulated is",
-        "`placer.simulate(…, loss_fn=…, processes=True)`, with the cross-entropy that is counted.",
-        "It counts the target of each micro-batch in flight as the last rank's, where in the job it is",
-        "the caller's own.",
+        "The plan is `placer.make_plan(…, loss_fn=…, target=…, processes=True)`: torch's engine on fake",
+        "tensors, with the cross-entropy that is counted. It counts the target of each micro-batch in",
+        "flight as the last rank's, where in the job it is the caller's own.",
         "",
     ]
     write_page(

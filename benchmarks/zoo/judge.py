@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 import placer
 import placer.api
 import placer.simulation.judge
+from benchmarks.loss import LOSS, MEAN_SQUARE
 from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, jitter, seeded, train
 from benchmarks.zoo.subject import Call, Subject, Verdict, convert, to_meta, with_rows
 from placer.cost import CostEstimates, device_kind
@@ -201,7 +202,7 @@ def _shared_passes() -> Iterator[None]:
 
 
 def _spec(stages: int) -> dict[str, Any]:
-    return {"devices": [f"{_DEVICE}:{i}" for i in range(stages)]}
+    return {"devices": [f"{_DEVICE}:{i}" for i in range(stages)], **LOSS}
 
 
 def _on_meta(subject: Subject) -> nn.Module:
@@ -242,7 +243,7 @@ def _largest_share(plan: placer.Plan) -> float:
 def _best_share(program: Program, args: Any, kwargs: Any) -> float:
     """The least largest share over all cuts of the program's order of units into two stages."""
     inputs = [t for t in tree_leaves((args, kwargs)) if is_tensor(t)]
-    costs = CostEstimates(program)(inputs, kernels=_DEVICE)
+    costs = CostEstimates(program)(inputs, kernels=_DEVICE, loss=MEAN_SQUARE)
     units = unit_graph(program)
     order = program_order(units)
     cuts = [0, *itertools.accumulate(len(units.nodes[unit]["nodes"]) for unit in order)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, ModelOptions
+from placer.cli.options import AsJson, Loss, ModelOptions, Target, loss_option
 from placer.cli.output import human_console, print_text, progress
 
 Devices = Annotated[
@@ -88,6 +88,8 @@ EXAMPLE = "placer auto net.py:Net --input 8x64 -d cuda:0=16GiB -o spec.json"
 def auto(
     model_options: ModelOptions,
     devices: Devices,
+    target: Target,
+    loss: Loss = None,
     output: Output = None,
     plan_output: PlanOutput = None,
     kind: Kind = None,
@@ -122,6 +124,7 @@ def auto(
         "offload": "auto" if offload else None,
         "precision": precision,
         "optimizer": _optimizer(optimizer),
+        "loss": loss_option(loss, target),
         "reserve": reserve,
         "host_memory": int(host_memory) if host_memory and host_memory.isdecimal() else host_memory,
     }

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, ModelOptions
+from placer.cli.options import AsJson, Loss, ModelOptions, Target, loss_option, with_loss
 from placer.cli.output import human_console, print_json, progress
 from placer.errors import CaptureError, PlacerError, SpecError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor
 
     from placer.cli.loaded_model import LoadedModel
+    from placer.cost import CostTable
     from placer.program import Program
-    from placer.spec import PlacementSpec
+    from placer.spec import LossSpec, PlacementSpec
 
 _SHOWN = 6  # how many of the layers that the spec does not place are listed
 _SIZES = ("8GiB", "16GiB", "24GiB", "80GiB")
@@ -59,6 +59,8 @@ EXAMPLE = "placer check net.py:Net spec.json --input 8x64"
 def check(
     model_options: ModelOptions,
     memory: Memory,
+    target: Target,
+    loss: Loss = None,
     spec: Spec = None,
     optimizer: Optimizer = None,
     training: Training = None,
@@ -67,7 +69,8 @@ def check(
     """Check a spec against a model; without a spec, show how far the model can be split."""
     from placer.spec import load_spec
 
-    wanted = None if spec is None else load_spec(spec)
+    wanted = None if spec is None else with_loss(load_spec(spec), loss, target)
+    counted = loss_option(loss, target) if wanted is None else None
     given = (("--memory", memory or None), ("--optimizer", optimizer), ("--training", training))
     for option, value in given:
         if wanted is not None and value is not None:
@@ -85,7 +88,13 @@ def check(
         _check_spec(console, loaded, wanted, source=str(spec), as_json=as_json)
     else:
         _check_model(
-            console, loaded, sizes, optimizer=optimizer, training=training, as_json=as_json
+            console,
+            loaded,
+            sizes,
+            loss=counted,
+            optimizer=optimizer,
+            training=training,
+            as_json=as_json,
         )
 
 
@@ -141,12 +150,16 @@ def _check_model(
     loaded: LoadedModel,
     sizes: Sequence[tuple[str, int]],
     *,
+    loss: LossSpec | None,
     optimizer: str,
     training: bool,
     as_json: bool,
 ) -> None:
     """Print how far the model can be split, and how many devices of each size it needs."""
     from placer.cli.limits import print_limits
+    from placer.cost import estimate_costs, find_loss
+    from placer.plan.summary import describe_loss
+    from placer.planner.assemble import planned_loss
     from placer.planner.cut_limits import count_pieces
 
     with progress(console, "recording the operations of the model"):
@@ -181,7 +194,14 @@ def _check_model(
         "notes": notes,
     }
     try:
-        result |= _measured(program, leaves, sizes, whole, optimizer=optimizer, training=training)
+        counted = find_loss(loss)
+        costs = estimate_costs(program, leaves, training=training, kernels="cuda", loss=counted)
+        result |= _measured(program, costs, sizes, whole, optimizer=optimizer, training=training)
+        if training:
+            taken = planned_loss(counted, costs)
+            kept = {"function": taken.function, "assumed": taken.assumed, "bytes": taken.nbytes}
+            result["loss"] = kept
+            notes.append(describe_loss(taken, "the last stage's device"))
     except (
         CaptureError
     ) as error:  # for example if a module that stays whole reads values of tensors
@@ -193,7 +213,7 @@ def _check_model(
 
 def _measured(
     program: Program,
-    leaves: Sequence[Tensor],
+    costs: CostTable,
     sizes: Sequence[tuple[str, int]],
     whole: Sequence[dict[str, Any]],
     *,
@@ -202,7 +222,7 @@ def _measured(
 ) -> dict[str, Any]:
     from placer.planner.cut_limits import devices_needed, measure_limits
 
-    limits = measure_limits(program, leaves, optimizer=optimizer, training=training)
+    limits = measure_limits(program, costs, optimizer=optimizer, training=training)
     for module in whole:
         share = limits.whole[module["layer"]]
         module |= {
@@ -220,7 +240,7 @@ def _measured(
             "nodes": list(limits.largest.nodes),
         },
         "devices_needed": {
-            size: devices_needed(program, leaves, nbytes, optimizer=optimizer, training=training)
+            size: devices_needed(program, costs, nbytes, optimizer=optimizer, training=training)
             for size, nbytes in sizes
         },
     }

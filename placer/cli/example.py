@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from placer.cli.target import ModelError, find_callable, user_failure
+from placer.importing import ModelError, find_callable, user_failure
 
 
 def load_example(target: str, *, values_needed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -49,7 +49,7 @@ def report_misfit(
         raise typer.Exit(EXIT_NO_FIT)
     no_room = lacks_room(spec)
     if not no_room:
-        largest = find_largest_node(program, spec, inputs, make.costs)
+        largest = find_largest_node(program, spec, inputs, make)
         console.print(largest.describe(), style="bold red", markup=False)
     console.print("what would make it fit:")
     print_fitting = partial(_print_fitting, console, as_options=as_options)

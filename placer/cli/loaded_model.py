@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from placer.cli.example import load_example
-from placer.cli.inputs import parse_inputs
 from placer.cli.options import ModelOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
+from placer.inputs import parse_inputs
 from placer.plan.types import Plan
 from placer.program import IgnoreDeviceMoves, Program, SplitRules, capture_model, flatten_call
 from placer.spec import PlacementSpec

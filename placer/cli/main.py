@@ -133,7 +133,7 @@ def _model_location(error: BaseException) -> str:
     """``file.py:line`` where the model's code raised ``error``; "" if other code raised it."""
     if "torch" not in sys.modules:
         return ""
-    from placer.cli.target import user_location
+    from placer.importing import user_location
 
     return user_location(error)
 

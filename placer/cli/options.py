@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
 
-from placer.cli.inputs import is_example, parse_inputs
 from placer.cli.values import parse_values
 from placer.errors import PlacerError
+from placer.inputs import is_example, parse_inputs
 
 if TYPE_CHECKING:
     from placer.cli.loaded_model import LoadedModel
+    from placer.plan.types import Plan
+    from placer.spec import LossSpec, PlacementSpec
 
 Model = Annotated[
     str,
@@ -82,6 +84,26 @@ Processes = Annotated[
         help="Plan for one process per device, as under torchrun, instead of a single process.",
     ),
 ]
+Loss = Annotated[
+    str | None,
+    typer.Option(
+        "--loss",
+        metavar="NAME",
+        help="The loss whose memory is counted: a function of torch.nn.functional, such as cross_entropy; "
+        "mean_square; or path/file.py:callable, which gets the result and the target.",
+    ),
+]
+Target = Annotated[
+    list[str],
+    typer.Option(
+        "--target",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="The target of the loss for the whole batch, written like --input, such as "
+        "2x128x128:int64<105; several are a tuple, or with names a dict.",
+        default_factory=list,
+        show_default=False,
+    ),
+]
 Profile = Annotated[
     Path | None,
     typer.Option(
@@ -94,6 +116,47 @@ Profile = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Only JSON on stdout; human-readable text on stderr.")
 ]
+
+
+def loss_option(
+    loss: str | None, target: Sequence[str], default: LossSpec | None = None
+) -> LossSpec | None:
+    """The loss that --loss and --target name, or ``default``; its function is not imported here.
+
+    Raises ``PlacerError`` if it is no loss.
+    """
+    from pydantic import ValidationError
+
+    from placer.spec.loss import LossSpec
+
+    if target and loss is None and default is None:
+        raise PlacerError("--target", "is given without a loss", "give --loss too")
+    if target or loss is not None:
+        function = loss if loss is not None or default is None else default.function
+        try:
+            default = LossSpec.model_validate({"function": function, "target": target})
+        except ValidationError as error:
+            (detail, *_) = error.errors()
+            option = "--target" if "target" in detail["loc"] else f"--loss {loss}"
+            raise PlacerError(option, str(detail["ctx"]["error"])) from None
+    return default
+
+
+_SpecOrPlan = TypeVar("_SpecOrPlan", bound="PlacementSpec | Plan")
+
+
+def with_loss(wanted: _SpecOrPlan, loss: str | None, target: Sequence[str]) -> _SpecOrPlan:
+    """A spec or plan with the loss that --loss and --target name, if they are given."""
+    from placer.plan.types import Plan, PlannedLoss
+
+    named = wanted.loss.spec if isinstance(wanted.loss, PlannedLoss) else wanted.loss
+    found = loss_option(loss, target, named)
+    if found is None or found == named:
+        return wanted
+    if isinstance(wanted, Plan):
+        counted = PlannedLoss(function=found.function, target=found.target)
+        return cast("_SpecOrPlan", replace(wanted, loss=counted))
+    return cast("_SpecOrPlan", wanted.model_copy(update={"loss": found}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.options import AsJson, ModelOptions, Processes, Profile, Spec
+from placer.cli.options import (
+    AsJson,
+    Loss,
+    ModelOptions,
+    Processes,
+    Profile,
+    Spec,
+    Target,
+    with_loss,
+)
 from placer.cli.output import human_console, print_json, progress
 
 Output = Annotated[
@@ -35,6 +44,8 @@ EXAMPLE = "placer plan net.py:Net spec.json --input 8x64 -o plan.json"
 def plan(
     model_options: ModelOptions,
     spec: Spec,
+    target: Target,
+    loss: Loss = None,
     output: Output = None,
     html: Page = None,
     trace: Trace = None,
@@ -47,7 +58,7 @@ def plan(
     from placer.files import check_writable
     from placer.spec import load_spec
 
-    wanted = load_spec(spec)
+    wanted = with_loss(load_spec(spec), loss, target)
     model_options.check()
     check_writable(output, html, trace)
     console = human_console(as_json=as_json)

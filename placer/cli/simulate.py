@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from placer.cli.options import AsJson, ModelOptions, Processes, SpecOrPlan
+from placer.cli.options import (
+    AsJson,
+    Loss,
+    ModelOptions,
+    Processes,
+    SpecOrPlan,
+    Target,
+    with_loss,
+)
 from placer.cli.output import human_console, plain_table, print_json, progress
 
 if TYPE_CHECKING:
@@ -29,16 +37,19 @@ EXAMPLE = "placer simulate net.py:Net spec.json --input 8x64"
 def simulate(
     model_options: ModelOptions,
     spec: SpecOrPlan,
+    target: Target,
+    loss: Loss = None,
     processes: Processes = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a training step on simulated devices and show their peaks; nothing is allocated."""
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
+    from placer.plan.summary import describe_loss
     from placer.plan.types import Plan, everything_fits
     from placer.report import host_text, moment_text, verdict, verdict_style, with_simulation
 
-    wanted = load_spec_or_plan(spec)
+    wanted = with_loss(load_spec_or_plan(spec), loss, target)
     model_options.check()
     console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
@@ -49,11 +60,12 @@ def simulate(
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program(wanted)
     plan = wanted
+    make = JudgingPlanner(program, leaves, processes=processes)
     if not isinstance(plan, Plan):
         with progress(console, "planning"):
-            plan = JudgingPlanner(program, leaves, processes=processes)(plan)
+            plan = make(plan)
     with progress(console, "running a training step without data"):
-        report = simulate_captured(program, plan, leaves, processes=processes)
+        report = simulate_captured(program, plan, leaves, make.loss_of(wanted), processes=processes)
     console.print(_table(plan, report))
     found = report.to_json()
     for name, device in found["devices"].items():
@@ -62,6 +74,9 @@ def simulate(
         console.print(_moment(device))
     if waits := host_text(report.host):
         console.print(f"\n{waits}", markup=False)
+    if plan.loss is not None:
+        text = describe_loss(plan.loss, plan.stages[-1].devices[0])
+        console.print(f"note: {text}", style="dim", markup=False)
     if isinstance(wanted, Plan) and _far_off(report):
         console.print(f"note: {_OTHER_INPUTS.format(spec)}", style="dim", markup=False)
     judged = with_simulation(plan, report)

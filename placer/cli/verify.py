@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, ModelOptions, SpecOrPlan
+from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
 from placer.cli.output import human_console, plain_table, print_json, progress
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ EXAMPLE = "placer verify net.py:Net spec.json --input 8x64 --double"
 def verify(
     model_options: ModelOptions,
     spec: SpecOrPlan,
+    target: Target,
+    loss: Loss = None,
     double: Double = False,
     run_on: RunOn = None,
     seed: Seed = 0,
@@ -62,7 +64,7 @@ def verify(
     """
     from placer.cli.sources import load_spec_or_plan
 
-    wanted = load_spec_or_plan(spec)
+    wanted = with_loss(load_spec_or_plan(spec), loss, target)
     _check_run_on(run_on)
     model_options.check()
     console = human_console(as_json=as_json)

@@ -12,11 +12,11 @@ table. `operations` classifies operations, and `work` computes how long they tak
 from placer.cost.cpu_results import cpu_result
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
 from placer.cost.devices import device_kind, device_type, updates_together
-from placer.cost.estimate import CostEstimates, Estimate, estimate_costs
+from placer.cost.estimate import CostEstimates, Estimate, batch_rows, estimate_costs
 from placer.cost.kernels import device_kernels
-from placer.cost.record import stand_in_loss
+from placer.cost.loss import Loss, find_loss, loss_of, mean_square
 from placer.cost.regions import with_regions
-from placer.cost.rows import with_fewer_rows
+from placer.cost.rows import with_added_rows, with_fewer_rows
 from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
 from placer.cost.types import (
     AddedGradient,
@@ -34,22 +34,27 @@ __all__ = [
     "CostEstimates",
     "CostTable",
     "Estimate",
+    "Loss",
     "NodeCost",
     "PendingGradient",
     "StateTensor",
     "StoredValue",
     "TimelineMode",
     "Work",
+    "batch_rows",
     "cpu_result",
     "cuda_workspaces",
     "device_kernels",
     "device_kind",
     "device_type",
     "estimate_costs",
+    "find_loss",
+    "loss_of",
+    "mean_square",
     "nbytes_of_storage",
-    "stand_in_loss",
     "updates_together",
     "uses_blas",
+    "with_added_rows",
     "with_fewer_rows",
     "with_regions",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from placer.cost.gradients import backward_needs, pending_gradients
 from placer.cost.lifetimes import Lifetime, find_lifetimes
+from placer.cost.loss import ASSUMED, Loss
 from placer.cost.record import Recording, record_run
 from placer.cost.rows import with_fewer_rows
 from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
@@ -20,7 +21,7 @@ from placer.cost.work import Work
 from placer.errors import CaptureError, first_line
 from placer.operands import nbytes_of
 from placer.precision import precision_context
-from placer.program import FakeConverter, Program, first_names, named_state
+from placer.program import FakeConverter, Program, first_names, named_state, rows_of
 from placer.program.alias import NodeFailure
 from placer.program.call import describe_shapes
 
@@ -28,11 +29,12 @@ from placer.program.call import describe_shapes
 class CostOptions(TypedDict, total=False):
     """How a micro-batch is run to find its costs."""
 
-    training: bool  # whether backward runs too, from `stand_in_loss`; True by default
+    training: bool  # whether the loss and backward run too; True by default
     precision: str  # "fp32" by default
     # The device type whose kernels run, "cpu" or "cuda", for all nodes or by node name; by default the
     # kernels of a CPU, without their workspaces.
     kernels: str | Mapping[str, str]
+    loss: Loss  # `ASSUMED` by default
 
 
 def estimate_costs(
@@ -107,6 +109,7 @@ class _Key(NamedTuple):
     precision: str
     kernels: str | tuple[tuple[str, str], ...]
     offloads: bool
+    loss: Loss
 
 
 def _key(
@@ -116,6 +119,7 @@ def _key(
     precision: str = "fp32",
     kernels: str | Mapping[str, str] = "",
     offloads: bool = False,
+    loss: Loss = ASSUMED,
 ) -> _Key:
     return _Key(
         shapes=tuple((*t.shape, *t.stride()) for t in inputs),
@@ -124,6 +128,7 @@ def _key(
         precision=precision,
         kernels=kernels if isinstance(kernels, str) else tuple(sorted(kernels.items())),
         offloads=offloads and training,
+        loss=loss,
     )
 
 
@@ -158,10 +163,17 @@ def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
                 offloads=key.offloads,
                 kernels=_kernels_of(program, key.kernels),
                 half=key.precision != "fp32",
-                visible=program.call.result.visible,
+                loss=key.loss,
+                unflatten=program.call.result.unflatten,
+                rows=batch_rows(program, inputs),
             )
     except NodeFailure as failure:
         raise _does_not_run(program, failure, inputs, key.precision) from failure.__cause__
+
+
+def batch_rows(program: Program, inputs: Sequence[Tensor]) -> int | None:
+    """The rows of a batch of ``inputs``; None if no input is batched."""
+    return rows_of(program.call.batch_dims, [tensor.shape for tensor in inputs])
 
 
 def _with_offloaded_transients(table: CostTable, sent: Recording) -> CostTable:
@@ -249,8 +261,9 @@ def _table(
         readers=readers,
         input_readers=input_readers,
         input_nbytes=tuple(map(nbytes_of, inputs)),
-        state=_state(program, training=training),
+        state=_state(program, recording.row_gradients, training=training),
         saving=recording.saving if training else frozenset(),
+        loss=recording.loss,
         work=Work(
             program.order,
             [mine.forward for mine in recording.operations],
@@ -296,7 +309,9 @@ def _parts(stored: Lifetime) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _state(program: Program, *, training: bool) -> tuple[StateTensor, ...]:
+def _state(
+    program: Program, row_gradients: Mapping[str, int], *, training: bool
+) -> tuple[StateTensor, ...]:
     """The parameters and buffers of the model, in its order."""
     alias = first_names(program.model)
     readers = defaultdict[str, set[int]](set)
@@ -309,6 +324,7 @@ def _state(program: Program, *, training: bool) -> tuple[StateTensor, ...]:
             readers=tuple(sorted(readers[name])),
             is_buffer=not isinstance(tensor, nn.Parameter),
             trained=training and isinstance(tensor, nn.Parameter) and tensor.requires_grad,
+            row_gradient_nbytes=row_gradients.get(name),
         )
         for name, tensor in named_state(program.model)
         if alias[name] == name

@@ -1,12 +1,13 @@
 """Run a captured model once on fake tensors, and record its timeline.
 
-The run consists of forward, a stand-in loss and backward, all on one device. `placer.cost.storages` records
+The run consists of forward, the loss and backward, all on one device. `placer.cost.storages` records
 when storages are allocated and freed, and which nodes use them; saved-tensor hooks report which node saves
 them for backward, and `placer.cost.attribution` which node's backward is running.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from placer.cost.attribution import BackwardAttribution
 from placer.cost.kernels import device_kernels
+from placer.cost.loss import Loss
 from placer.cost.storages import (
     OUTSIDE,
     NodeOperations,
@@ -24,11 +26,11 @@ from placer.cost.storages import (
     StorageRecorder,
     StorageUses,
 )
-from placer.errors import CaptureError, PlacerError
+from placer.errors import CaptureError, PlacerError, first_line
 from placer.operands import nbytes_of, tensors_of_tree
-from placer.program import result_tensors
 from placer.program.alias import NodeFailure
 from placer.program.fake_mode import detach_fake
+from placer.program.row_gradients import row_gradient
 from placer.timeline import Timeline
 
 # In the error of torch.func's transforms when they are called under saved-tensor hooks.
@@ -52,15 +54,8 @@ class Recording:
     operations: tuple[NodeOperations, ...]
     output_nbytes: tuple[int, ...]
     output_blocks: tuple[tuple[int, ...], ...]  # the blocks of each node's result
-
-
-def stand_in_loss(output: Any) -> Tensor:
-    """A loss for when the user's is not known: the sum of the mean squares of ``output``.
-
-    It reads every floating-point tensor that `result_tensors` finds, so that each gets a gradient.
-    """
-    terms = [x.square().mean() for x in result_tensors(output) if x.is_floating_point()]
-    return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())
+    loss: str  # its name
+    row_gradients: Mapping[str, int]  # bytes of the sparse gradients, by the names of parameters
 
 
 def record_run(
@@ -74,18 +69,20 @@ def record_run(
     run_context: Callable[[], Any],
     kernels: Sequence[str],
     half: bool,
+    loss: Loss,
+    unflatten: Callable[[Sequence[Any]], Any],
+    rows: int | None,
     offloads: bool = False,
-    visible: Callable[[Sequence[Any]], list[Any]] = list,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model``; all tensors are fake.
 
     Call it under the fake mode of the tensors. ``order`` gives the nodes' positions. ``run_context``
     makes the context in which each node runs (autocast; ``half`` says that its type is half
     precision). ``kernels`` are device types, per node and for the loss, whose kernels run: "cpu",
-    "cuda", or "" for CPU kernels without their workspaces. ``visible`` selects the leaves of the result
-    that the loss reads; the caller keeps all leaves alive. With ``offloads``, nothing is kept for backward,
-    as if all saved tensors went to the host at once, and no backward is run. Raises ``NodeFailure`` if a node
-    fails, and ``CaptureError`` if the backward fails.
+    "cuda", or "" for CPU kernels without their workspaces. ``loss`` gets the result, which ``unflatten``
+    makes of the graph's leaves, and a target for so many ``rows``. With ``offloads``, nothing is kept for
+    backward, as if all saved tensors went to the host at once, and no backward is run. Raises ``NodeFailure``
+    if a node fails, and ``CaptureError`` if the loss or the backward fails.
     """
     recorder = StorageRecorder(order, kernels)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
@@ -99,12 +96,14 @@ def record_run(
     if "cuda" in kernels:
         chosen = device_kernels(lambda: kernels[recorder.position], half=half)
     with torch.set_grad_enabled(training), recorder, saving, chosen:
-        leaves = run.forward(inputs)
-        loss = run.loss(leaves, visible(leaves) if training else [])
-        del leaves
-        run.end_forward(loss)
-        if training and loss.requires_grad and not offloads:
-            run.backward(loss)
+        result = unflatten(run.forward(inputs))
+        name = loss.name_for(result)
+        value = run.loss(loss, result, rows) if training else torch.zeros(())
+        del result
+        run.end_forward(value)
+        if training and value.requires_grad and not offloads:
+            run.backward(value)
+        row_gradients = run.row_gradients()
         recorder.start_node(OUTSIDE)
     return Recording(
         order=tuple(order),
@@ -115,6 +114,8 @@ def record_run(
         operations=tuple(recorder.operations),
         output_nbytes=tuple(run.output_nbytes),
         output_blocks=tuple(run.output_blocks),
+        loss=name,
+        row_gradients=row_gradients,
     )
 
 
@@ -191,9 +192,13 @@ class _Run(NodeRunner):
         self.output_blocks: list[tuple[int, ...]] = [()] * (len(order) + 1)
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """Run every node. Returns the leaves of the result."""
+        """Run every node. Returns the leaves of the result, which are alive until the loss has run."""
         leaves = self.results(inputs)
         self._recorder.start_node(self._loss)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        for uses in map(self._recorder.uses_of, tensors):
+            if uses is not None:
+                uses.users.add(self._loss)
         return leaves
 
     def run_operation(self, node: fx.Node) -> Any:
@@ -226,19 +231,35 @@ class _Run(NodeRunner):
         finally:
             self._saving.__enter__()
 
-    def loss(self, leaves: Sequence[Any], under_loss: Sequence[Any]) -> Tensor:
-        """A stand-in loss of the leaves ``under_loss``; the caller uses the other tensors."""
-        visible = {id(leaf) for leaf in under_loss}
-        others = (x for x in leaves if isinstance(x, Tensor) and id(x) not in visible)
-        for uses in map(self._recorder.uses_of, others):
-            if uses is not None:
-                uses.users.add(self._loss)
-        return stand_in_loss(under_loss)
+    def loss(self, loss: Loss, result: Any, rows: int | None) -> Tensor:
+        """Run ``loss`` with a target for so many ``rows``. Raises ``CaptureError`` if it fails."""
+        try:
+            return loss(result, loss.with_rows(rows))
+        except PlacerError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"loss {loss.name}",
+                f"fails on results without data: {type(error).__name__}: {first_line(error)}",
+                "call it with a result of the model and a target of the shape that is given",
+            ) from error
 
     def end_forward(self, loss: Tensor) -> None:
         """Count each storage that is still alive but that no hook reported as saved by its producer."""
         self._attribution.claim(loss, self._loss)
         self._recorder.save_alive()
+
+    def row_gradients(self) -> dict[str, int]:
+        """Bytes of gradients that are sparse, by parameter; the recorder learns what they are."""
+        named = dict(self.module.named_parameters())
+        parts = {name: row_gradient(p) for name, p in named.items()}
+        for uses in map(self._recorder.uses_of, itertools.chain(*parts.values())):
+            if uses is not None:
+                uses.parameter_gradient = True
+        sparse = {
+            name: found for name, found in parts.items() if found and named[name].grad is None
+        }
+        return {name: nbytes_of(*found) for name, found in sparse.items()}
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of ``loss``. Raises ``CaptureError`` if it fails."""

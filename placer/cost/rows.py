@@ -1,12 +1,28 @@
-"""Scale a cost table to a micro-batch of fewer rows, without running the model again."""
+"""Scale a cost table to other numbers of rows, without running the model again."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from placer.cost.types import CostTable, NodeCost
+from placer.cost.types import CostTable, NodeCost, StateTensor
 
 _SIZES = tuple(field.name for field in fields(NodeCost))
+
+
+def with_added_rows(costs: CostTable, microbatches: int) -> CostTable:
+    """``costs`` with the sparse gradients of all micro-batches of a step, whose rows add up."""
+    if microbatches == 1 or all(tensor.row_gradient_nbytes is None for tensor in costs.state):
+        return costs
+    return replace(costs, state=_with_row_gradients(costs, microbatches))
+
+
+def _with_row_gradients(costs: CostTable, factor: float) -> tuple[StateTensor, ...]:
+    return tuple(
+        tensor
+        if tensor.row_gradient_nbytes is None
+        else replace(tensor, row_gradient_nbytes=int(factor * tensor.row_gradient_nbytes))
+        for tensor in costs.state
+    )
 
 
 def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
@@ -49,5 +65,6 @@ def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
             for added in costs.added
         ),
         work=costs.work.with_share(share),
+        state=_with_row_gradients(costs, share),
         input_nbytes=tuple(shrink(nbytes) for nbytes in costs.input_nbytes),
     )

@@ -95,6 +95,12 @@ class StateTensor:
     readers: tuple[int, ...]  # the nodes that read it, by position; ascending
     is_buffer: bool
     trained: bool  # it gets a gradient
+    row_gradient_nbytes: int | None = None  # of a sparse gradient, for the rows that are looked up
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of its gradient."""
+        return self.nbytes if self.row_gradient_nbytes is None else self.row_gradient_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +126,7 @@ class CostTable:
     keys: tuple[
         RegionKey | None, ...
     ] = ()  # region of each node; (): all saved activations are kept
+    loss: str = ""  # its name
 
     @property
     def trained_nbytes(self) -> int:

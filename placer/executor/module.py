@@ -383,11 +383,15 @@ class PlacedModule(nn.Module):
         return loss
 
     def step_leaves(
-        self, leaves: list[torch.Tensor], *, loss_fn: Callable[..., torch.Tensor]
+        self,
+        leaves: list[torch.Tensor],
+        *,
+        loss_fn: Callable[..., torch.Tensor],
+        target: Any = None,
     ) -> torch.Tensor:
-        """`step` for the flattened inputs of the captured call, without a target, for a mean over rows."""
+        """`step` for the flattened inputs of the captured call, for a mean over rows."""
         call = Call(self._programs, leaves, None)
-        return self._step(call, loss_of=StepLoss(loss_fn, reduction="mean"))
+        return self._step(call, loss_of=StepLoss(loss_fn, reduction="mean"), target=target)
 
     def _step(
         self,

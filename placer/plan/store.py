@@ -31,8 +31,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         for region in stage["regions"]:
             if not region["overlapped"]:
                 del region["overlapped"]
-    if plan.host is None:
-        del values["host"]
+    for name in ("host", "loss", "batch_dims", "stored"):
+        if not values[name]:
+            del values[name]
     if not plan.optimizer_seconds:
         del values["optimizer_seconds"]
     return {"version": VERSION, "checksum": _checksum(values), **values}

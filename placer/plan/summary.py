@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from placer.plan.types import HostPeak, Plan, StagePlan
+from placer.plan.types import HostPeak, Plan, PlannedLoss, StagePlan
 from placer.quantities import format_bytes, format_count, format_seconds
 
 _STAGES_SHOWN = 8
@@ -52,3 +52,14 @@ def describe_host(host: HostPeak) -> str:
     if host.needed == host.peak:
         return text
     return f"{text} in pinned memory (torch rounds each of {format_bytes(host.peak)} up to a power of two)"
+
+
+def describe_loss(loss: PlannedLoss, device: str) -> str:
+    """A sentence on the loss that a plan counts, whose last stage is on ``device``."""
+    takes = f"takes {format_bytes(loss.nbytes)} on {device} per micro-batch"
+    if loss.assumed:
+        return (
+            f"The loss is assumed to be {loss.function}, which {takes}. Name yours: --loss, "
+            '"loss" in the spec, or loss_fn=.'
+        )
+    return f"The loss {loss.function} {takes}." if loss.nbytes else f"The loss is {loss.function}."

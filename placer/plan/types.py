@@ -23,6 +23,7 @@ from placer.spec.fields import (
     ScheduleName,
     StoredRule,
 )
+from placer.spec.loss import LossSpec
 
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts bytes in an int64
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -175,6 +176,27 @@ class HostPeak:
         return self.headroom is None or self.headroom >= 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLoss:
+    """The loss that a plan counts, named as in a spec, and the most bytes that it takes at a time.
+
+    These are what the loss makes, with its target, for one micro-batch on the last stage's device. It is
+    ``assumed`` if the spec does not name one. A name in <> is of a function that only its caller has.
+    """
+
+    function: str
+    target: tuple[str, ...] = ()
+    assumed: bool = False
+    nbytes: Annotated[Bytes, Field(alias="bytes")] = 0
+
+    @property
+    def spec(self) -> LossSpec | None:
+        """The loss as a spec names it; None if it is assumed, or has no such name."""
+        if self.assumed or self.function.startswith("<"):
+            return None
+        return LossSpec(function=self.function, target=self.target)
+
+
 def everything_fits(devices: Iterable[DevicePeak], host: HostPeak | None) -> bool:
     """Is every device within its budget, and the host, if anything is offloaded?"""
     return all(device.fits for device in devices) and (host is None or host.fits)
@@ -252,6 +274,7 @@ class Plan:
     # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.
     example_microbatches: Count | None = None
     host: HostPeak | None = None  # None: nothing is offloaded
+    loss: PlannedLoss | None = None  # None: inference, or a file of an older placer
     # The spec's ``inputs``: pattern -> dimension of the batch, None for inputs that are whole.
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     stored: Mapping[str, StoredRule] = field(default_factory=dict)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from placer.cost import CostTable, Loss
 from placer.partition import Partition, PlanningOptions
-from placer.plan.types import DevicePeak, HostPeak, Plan, everything_fits
+from placer.plan.summary import describe_loss
+from placer.plan.types import DevicePeak, HostPeak, Plan, PlannedLoss, everything_fits
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.host_memory import estimate_host
 from placer.planner.notes import placement_notes
@@ -23,9 +25,11 @@ def assemble_plan(
     options: PlanningOptions,
     rows: Sequence[Sequence[str]],
     microbatches: int,
+    loss: Loss,
 ) -> Plan:
     """The plan with the stages of ``choice``, on the devices of ``rows`` (one row per replica)."""
     costs, partition = choice.costs, choice.partition
+    counted = planned_loss(loss, costs) if spec.training else None
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of)
     host = _host_peak(choice, spec, options, copies=len(rows) if options.processes else 1)
@@ -58,6 +62,7 @@ def assemble_plan(
         checkpoint=_labels(costs.keys, "recompute"),
         offload=_labels(costs.keys, "offload"),
         notes=(
+            *([] if counted is None else [describe_loss(counted, partition.slots[-1].name)]),
             *_policy_notes(spec, choice),
             *placement_notes(program, spec, options, replicas=len(rows), microbatches=microbatches),
         ),
@@ -69,6 +74,18 @@ def assemble_plan(
             options.microbatches if options.microbatches < microbatches else None
         ),
         host=host,
+        loss=counted,
+    )
+
+
+def planned_loss(loss: Loss, costs: CostTable) -> PlannedLoss:
+    """``loss`` as a plan states it, with its bytes in ``costs``."""
+    node = costs.nodes[-1]
+    return PlannedLoss(
+        function=costs.loss,
+        target=() if loss.spec is None else loss.spec.target,
+        assumed=loss.assumed,
+        nbytes=max(node.forward_transient, node.backward_transient),
     )
 
 

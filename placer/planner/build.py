@@ -9,7 +9,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from placer.cost import CostEstimates, CostTable, Estimate, device_type, with_regions
+from placer.cost import (
+    CostEstimates,
+    CostTable,
+    Estimate,
+    Loss,
+    batch_rows,
+    device_type,
+    find_loss,
+    with_added_rows,
+    with_regions,
+)
 from placer.errors import CaptureError
 from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
 from placer.plan.types import Plan
@@ -46,6 +56,9 @@ class PlanMaker(Protocol):
     def costs(self) -> CostEstimates:
         """The model's costs, shared by all its plans."""
 
+    def loss_of(self, wanted: PlacementSpec) -> Loss:
+        """The loss that plans for a spec count."""
+
     def __call__(self, spec: PlacementSpec) -> Plan:
         """The plan for ``spec``."""
 
@@ -71,6 +84,7 @@ def build_plan(
     corrections: Mapping[str, int] | None = None,
     tables: TableCache | None = None,
     enough: float = 0.0,
+    loss: Loss | None = None,
 ) -> Plan:
     """The plan for ``program`` under ``spec``, for a batch shaped like ``inputs`` (any device).
 
@@ -80,6 +94,7 @@ def build_plan(
     ``corrections`` has, for a device of the first replica or for the host (`HOST_NAME`), the bytes that it
     is known to need beyond its estimate. With ``enough`` the plan only has to fit: the search ends with the
     first plan that fills no device beyond this share of its budget, and otherwise minimizes memory.
+    ``loss`` is the loss to count; by default the one that the spec names, or one that is assumed.
 
     A plan that exceeds a budget is returned with ``fits`` False. Raises ``SpecError`` if the spec's layers
     or devices do not match the model, ``PlacerError`` for what is not supported.
@@ -95,6 +110,8 @@ def build_plan(
     keys = wanted_regions(program, spec)
     estimate = estimate or CostEstimates(program)
     tables = tables or TableCache()
+    loss = loss or find_loss(spec.loss)
+    loss.check_rows(batch_rows(program, inputs))
     plans: list[Plan] = []
     for microbatches in microbatch_choices(spec, program, replicas):
         try:
@@ -111,6 +128,7 @@ def build_plan(
                 corrections=corrections or {},
                 tables=tables,
                 enough=enough,
+                loss=loss,
             )
         except CaptureError:
             if not plans:
@@ -136,6 +154,7 @@ def _plan_for(
     corrections: Mapping[str, int],
     tables: TableCache,
     enough: float,
+    loss: Loss,
 ) -> Plan:
     """The plan for these numbers of replicas and micro-batches."""
     slots = [
@@ -155,17 +174,18 @@ def _plan_for(
         microbatch_inputs(program, inputs, replicas, microbatches),
         training=spec.training,
         precision=spec.precision,
+        loss=loss,
     )
     choices = policies_of(spec)
     offloaded = any(key is not None and key.offload for key in keys)
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
         choose = partial(_choose, program, slots, pins, options, tables, enough)
-        plain = costs_of(kernels=kernels, offloads=offloaded)
+        plain = with_added_rows(costs_of(kernels=kernels, offloads=offloaded), len(sizes))
         first = choose(with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
         if heavy and spec.offload:  # needs another run of the model
-            plain = costs_of(kernels=kernels, offloads=True)
+            plain = with_added_rows(costs_of(kernels=kernels, offloads=True), len(sizes))
         return choose_policy(
             program,
             plain,
@@ -185,7 +205,8 @@ def _plan_for(
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(kernels, placed)
-    return assemble_plan(program, spec, light, options, spec.device_rows(replicas), microbatches)
+    rows = spec.device_rows(replicas)
+    return assemble_plan(program, spec, light, options, rows, microbatches, loss)
 
 
 def _choose(

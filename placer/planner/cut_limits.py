@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import networkx as nx
 import numpy as np
-from torch import Tensor
 
-from placer.cost import CostTable, device_kind, estimate_costs
+from placer.cost import CostTable, device_kind
 from placer.partition import PlanningOptions, choose_partition
+from placer.partition.candidate import optimizer_on
 from placer.partition.model import least_bytes, model_units
-from placer.partition.stage_cost.optimizer import optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
@@ -28,11 +26,15 @@ _MAX_DEVICES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Nodes that must be on one device (a unit), with the peak bytes of a stage that has only these."""
+    """Nodes that must be on one device (a unit), with the peak bytes of a stage that has only these.
+
+    ``with_loss``: they are the last ones, so that stage computes the loss too.
+    """
 
     nodes: tuple[str, ...]
     layers: tuple[str, ...]
     peak: int
+    with_loss: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +85,9 @@ class SplitLimits:
 
 
 def measure_limits(
-    program: Program, inputs: Sequence[Tensor], *, optimizer: str, training: bool
+    program: Program, costs: CostTable, *, optimizer: str, training: bool
 ) -> SplitLimits:
-    """How far ``program`` can be split for a batch of ``inputs``."""
-    costs = estimate_costs(program, inputs, training=training)
+    """How far ``program`` can be split for a batch with these ``costs``."""
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
     units = unit_graph(program)
     order = program_order(units)
@@ -102,8 +103,9 @@ def measure_limits(
             nbytes=float(nbytes[chosen].sum() / max(nbytes.sum(), 1.0)),
         )
 
-    largest, unit = _largest_piece(program, costs, units, order, options)
+    largest = largest_piece(program, costs, options)
     position = {name: i for i, name in enumerate(program.order)}
+    unit = int(model.unit_of[position[largest.nodes[0]]])
     inside = {
         w.layer: [
             int(model.unit_of[position[n]]) for n, at in program.layer_of.items() if at == w.layer
@@ -112,25 +114,23 @@ def measure_limits(
     }
     return SplitLimits(
         largest=largest,
-        least_bytes=int(nbytes[order.index(unit)]),
+        least_bytes=int(nbytes[unit]),
         least_devices=max(1, -(-int(nbytes.sum()) // max(largest.peak, 1))),
-        largest_share=share([order.index(unit)]),
+        largest_share=share([unit]),
         whole={layer: share(indices) for layer, indices in inside.items()},
     )
 
 
-def _largest_piece(
-    program: Program,
-    costs: CostTable,
-    units: nx.DiGraph,
-    order: Sequence[int],
-    options: PlanningOptions,
-) -> tuple[Piece, int]:
-    """The piece with the highest peak as a stage of its own, and its unit.
+def largest_piece(
+    program: Program, costs: CostTable, options: PlanningOptions, devices: Iterable[str] = ()
+) -> Piece:
+    """The piece with the highest peak as a stage of its own, as a plan on ``devices`` would state it.
 
     The peak is capped at that of the whole model as one stage, which receives nothing.
     """
-    kept = optimizer_bytes(options.optimizer if options.training else "sgd", together=True)
+    kept = optimizer_on(options, devices)
+    units = unit_graph(program)
+    order = program_order(units)
     members = {unit: tuple(units.nodes[unit]["nodes"]) for unit in order}
     nodes = [i for group in members.values() for i in group]
     ends = dict(zip(members, accumulate(len(group) for group in members.values()), strict=True))
@@ -149,19 +149,19 @@ def _largest_piece(
     names = tuple(program.order[i] for i in members[unit])
     layers = dict.fromkeys(program.layer_of[name] for name in names)
     size = min(found[unit], peak(0, len(nodes)))
-    return Piece(nodes=names, layers=tuple(layers), peak=size), unit
+    with_loss = options.training and ends[unit] == len(nodes)
+    return Piece(nodes=names, layers=tuple(layers), peak=size, with_loss=with_loss)
 
 
 def devices_needed(
     program: Program,
-    inputs: Sequence[Tensor],
+    costs: CostTable,
     memory: int,
     *,
     optimizer: str,
     training: bool,
 ) -> int | None:
     """The fewest CUDA devices of ``memory`` bytes each on which the planner fits the model; None above 64."""
-    costs = estimate_costs(program, inputs, training=training)
     options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
 
     def fits(count: int) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from placer.cost import CostEstimates
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
+from placer.planner.cut_limits import largest_piece
 from placer.planner.devices import device_slot, likely_kernels
-from placer.planner.resolve import microbatch_inputs
+from placer.planner.resolve import microbatch_inputs, planning_options
 from placer.program import Program
 from placer.quantities import format_bytes
 from placer.spec import DeviceSpec, PlacementSpec
@@ -27,17 +27,21 @@ _FAR = 1.15  # a guess of more than so many times a device's room is believed wi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestNode:
-    """The node that needs the most bytes by itself, however the model is split."""
+    """The largest piece of a model that cannot be split, and the peak of a stage that has only that piece.
+
+    ``node`` is the largest of its nodes.
+    """
 
     node: str
     layer: str
     nbytes: int
+    with_loss: bool
 
     def describe(self) -> str:
         """A clause for an error message."""
         return (
-            f"the largest single node, {self.node} ({self.layer or 'the model'}), "
-            f"needs {format_bytes(self.nbytes)} by itself"
+            f"the largest single node, {self.node} ({self.layer or 'the model'})"
+            f"{' with the loss' * self.with_loss}, needs {format_bytes(self.nbytes)} on a device of its own"
         )
 
 
@@ -57,7 +61,7 @@ def misfit_error(
     """
     if plan.fits_devices:
         return host_error(plan)
-    largest = find_largest_node(program, spec, inputs, make.costs)
+    largest = find_largest_node(program, spec, inputs, make)
     no_room = lacks_room(spec)
     problem = f"the placement needs {describe_overflow(plan.tightest)}"
     tried = []
@@ -92,26 +96,25 @@ def describe_tries(tried: Sequence[Tried]) -> str:
 
 
 def find_largest_node(
-    program: Program, spec: PlacementSpec, inputs: Sequence[Tensor], estimate: CostEstimates
+    program: Program, spec: PlacementSpec, inputs: Sequence[Tensor], make: PlanMaker
 ) -> LargestNode:
-    """The node whose parameters and transient memory take the most bytes, for the whole batch at once."""
-    costs = estimate(
+    """The piece that needs the most on a device of its own, for the whole batch at once."""
+    costs = make.costs(
         microbatch_inputs(program, inputs, replicas=1, microbatches=1),
         training=spec.training,
         precision=spec.precision,
         kernels=likely_kernels(spec),
+        loss=make.loss_of(spec),
     )
-    sizes = [
-        max(cost.forward_transient, cost.backward_transient if spec.training else 0)
-        for cost in costs.nodes[: len(costs.names)]
-    ]
-    for tensor in costs.state:
-        if not tensor.is_buffer:
-            for node in tensor.readers:
-                sizes[node] += tensor.nbytes * (2 if spec.training else 1)  # with its gradient
-    nbytes = max(sizes)
-    name = costs.names[sizes.index(nbytes)]
-    return LargestNode(node=name, layer=program.layer_of[name], nbytes=nbytes)
+    options = planning_options(spec, (1,), processes=False)
+    piece = largest_piece(program, costs, options, [device.name for device in spec.devices])
+    cost_of = dict(zip(costs.names, costs.nodes, strict=False))
+    node = max(
+        piece.nodes, key=lambda n: cost_of[n].forward_transient + cost_of[n].backward_transient
+    )
+    return LargestNode(
+        node=node, layer=program.layer_of[node], nbytes=piece.peak, with_loss=piece.with_loss
+    )
 
 
 def try_remedies(

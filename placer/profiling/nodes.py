@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.autograd_graph import nodes_behind, nodes_of
-from placer.cost.record import NodeRunner, stand_in_loss
+from placer.cost.loss import ASSUMED
+from placer.cost.record import NodeRunner
 from placer.precision import precision_context
 from placer.profiling.clocks import Clock, Took, time_call
 from placer.program import Program
@@ -222,10 +223,10 @@ class _Run(NodeRunner):
     def _forward(
         self, leaves: Sequence[Tensor], between: Callable[[str, Callable[[], Any]], Any]
     ) -> Tensor:
-        """Run all nodes, each through ``between(name, run)``. Returns a stand-in loss of the results."""
+        """Run all nodes, each through ``between(name, run)``. Returns the loss that plans assume."""
         self._between = between
         visible = self._program.call.result.visible(self.results(leaves))
-        loss: Tensor = between(LOSS, partial(stand_in_loss, visible))
+        loss: Tensor = between(LOSS, partial(ASSUMED, visible))
         return loss
 
     def run_operation(self, node: fx.Node) -> Any:

@@ -6,7 +6,6 @@ of one storage share memory in the copy too.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -38,6 +37,7 @@ from placer.program.packed import PACKING, RECURRENT, run_recurrent
 from placer.program.python_random import keep_random
 from placer.program.reachable import ReachableState, find_reachable_state
 from placer.program.restore import Snapshot, restored
+from placer.program.row_gradients import EMBEDDINGS, look_up
 
 _CPU = torch.device("cpu")
 
@@ -300,15 +300,14 @@ class GuessData:
 # (Mask R-CNN reads 1,400 for each image, and runs with 0.)
 _MOST_READS = {1: 1_000, 0: 50_000}
 _READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
-_EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
-_WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in _EMBEDDINGS), *PACKING, *RECURRENT}
+_WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in EMBEDDINGS), *PACKING, *RECURRENT}
 
 
 class _GuessReads(TorchFunctionMode):
     """Answers reads that do not reach an operator: conversions to arrays, lists and text.
 
-    It also runs recurrent layers on packed sequences, which read the lengths of the sequences. Embeddings get
-    dense gradients, because the bytes of a sparse gradient depend on values.
+    It also runs recurrent layers on packed sequences, which read the lengths of the sequences, and embeddings
+    so that their sparse gradients are counted (`placer.program.row_gradients`).
     """
 
     def __init__(self, guess: GuessData) -> None:
@@ -319,10 +318,8 @@ class _GuessReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _WATCHED:
             return func(*args, **(kwargs or {}))
-        if func in _EMBEDDINGS:
-            call = inspect.signature(func).bind(*args, **(kwargs or {}))
-            call.arguments["sparse"] = False
-            return func(*call.args, **call.kwargs)
+        if func in EMBEDDINGS:
+            return look_up(func, args, kwargs or {})
         tensor = args[0] if args else None
         # A capture may run under the guesses of a dry run, whose tensors are of another mode.
         if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self.guess.mode:

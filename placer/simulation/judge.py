@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from placer.cost import CostEstimates
+from placer.cost import CostEstimates, Loss, find_loss
 from placer.executor.place import HOST
 from placer.garbage import only_new_garbage
 from placer.partition import TableCache
-from placer.plan.types import DevicePeak, Plan, everything_fits
+from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
 from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
@@ -28,7 +28,7 @@ from placer.simulation.usage import (
     measure,
     measure_host,
 )
-from placer.spec import PlacementSpec
+from placer.spec import LossSpec, PlacementSpec
 from placer.timeline import HostUsage, host_usage
 
 _REGION_FIELDS = "checkpoint", "offload"
@@ -78,12 +78,23 @@ class JudgingPlanner:
         *,
         processes: bool = False,
         verdict_only: bool = False,
+        loss: Loss | None = None,
     ) -> None:
         self.costs = CostEstimates(program)
         self._program, self._inputs = program, inputs
         self._processes, self._verdict_only = processes, verdict_only
         self._tables = TableCache()
         self._runs: dict[bytes, _DryRun] = {}
+        self._loss, self._losses = loss, dict[LossSpec | None, Loss]()
+
+    def loss_of(self, wanted: PlacementSpec | Plan) -> Loss:
+        """The loss that plans for a spec count, or that a plan counts."""
+        if self._loss is not None:
+            return self._loss
+        found = wanted.loss.spec if isinstance(wanted.loss, PlannedLoss) else wanted.loss
+        if found not in self._losses:
+            self._losses[found] = find_loss(found)  # once, because it imports the user's code
+        return self._losses[found]
 
     def __call__(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec``; see `PlanMaker`."""
@@ -107,6 +118,7 @@ class JudgingPlanner:
             processes=self._processes,
             tables=self._tables,
             enough=_CLEAR_SHARE,
+            loss=self.loss_of(spec),
         )
 
     @only_new_garbage()
@@ -125,6 +137,7 @@ class JudgingPlanner:
             processes=self._processes,
             tables=self._tables,
             enough=enough,
+            loss=self.loss_of(spec),
         )
         plan = build()
         if not second_look:
@@ -192,11 +205,12 @@ class JudgingPlanner:
         return self._runs[key]
 
     def _new_dry_run(self, plan: Plan) -> _DryRun:
+        given = self._program, plan, self._inputs, self.loss_of(plan)
         if self._processes:
-            ranks = [run for _, run in rank_timelines(self._program, plan, self._inputs, once=True)]
+            ranks = [run for _, run in rank_timelines(*given, once=True)]
             host = ranks_host_usage(plan, [rank.timeline for rank in ranks])
             return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
-        timeline = simulate_steps(self._program, plan, self._inputs)
+        timeline = simulate_steps(*given)
         found = [device_timeline(timeline, device.device) for device in plan.devices]
         return _DryRun(found, host_usage(timeline, HOST.name))
 

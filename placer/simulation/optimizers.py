@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from placer.partition.stage_cost.optimizer import optimizer_bytes
+from placer.program.row_gradients import row_gradient
 
 
 def make_optimizer(
@@ -30,6 +33,32 @@ def make_optimizer(
         return torch.optim.AdamW(parameters, foreach=foreach)
     momentum = 0.9 if wanted == "sgd_momentum" else 0.0
     return torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, foreach=foreach)
+
+
+class RowUpdates:
+    """Updates of parameters whose gradients are sparse, which ``SparseAdam`` or ``SGD`` makes.
+
+    The optimizer's state is as large as for a dense gradient. ``SparseAdam`` has at most six tensors like
+    the values at a time, and a copy of the indices (torch/optim/_functional.py of 2.15).
+    """
+
+    def __init__(self, wanted: str | Mapping[str, int], parameters: Iterable[nn.Parameter]) -> None:
+        self._wanted, self._parameters = wanted, list(parameters)
+        self._state: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Allocate the state, in the first step, and what an update needs."""
+        is_adam = self._wanted in ("adam", "adamw")
+        for parameter in self._parameters:
+            if not row_gradient(parameter):
+                continue
+            if parameter not in self._state:
+                nbytes = optimizer_bytes(self._wanted).state * parameter.nbytes
+                self._state[parameter] = parameter.new_empty(int(nbytes), dtype=torch.uint8)
+            if is_adam:
+                indices, values = row_gradient(parameter)
+                _ = indices.clone(), [values.clone() for _ in range(6)]
 
 
 class _SizedState(torch.optim.Optimizer):

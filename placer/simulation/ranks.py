@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.cost import device_type, stand_in_loss, updates_together
+from placer.cost import Loss, device_type, updates_together
 from placer.emit import StagedModel, emit_stages
 from placer.executor.attribution import Attribution
 from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
@@ -22,14 +22,21 @@ from placer.executor.distributed.messages.transport import NoChannel
 from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.executor.replica import Replica
-from placer.executor.scatter import scatter_batch
+from placer.executor.scatter import scatter_batch, split_target
 from placer.executor.state import CallState, refuse_held_tensors
 from placer.executor.statistics import DeferredStatistics, defers_statistics
+from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
+from placer.program.row_gradients import clear_row_gradients
 from placer.simulation.ledger import Ledger
-from placer.simulation.optimizers import make_optimizer
-from placer.simulation.simulate import describe_device, running_kernels
+from placer.simulation.optimizers import RowUpdates, make_optimizer
+from placer.simulation.simulate import (
+    counted_loss,
+    describe_device,
+    running_kernels,
+    with_copied_target,
+)
 from placer.simulation.steps import explained_failure, record_steps
 from placer.simulation.types import SimulationReport
 from placer.simulation.usage import DeviceTimeline, measure_host, steps_of
@@ -88,8 +95,8 @@ def simulate_ranks(
     program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
+    loss: Loss | None = None,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
 ) -> SimulationReport:
     """The peaks of the first replica's devices when each has a process of its own.
@@ -100,7 +107,7 @@ def simulate_ranks(
     Raises ``DeviceError`` as `simulate_plan` does.
     """
     devices = {device.device: device for device in plan.devices}
-    found = list(rank_timelines(program, plan, inputs, loss_fn=loss_fn, run_on=run_on))
+    found = list(rank_timelines(program, plan, inputs, loss, run_on=run_on))
     return SimulationReport(
         devices=tuple(describe_device(devices[name], run, run_on=run_on) for name, run in found),
         host=measure_host(plan.host, ranks_host_usage(plan, [run.timeline for _, run in found])),
@@ -118,8 +125,8 @@ def rank_timelines(
     program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
+    loss: Loss | None = None,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
     once: bool = False,
 ) -> Iterator[tuple[str, DeviceTimeline]]:
@@ -128,7 +135,7 @@ def rank_timelines(
     With ``once`` only the first step's forward and backward are run, because later steps differ from it
     only by the optimizer. If inputs keep their gradients, which is another difference, all steps are run.
     """
-    replica = _FakeReplica(program, plan, inputs)
+    replica = _FakeReplica(program, plan, inputs, loss or counted_loss(plan))
     once = once and not any(leaf.requires_grad for leaf in replica.leaves)
     names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
     for index, name in enumerate(names):
@@ -136,7 +143,6 @@ def rank_timelines(
         timeline = replica.run_rank(
             assign_rank(plan, job),
             run_on or name,
-            loss_of=loss_fn or stand_in_loss,
             steps=steps_of(plan, run_on),
             once=once,
         )
@@ -150,11 +156,11 @@ class _FakeReplica:
     dtypes depend on it.
     """
 
-    def __init__(self, program: Program, plan: Plan, inputs: Sequence[Tensor]) -> None:
-        self._program, self._plan = program, plan
+    def __init__(self, program: Program, plan: Plan, inputs: Sequence[Tensor], loss: Loss) -> None:
+        self._program, self._plan, self._loss = program, plan, loss
         self._converter = FakeConverter()
         self._model = self._converter.module(program.model)
-        self.leaves = [self._converter.tensor(tensor) for tensor in inputs]
+        self.leaves, self._target = self._converter.tree((list(inputs), loss.target))
         self._staged = emit_stages(program, plan)
         refuse_held_tensors(self._staged)
         with self._converter.running(program.conditions.guess):
@@ -164,7 +170,10 @@ class _FakeReplica:
                 replicas=plan.replicas,
                 microbatches=plan.microbatches,
             )
-            self._slices = [batch.slices[position] for position in batch.of_replica(0)]
+            own = batch.of_replica(0)
+            self._slices = batch.slices[own.start : own.stop]
+            targets = split_target(self._target, batch.total, batch.sizes)
+            self._targets = targets[own.start : own.stop]
         self._finders: dict[str, CrossingFinder] = {}
 
     def _find_crossings(
@@ -193,7 +202,6 @@ class _FakeReplica:
         assignment: RankAssignment,
         name: str,
         *,
-        loss_of: Callable[[Any], Tensor],
         steps: int,
         once: bool,
     ) -> Timeline:
@@ -209,11 +217,12 @@ class _FakeReplica:
             part = build_part(self._model, staged, ownership, assignment.device_index, _CPU)
             pipeline = _pipeline(plan, staged, part, assignment)
             ledger.add_state((*part.parameters(), *part.buffers()))
-            for leaf in (*self.leaves, *(tensor for slice_ in slices for tensor in slice_)):
+            for leaf in tensors_of_tree((self.leaves, slices, self._target, self._targets)):
                 ledger.add(leaf, CALLER, kind="input")
             finder, crossings = self._find_crossings(name, ownership)
-            microbatches = _microbatches(staged, slices, crossings, name, part)
-            explained = explained_failure(own_loss=loss_of is not stand_in_loss)
+            microbatches = _microbatches(staged, slices, crossings, name, part, self._targets)
+            explained = explained_failure(self._loss)
+            loss_of = with_copied_target(self._loss)
             if not plan.training:
                 with explained, ledger, running_kernels(plan, name), torch.no_grad():
                     gather_result(
@@ -234,15 +243,27 @@ class _FakeReplica:
 
             def train() -> None:
                 reducer.prepare(len(slices))
-                pipeline.run(microbatches, lambda _, output: loss_of(output) * (1 / len(slices)))
+                pipeline.run(
+                    microbatches, lambda given, out: loss_of(out, given.target) * (1 / len(slices))
+                )
                 reducer.finish()
+
+            rows = RowUpdates(plan.optimizer, trained)
+
+            def update() -> None:
+                optimizer.step()
+                rows.step()
+
+            def zero_grad() -> None:
+                optimizer.zero_grad(set_to_none=True)
+                clear_row_gradients(trained)
 
             with explained, ledger, running_kernels(plan, name):
                 return record_steps(
                     ledger,
                     train,
-                    optimizer.step,
-                    lambda: optimizer.zero_grad(set_to_none=True),
+                    update,
+                    zero_grad,
                     steps=steps,
                     once=once,
                 )
@@ -271,6 +292,7 @@ def _microbatches(
     crossings: Sequence[Crossings],
     name: str,
     model: nn.Module,
+    targets: Sequence[Any],
 ) -> list[Microbatch]:
     """The first replica's micro-batches on the device ``name``."""
     state = CallState(model, {}, [1] * len(slices))
@@ -279,6 +301,9 @@ def _microbatches(
             inputs=state.inputs(staged, slice_, position),
             crossings=crossing,
             inputs_here=torch.device(name).type == "cpu",
+            target=target,
         )
-        for position, (slice_, crossing) in enumerate(zip(slices, crossings, strict=True))
+        for position, (slice_, crossing, target) in enumerate(
+            zip(slices, crossings, targets, strict=True)
+        )
     ]

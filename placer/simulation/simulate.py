@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from placer.cost import device_kernels, device_type, stand_in_loss, updates_together
+from placer.cost import Loss, device_kernels, device_type, find_loss, updates_together
 from placer.emit import StagedModel
 from placer.executor.attribution import Attribution
 from placer.executor.module import PlacedModule
 from placer.executor.place import CALLER, HOST, Place, current_place, on
 from placer.executor.place_model import place_model
+from placer.executor.transfer import copy_to
+from placer.operands import tensors_of_tree
 from placer.plan.types import DevicePeak, Plan
 from placer.program import FakeConverter, Program
 from placer.program.call import placeholder_names
+from placer.program.row_gradients import clear_row_gradients
 from placer.simulation.ledger import Ledger
-from placer.simulation.optimizers import make_optimizer
+from placer.simulation.optimizers import RowUpdates, make_optimizer
 from placer.simulation.steps import explained_failure, record_steps
 from placer.simulation.types import DeviceSimulation, SimulationReport
 from placer.simulation.usage import (
@@ -39,20 +44,20 @@ def simulate_plan(
     program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
+    loss: Loss | None = None,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
 ) -> SimulationReport:
     """Run the plan's training step a few times on simulated devices and report every device's peak.
 
     ``inputs`` are the flattened tensors of the whole batch, on any device. Several steps are needed
     because the optimizer's state exists from the second step on, and torch's allocator then has a cache.
-    ``loss_fn(output)`` is the loss of one micro-batch; the default is one whose gradients have the sizes
-    of the outputs. Every stage runs the kernels of its device, or with ``run_on`` those of that device,
-    as after ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError`` if an operation would mix
-    devices.
+    ``loss`` (by default the one that the plan counts) runs for each micro-batch, with its slice of the
+    target copied to the last stage's device. Every stage runs the kernels of its device, or with
+    ``run_on`` those of that device, as after ``placer.compile(…, run_on="cpu")``. Raises ``DeviceError``
+    if an operation would mix devices.
     """
-    timeline = _run(program, plan, inputs, loss_fn=loss_fn, run_on=run_on)
+    timeline = _run(program, plan, inputs, loss or counted_loss(plan), run_on=run_on)
     return SimulationReport(
         devices=tuple(
             describe_device(each, device_timeline(timeline, each.device), run_on=run_on)
@@ -63,7 +68,9 @@ def simulate_plan(
     )
 
 
-def simulate_steps(program: Program, plan: Plan, inputs: Sequence[Tensor]) -> Timeline:
+def simulate_steps(
+    program: Program, plan: Plan, inputs: Sequence[Tensor], loss: Loss | None = None
+) -> Timeline:
     """The timeline of the plan's first steps on all its devices, in less time than `simulate_plan`.
 
     If possible, forward and backward run only once, because later steps differ from the first only by
@@ -71,15 +78,32 @@ def simulate_steps(program: Program, plan: Plan, inputs: Sequence[Tensor]) -> Ti
     copies of weights) and with inputs that keep their gradients, every step is run.
     """
     plain = plan.replicas == 1 and not any(leaf.requires_grad for leaf in inputs)
-    return _run(program, plan, inputs, once=plain and plan.training)
+    loss = loss or counted_loss(plan)
+    return _run(program, plan, inputs, loss, once=plain and plan.training)
+
+
+def counted_loss(plan: Plan) -> Loss:
+    """The loss that ``plan`` counts; the one that is assumed, if only the plan's maker has it."""
+    return find_loss(None if plan.loss is None else plan.loss.spec)
+
+
+def with_copied_target(loss: Loss) -> Callable[[Any, Any], Tensor]:
+    """``loss``, with its target copied to the place where it runs, as from the caller's device to a GPU."""
+
+    def run(result: Any, target: Any = None) -> Tensor:
+        place = current_place()
+        assert place is not None
+        return loss(result, tree_map_only(Tensor, partial(copy_to, place), target))
+
+    return run
 
 
 def _run(
     program: Program,
     plan: Plan,
     inputs: Sequence[Tensor],
+    loss: Loss,
     *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
     run_on: str | None = None,
     once: bool = False,
 ) -> Timeline:
@@ -89,7 +113,7 @@ def _run(
     """
     converter = FakeConverter()
     fake_model = converter.module(program.model)
-    leaves = [converter.tensor(t) for t in inputs]
+    leaves, target = converter.tree((list(inputs), loss.target))
     cpu = torch.device("cpu")
     rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
     with converter.running(program.conditions.guess):
@@ -100,7 +124,9 @@ def _run(
         _count_state(ledger, placed, staged, rows[0])
         for leaf, name in zip(leaves, placeholder_names(program.call), strict=True):
             ledger.add(leaf, CALLER, kind="input", name=name, layer="")
-        explained = explained_failure(own_loss=loss_fn is not None)
+        for leaf in tensors_of_tree(target):
+            ledger.add(leaf, CALLER, kind="input", name="target", layer="")
+        explained = explained_failure(loss)
         with explained, ledger, running_kernels(plan, run_on):
             if not plan.training:
                 with torch.no_grad():
@@ -108,20 +134,25 @@ def _run(
                 return ledger.timeline()
             place_of = {name: run_on or rows[0][s].name for name, s in staged.state_stage.items()}
             optimizers = _optimizers(placed, plan, place_of)
-            loss_of = loss_fn or stand_in_loss
+            row_updates = RowUpdates(plan.optimizer, placed.parameters())
+            step = partial(
+                placed.step_leaves, leaves, loss_fn=with_copied_target(loss), target=target
+            )
 
             def update() -> None:
                 with watch.optimizing():
                     for optimizer in optimizers:
                         optimizer.step()
+                    row_updates.step()
 
             def zero_grad() -> None:
                 with watch.optimizing():
                     placed.zero_grad(set_to_none=True)
+                    clear_row_gradients(placed.parameters())
 
             return record_steps(
                 ledger,
-                lambda: placed.step_leaves(leaves, loss_fn=loss_of),
+                step,
                 update,
                 zero_grad,
                 steps=steps_of(plan, run_on),

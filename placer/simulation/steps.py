@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from placer.cost import Loss
 from placer.errors import CaptureError, PlacerError, causes, first_line
 from placer.simulation.ledger import Ledger
 from placer.timeline import Timeline, repeat_parts
@@ -42,8 +43,8 @@ def record_steps(
 
 
 @contextmanager
-def explained_failure(*, own_loss: bool) -> Iterator[None]:
-    """Raise an exception of the model's code in this block, or of a caller's loss, as a ``CaptureError``.
+def explained_failure(loss: Loss) -> Iterator[None]:
+    """Raise an exception of the model's code in this block, or of the loss, as a ``CaptureError``.
 
     Most often autograd refuses a backward, because a value that it needs was overwritten.
     """
@@ -55,7 +56,7 @@ def explained_failure(*, own_loss: bool) -> Iterator[None]:
         *_, root = causes(error)
         problem = first_line(root).partition(" Hint: ")[0]
         raise CaptureError(
-            "the model or loss_fn" if own_loss else "the model",
+            "the model" if loss.assumed else f"the model or loss {loss.name}",
             f"fails in a dry run: {type(root).__name__}: {problem}",
             "call the plain model and the backward of its loss: if that fails too, mend the model, or "
             'plan with "training": false; if it does not, please report it with the model',

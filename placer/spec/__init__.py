@@ -2,11 +2,13 @@
 
 from placer.spec.layers import match_paths, resolve_layers, resolve_patterns
 from placer.spec.load import load_spec
+from placer.spec.loss import LossSpec
 from placer.spec.schema import schema_text, spec_schema
 from placer.spec.types import DeviceSpec, OptimizerBytes, PlacementSpec
 
 __all__ = [
     "DeviceSpec",
+    "LossSpec",
     "OptimizerBytes",
     "PlacementSpec",
     "load_spec",

@@ -19,9 +19,12 @@ _JSON_WORDS = {
     "a valid boolean": "true or false",
     "a valid string": "text",
     "a valid dictionary or instance of DeviceSpec": "a device name or an object",
+    "a valid dictionary or instance of LossSpec": "the name of a loss or an object",
 }
 _JSON_SINGLES = {None: "null", True: "true", False: "false"}
+_KEYS = {"devices": ["name", "memory", "kind", "allocator"], "loss": ["function", "target"]}
 _EXAMPLES = {
+    "loss": 'write a name such as "cross_entropy", or an object with "function" and "target"',
     "devices": 'write a list such as ["cuda:0", {"name": "cuda:1", "memory": "16GiB"}]',
     "layers": 'write an object such as {"encoder": "cuda:0"}',
     "replica_devices": 'write a list for each further replica, such as [["cuda:2", "cuda:3"]]',
@@ -44,7 +47,9 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
     found = detail.get("input")
     kind = detail["type"]
     if kind == "extra_forbidden":
-        known = keys if len(detail["loc"]) == 1 else ["name", "memory", "kind"]
+        known = (
+            keys if len(detail["loc"]) == 1 else _KEYS.get(str(detail["loc"][0]), _KEYS["devices"])
+        )
         return where, "is not a key of a placement spec", _hint(str(detail["loc"][-1]), known)
     if kind == "missing":
         key = str(detail["loc"][-1])

@@ -43,6 +43,7 @@ from placer.spec.fields import (
     ScheduleField,
     StoredRule,
 )
+from placer.spec.loss import LossSpec
 from placer.spec.rows import shifted_rows
 
 _SHOWN = 6  # how many layers or devices a `repr` shows
@@ -238,6 +239,12 @@ class PlacementSpec(BaseModel):
     )
     optimizer: Optimizer = Field(
         default="adam", description="The optimizer whose state the memory estimate counts."
+    )
+    loss: LossSpec | None = Field(
+        default=None,
+        description="The loss whose memory is counted on the last stage's device: a name, or an object "
+        "with the shapes of its target. If not given, cross_entropy is assumed for results with classes "
+        "(2 or more channels), and the mean of squares for others.",
     )
     training: StrictBool = Field(
         default=True, description="Count gradients, optimizer state and saved activations."

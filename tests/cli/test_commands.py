@@ -60,6 +60,56 @@ def test_a_plan_that_does_not_fit_is_still_json(placer: Run) -> None:
     assert "does not fit" in result.stderr
 
 
+_LOSS = """
+import torch
+
+def bias(output, target):
+    wide = output[:, :1] * torch.ones(1, 2**16)  # takes 2 MiB of 8 rows, for backward as well
+    return (wide.exp().mean(1) - target["y"]).abs().mean()
+"""
+_BIAS = ("--loss", "losses.py:bias", "--target", "y=8")
+
+
+def test_the_loss_is_counted_by_every_command(placer: Run, tmp_path: Path) -> None:
+    Path("losses.py").write_text(_LOSS, encoding="utf-8")
+    spec, plan = tmp_path / "spec.json", tmp_path / "plan.json"
+    device = ("-d", "cpu:0=6MiB")
+    result = placer("auto", "net.py:Net", *X, *device, *_BIAS, "-o", str(spec), "--plan", str(plan))
+    assert (
+        result.exit_code == 3
+        and "the largest single node, head (head) with the loss" in result.stdout
+    )
+    assert placer("auto", "net.py:Net", *X, *device, "-o", str(spec)).exit_code == 0
+    device = ("-d", "cpu:0=9MiB")
+    result = placer("auto", "net.py:Net", *X, *device, *_BIAS, "-o", str(spec), "--plan", str(plan))
+    assert result.exit_code == 0
+    assert "note: The loss losses.py:bias takes" in " ".join(result.stdout.split())
+    assert json.loads(spec.read_text())["loss"] == {"function": "losses.py:bias", "target": "y=8"}
+    peak = load_plan(plan).devices[0].peak
+    for command, source, options in (
+        ("plan", spec, ()), ("plan", "free.json", _BIAS), ("check", spec, ()),
+        ("check", "free.json", _BIAS), ("simulate", spec, ()), ("simulate", plan, ()),
+        ("simulate", "free.json", _BIAS),
+    ):  # fmt: skip
+        Path("free.json").write_text('{"devices": ["cpu:0"]}')
+        result = placer(command, "net.py:Net", str(source), *X, *options, "--json")
+        assert result.exit_code == 0, result.output
+        assert "losses.py:bias" in result.stderr
+        data = json.loads(result.stdout)
+        if command == "simulate":
+            assert data["devices"]["cpu:0"]["peak"] == peak
+        elif command == "plan":
+            assert data["devices"][0]["peak"] == peak
+    result = placer("simulate", "net.py:Net", str(plan), *X, "--loss", "mean_square", "--json")
+    assert json.loads(result.stdout)["devices"]["cpu:0"]["peak"] < peak / 2
+    result = placer("verify", "net.py:Net", str(spec), *X)
+    assert result.exit_code == 0
+    result = placer("check", "net.py:Net", *X, *_BIAS, "--json")
+    assert json.loads(result.stdout)["loss"]["function"] == "losses.py:bias"
+    result = placer("check", "net.py:Net", *X, "--json")
+    assert json.loads(result.stdout)["loss"]["assumed"] is True
+
+
 def test_the_arguments_of_model_and_forward(placer: Run) -> None:
     result = placer(
         "plan", "net.py:Net", "fits.json", "-i", "4x8", "-i", "scale=4x8", "--kwarg", "twice=true",

@@ -62,6 +62,12 @@ CASES = [
         ("verify", "net.py:Scenes", "halves.json", "--input", "net.py:far_scenes"),
         "needs its values",
     ),
+    # --loss and --target
+    ((*PLAN, *X, "--loss", "mse"), "--loss mse: 'mse' is not a loss"),
+    ((*PLAN, *X, "--loss", "net.py:Nett"), "did you mean net.py:Net?"),
+    ((*PLAN, *X, "--target", "8x2"), "--target: is given without a loss\n  -> give --loss too"),
+    ((*PLAN, *X, "--loss", "mse_loss", "--target", "8y2"), "--target: '8y2': '8y2' is not a shape"),
+    ((*PLAN, *X, "--loss", "mse_loss", "--target", "4x2"), "has 4 rows, and the batch has 8"),
     # files
     (("plan", "net.py:Net", "fit.json", *X), "did you mean 'fits.json'?"),
     (("plan", "net.py:Net", "not.json", *X), "is not JSON"),

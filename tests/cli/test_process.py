@@ -40,8 +40,8 @@ def test_python_m_placer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["1x2:", "1x2:float32<3<4", "x:y:z", "a b=3"])
 def test_odd_inputs_are_refused(text: str) -> None:
-    from placer.cli.inputs import parse_input
     from placer.errors import PlacerError
+    from placer.inputs import parse_input
 
     with pytest.raises(PlacerError):
         parse_input(text)
@@ -112,8 +112,8 @@ def test_a_module_in_the_working_folder_is_the_one_that_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Python would import it; a folder with the name of an installed package does not count."""
-    from placer.cli.target import find_callable
     from placer.errors import PlacerError
+    from placer.importing import find_callable
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

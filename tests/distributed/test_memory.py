@@ -24,7 +24,7 @@ def test_a_rank_peaks_where_its_plan_says(
 ) -> None:
     model, x = cases.memory_case()
     plan = placer.make_plan(
-        model, cases.make_spec(stages, replicas, 4, schedule), x, processes=True
+        model, cases.make_spec(stages, replicas, 4, schedule, loss="mean_square"), x, processes=True
     )
     assert not dist.is_initialized()
     predicted = [device.peak for device in plan.devices]
@@ -70,7 +70,9 @@ def test_in_a_job_a_plan_fits_when_its_ranks_do(job_of: Callable[[int], Job]) ->
     """
     model, x = cases.memory_case()
     layers = {"**": "cpu:0", "up*": "cpu:1", "head": "cpu:1"}
-    spec = cases.make_spec(2, 1, 4, "InterleavedZeroBubble", layers=layers, reserve=0)
+    spec = cases.make_spec(
+        2, 1, 4, "InterleavedZeroBubble", layers=layers, reserve=0, loss="mean_square"
+    )
     ranks = placer.make_plan(model, spec, x, processes=True).devices[1].peak
     assert ranks > 1.5 * estimated_plan(model, spec, x).devices[1].peak
 

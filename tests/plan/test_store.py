@@ -18,6 +18,7 @@ from placer.plan.types import (
     HostPeak,
     Optimality,
     Plan,
+    PlannedLoss,
     StageMemory,
     StagePlan,
     Transfer,
@@ -123,11 +124,12 @@ def test_no_field_of_a_plan_is_forgotten() -> None:
         example_microbatches=2,
         optimizer_seconds=0.5,
         host=HostPeak(peak=3, reserved=4, budget=None),
+        loss=PlannedLoss(function="losses.py:dice", target=("2x8:int64<3",), nbytes=5),
     )
     assert names | {"version", "checksum"} == set(plan_to_json(plan))
     assert plan_from_json(plan_to_json(plan)) == plan
     # Left out where there is none, as in files that were written before they were there.
-    later = {"example_microbatches", "optimizer_seconds", "host"}
+    later = {"example_microbatches", "optimizer_seconds", "host", "loss"}
     assert names - later | {"version", "checksum"} == set(plan_to_json(make_plan()))
 
 

@@ -39,7 +39,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def _spec(memory: int, **fields: Any) -> placer.PlacementSpec:
     devices = [{"name": f"cpu:{i}", "memory": memory} for i in range(2)]
-    return placer.load_spec({"devices": devices, "reserve": 0, "optimizer": "sgd", **fields})
+    fixed = {"reserve": 0, "optimizer": "sgd", "loss": "mean_square"}
+    return placer.load_spec({"devices": devices, **fixed, **fields})
 
 
 def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:

@@ -50,7 +50,8 @@ def _plan(
 ) -> placer.Plan:
     devices = [{"name": f"{device}:{i}"} for i in range(stages)]
     devices = [d if budget is None else {**d, "memory": budget} for d in devices]
-    fields = {"reserve": 0, "optimizer": "sgd", "objective": "memory", **fields}
+    fixed = {"reserve": 0, "optimizer": "sgd", "objective": "memory", "loss": "mean_square"}
+    fields = {**fixed, **fields}
     return placer.make_plan(model, {"devices": devices, **fields}, args)
 
 

@@ -42,5 +42,7 @@ def test_a_loss_that_fails_is_said_when_simulating() -> None:
         raise KeyError("labels")
 
     for processes in (False, True):
-        with pytest.raises(placer.CaptureError, match="loss_fn: fails in a dry run: KeyError"):
+        with pytest.raises(
+            placer.CaptureError, match="loss <loss_fn>: fails in a dry run: KeyError"
+        ):
             placer.simulate(model, plan, x, loss_fn=loss_fn, processes=processes)

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 import placer
 from benchmarks.allocator import allocator_peaks
 from benchmarks.cpu_workspaces import counting_workspaces
-from placer.cost import stand_in_loss
+from placer.cost import mean_square
 
 
-def check(model: nn.Module, x: Tensor, **fields: Any) -> None:
-    plan = placer.make_plan(model, {"devices": ["cpu:0"], **fields}, (x,))
+def check(model: nn.Module, x: Tensor, **fields: Any) -> placer.Plan:
+    plan = placer.make_plan(model, {"devices": ["cpu:0"], "loss": "mean_square", **fields}, (x,))
     (simulated,) = placer.simulate(model, plan, (x,)).devices
     assert simulated.predicted == pytest.approx(simulated.peak, rel=0.01)
     with counting_workspaces():
         (simulated,) = placer.simulate(model, plan, (x,)).devices
-    measured = allocator_peaks(model, plan, (x,), loss_fn=stand_in_loss).tensors
+    measured = allocator_peaks(model, plan, (x,), loss_fn=mean_square).tensors
     assert simulated.peak == pytest.approx(measured, rel=0.01)
 
 

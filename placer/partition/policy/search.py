@@ -121,9 +121,9 @@ class PolicySearch:
         for tensor in costs.state:
             uses = [at[node] for node in tensor.readers if node in at] if tensor.trained else []
             if uses:
-                steps[0] += tensor.nbytes
+                steps[0] += tensor.gradient_nbytes
                 if not self.all_gradients:
-                    steps[min(uses)] -= tensor.nbytes
+                    steps[min(uses)] -= tensor.gradient_nbytes
         return list(accumulate(steps[:-1]))
 
     @cached_property

@@ -82,7 +82,7 @@ def peak_bytes(
             peak = np.maximum(peak, saved_beside(others, share) + backward)
         for others, share in in_flight.later_forwards:
             forward = (
-                tables.state.owned
+                tables.state.kept_gradients
                 + _running(tables, share)
                 + pending(in_flight.pending_at_forwards)
             )

@@ -40,11 +40,11 @@ class SharedPeaks:
         optimizer: OptimizerMemory | None,
     ) -> None:
         static = tables.state.kept(optimizer)
-        kept = np.zeros_like(static) if optimizer is None else tables.state.owned
+        kept = np.zeros_like(static) if optimizer is None else tables.state.kept_gradients
         self._static = static
         self._forward = static + tables.forward_live
         self._optimizer = optimizer
-        self._owned, self._updating = tables.state.owned, tables.state.updating
+        self._gradients, self._updating = tables.state.kept_gradients, tables.state.updating
         self._backward = static + tables.backward_live_growing
         self.running = np.maximum(self._forward, self._backward)
         self.retained = static + tables.saved
@@ -99,9 +99,9 @@ class SharedPeaks:
 
     def _in_optimizer(self, spans: Sequence[Span], optimizer: OptimizerMemory) -> float:
         state = sum(float(self.left[a, b - 1]) for a, b in spans)
-        owned = sum(float(self._owned[a, b - 1]) for a, b in spans)
+        gradients = sum(float(self._gradients[a, b - 1]) for a, b in spans)
         updating = max(float(self._updating[a, b - 1]) for a, b in spans)
-        return state + optimizer.together * owned + optimizer.each * updating
+        return state + optimizer.together * gradients + optimizer.each * updating
 
 
 def _between(table: Table, home: Span, sender: Span) -> float:

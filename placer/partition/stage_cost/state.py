@@ -23,8 +23,9 @@ class StageState:
 
     parameters: Table
     buffers: Table
-    trained: Table  # parameters that get a gradient here
+    trained: Table  # gradients of the parameters that get one here
     owned: Table  # the trained parameters whose gradient and optimizer state are kept here
+    kept_gradients: Table  # the gradients of those
     updating: Table  # temporary tensors of Adam's loop over the parameters
 
     def kept(self, optimizer: OptimizerMemory | None) -> Table:
@@ -37,8 +38,8 @@ class StageState:
 
     def while_updating(self, optimizer: OptimizerMemory) -> Table:
         """Bytes during the optimizer's step: the state, all gradients, and what the step allocates."""
-        made = optimizer.together * self.owned + optimizer.each * self.updating
-        return self.kept(optimizer) + self.owned + made
+        made = optimizer.together * self.kept_gradients + optimizer.each * self.updating
+        return self.kept(optimizer) + self.kept_gradients + made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +47,15 @@ class StateRectangles:
     """Bytes of parameters and buffers along an order.
 
     ``sent_home`` are gradients received from the copies of parameters on later stages. ``trained_at`` lists
-    (position of the first use, bytes) of each trained parameter, in the order of `CostTable.state`.
+    (position of the first use, bytes of the gradient) of each trained parameter, in the order of
+    `CostTable.state`.
     """
 
     parameters: Rectangles
     buffers: Rectangles
     trained: Rectangles
     owned: Rectangles
+    kept_gradients: Rectangles
     sent_home: Rectangles
     trained_at: tuple[tuple[int, int], ...]
 
@@ -69,7 +72,9 @@ class UnitState:
 
 def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectangles:
     """The state of stages along an order; ``place`` maps each node to its position."""
-    parameters, buffers, trained, owned, sent_home = (Rectangles() for _ in range(5))
+    parameters, buffers, trained, owned, kept_gradients, sent_home = (
+        Rectangles() for _ in range(6)
+    )
     trained_at: list[tuple[int, int]] = []
     for tensor, uses in _uses(costs, place):
         copies = buffers if tensor.is_buffer else parameters
@@ -78,16 +83,19 @@ def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectang
             continue
         copies.some(uses, tensor.nbytes)
         if tensor.trained:
-            trained_at.append((uses[0], tensor.nbytes))
-            trained.some(uses, tensor.nbytes)
+            gradient = tensor.gradient_nbytes
+            trained_at.append((uses[0], gradient))
+            trained.some(uses, gradient)
             owned.add(0, uses[0], uses[0], tensor.nbytes)
+            kept_gradients.add(0, uses[0], uses[0], gradient)
             # A later stage's copy sends its gradient before this stage's backward.
-            sent_home.add(0, uses[0], uses[0], tensor.nbytes, until=uses[-1])
+            sent_home.add(0, uses[0], uses[0], gradient, until=uses[-1])
     return StateRectangles(
         parameters=parameters,
         buffers=buffers,
         trained=trained,
         owned=owned,
+        kept_gradients=kept_gradients,
         sent_home=sent_home,
         trained_at=tuple(trained_at),
     )
@@ -107,7 +115,7 @@ def unit_state(
             static[units[0]] += tensor.nbytes
         if tensor.trained and len(units) == 1:
             static[units[0]] += optimizer.state * tensor.nbytes
-            gradients[units[0]] += tensor.nbytes
+            gradients[units[0]] += tensor.gradient_nbytes
     return UnitState(static=static, gradients=gradients)
 
 

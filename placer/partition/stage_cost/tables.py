@@ -92,8 +92,8 @@ def build_tables(
         corrections += regions.overcounts()
         saved = saved + build.pick_ends(regions.table("saved"))
         forward = forward + regions.table("forward")
-    used, owned = build.everywhere(state.trained), build.everywhere(state.owned)
-    growing, grown = _backward_live(build, live, corrections, used, owned, later=later)
+    used, stays = build.everywhere(state.trained), build.everywhere(state.kept_gradients)
+    growing, grown = _backward_live(build, live, corrections, used, stays, later=later)
     growing += build.at_ends(state.sent_home)
     growing[:, -1] += LOSS_NBYTES
     if grown is not None:
@@ -108,7 +108,8 @@ def build_tables(
             parameters=build.at_ends(state.parameters),
             buffers=build.at_ends(state.buffers),
             trained=build.pick_ends(used),
-            owned=build.pick_ends(owned),
+            owned=build.at_ends(state.owned),
+            kept_gradients=build.pick_ends(stays),
             updating=build.running_max(_updating(state.trained_at, build)),
         ),
         saved=saved,
@@ -131,14 +132,13 @@ def _backward_live(
     live: Table,
     corrections: Sequence[IntervalCorrection],
     used: Table,
-    owned: Table,
+    stays: Table,
     *,
     later: bool,
 ) -> tuple[Table, Table | None]:
     """The most bytes in the first backward, including gradients, and in a later one.
 
-    ``used`` has the bytes of the trained parameters up to each position, ``owned`` those whose gradients stay
-    on the stage.
+    ``used`` has the bytes of all parameters' gradients up to each position, ``stays`` those that stay here.
     """
     # gradients(i, b) are the gradients of the stage's trained parameters that are not used in [a, i].
     trained = build.pick_ends(used)
@@ -147,7 +147,7 @@ def _backward_live(
         return growing, None
     # In a later backward, all gradients that stay here exist. Those of copied parameters have been sent to
     # the owning stage, and accumulate anew.
-    grown = build.running_max(live - (used - owned), corrections=corrections) + trained
+    grown = build.running_max(live - (used - stays), corrections=corrections) + trained
     return growing, grown
 
 

@@ -1,4 +1,4 @@
-"""Parse ``--input`` options, ``[name=]SHAPE[:DTYPE]``, without importing torch."""
+"""Tensors written as text, ``[name=]SHAPE[:DTYPE]``, for inputs and targets. Does not import torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ _INPUT = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>[^:=]*)(?::(?P<dtype>[^:<]*)(?:<(?P<below>[^<]*))?)?"
 )
 _MOST_DIGITS = 19  # of 2**63 - 1
-_FORM = (
-    "write [name=]SHAPE[:DTYPE], such as 1x1x128x128x128, 16x64:int64<50257 or mask=4x16:bool, "
-    "or path/file.py:callable that returns the arguments of forward"
-)
+_FORM = "write [name=]SHAPE[:DTYPE], such as 1x1x128x128x128, 16x64:int64<50257 or mask=4x16:bool"
+_CALLABLE = ", or path/file.py:callable that returns the arguments of forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +74,22 @@ def is_example(text: str) -> bool:
     return _EXAMPLE.fullmatch(text) is not None
 
 
-def parse_input(text: str) -> InputSpec:
-    """The input that ``text`` describes. Raises ``PlacerError`` if the text is not valid.
+def parse_input(text: str, *, option: str = "--input") -> InputSpec:
+    """The input that ``text``, a value of ``option``, describes. Raises ``PlacerError`` if it is not valid.
 
     >>> parse_input("mask=4x16:bool").shape
     (4, 16)
     >>> parse_input("scalar").shape
     ()
     """
-    where = f"--input {text}"
+    where, of_forward = f"{option} {text}", option == "--input"
+    form = _FORM + _CALLABLE * of_forward
     match = _INPUT.fullmatch(text.strip())
     if match is None:
-        raise PlacerError(where, "is not an input", _FORM)
+        raise PlacerError(where, "is not an input" if of_forward else "is not a target", form)
     sizes = [] if match["shape"] == "scalar" else match["shape"].split("x")
     if not all(size.isdecimal() for size in sizes):
-        raise PlacerError(where, f"{match['shape']!r} is not a shape", _FORM)
+        raise PlacerError(where, f"{match['shape']!r} is not a shape", form)
     if any(len(size) > _MOST_DIGITS for size in sizes):
         raise PlacerError(where, "has a size beyond 2**63 - 1", "check the sizes")
     given = "float32" if match["dtype"] is None else match["dtype"]
@@ -102,7 +101,7 @@ def parse_input(text: str) -> InputSpec:
         raise PlacerError(where, f"no dtype {given!r}", f"{hint}dtypes: {', '.join(_DTYPES)}")
     below = match["below"] or "2"
     if not below.isdecimal() or int(below) < 1:
-        raise PlacerError(where, f"{below!r} is not a bound above 0", _FORM)
+        raise PlacerError(where, f"{below!r} is not a bound above 0", form)
     shape = tuple(int(size) for size in sizes)
     nbytes = math.prod(shape) * _DTYPES[dtype_name]
     if nbytes > _MOST_BYTES:
@@ -130,5 +129,7 @@ def parse_inputs(texts: Sequence[str], *, required: bool = True) -> tuple[InputS
         if names.count(name) > 1:
             raise PlacerError("--input", f"{name!r} is given twice", "keep one")
     if required and not inputs:
-        raise PlacerError("--input", "an example input is needed to see what forward does", _FORM)
+        raise PlacerError(
+            "--input", "an example input is needed to see what forward does", _FORM + _CALLABLE
+        )
     return inputs
