@@ -217,7 +217,8 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+HOOK_TABLES = (*FORWARD_HOOK_TABLES, "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold its hooks."""
 
 

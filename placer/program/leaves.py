@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
-from placer._torch import HOOK_TABLES
+from placer._torch import FORWARD_HOOK_TABLES, HOOK_TABLES
 from placer.program.failure import locate_function
 from placer.program.reachable import ReachableState
 from placer.program.types import WholeModule
@@ -48,18 +47,15 @@ def hook_count(module: nn.Module) -> int:
 
 
 def runs_own_hooks(module: nn.Module, code: ReachableState) -> bool:
-    """Does ``module`` have forward hooks, all of which the model's ``code`` defines and installs itself?
+    """Does ``module`` have forward hooks, and does the model's ``code`` itself define all its hooks?
 
     They are part of what forward computes, and recorded like it.
     """
-    hooks = [hook for name in HOOK_TABLES for hook in (module.__dict__.get(name) or {}).values()]
-    own = (code.defines(hook.__code__) for hook in hooks if hasattr(hook, "__code__"))
-    return bool(hooks) and len(forward_hooks(module)) == len(hooks) == sum(own)
-
-
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks that run before and after the forward of ``module``."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    tables = {name: (module.__dict__.get(name) or {}).values() for name in HOOK_TABLES}
+    hooks = [hook for name in FORWARD_HOOK_TABLES for hook in tables[name]]
+    return len(hooks) == sum(map(len, tables.values())) > 0 and all(
+        code.defines(getattr(hook, "__code__", None)) for hook in hooks
+    )
 
 
 @contextmanager

@@ -104,7 +104,7 @@ class ReachableState:
         self.containers += other.containers
         self.codes += other.codes
 
-    def defines(self, code: CodeType) -> bool:
+    def defines(self, code: CodeType | None) -> bool:
         """Does the code define a function with this ``code`` outside of ``__init__``?"""
         later = (x for x in self.codes if x.co_name != "__init__")
         return any(code in outer.co_consts for each in later for outer in _nested(each))

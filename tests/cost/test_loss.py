@@ -172,10 +172,6 @@ def test_a_plan_carries_the_loss_of_its_spec(losses: Path) -> None:
     assert plan_to_json(plan)["loss"]["target"] == ["4x1x16x16x16:int64<24"]
     (device,) = placer.simulate(model, again, x).devices
     assert device.peak == plan.devices[0].peak
-    data = plan_to_json(plan)
-    data["loss"]["function"] = "dice"
-    with pytest.raises(placer.PlanError, match="/loss: 'dice' is not a loss"):
-        plan_from_json(data)
 
 
 def test_a_function_and_a_target_in_python(losses: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,11 +125,13 @@ def test_no_field_of_a_plan_is_forgotten() -> None:
         optimizer_seconds=0.5,
         host=HostPeak(peak=3, reserved=4, budget=None),
         loss=PlannedLoss(function="losses.py:dice", target=("2x8:int64<3",), nbytes=5),
+        batch_dims={"x": 0},
+        stored={"loss": "mean"},
     )
     assert names | {"version", "checksum"} == set(plan_to_json(plan))
     assert plan_from_json(plan_to_json(plan)) == plan
     # Left out where there is none, as in files that were written before they were there.
-    later = {"example_microbatches", "optimizer_seconds", "host", "loss"}
+    later = {"example_microbatches", "optimizer_seconds", "host", "loss", "batch_dims", "stored"}
     assert names - later | {"version", "checksum"} == set(plan_to_json(make_plan()))
 
 

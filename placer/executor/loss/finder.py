@@ -13,7 +13,7 @@ from torch import Tensor
 from placer.errors import PlacerError
 from placer.executor.loss.call import objects_of
 from placer.executor.loss.reduction import Combination, LossRule
-from placer.executor.loss.trial import BatchRows, Values, joined, try_rows
+from placer.executor.loss.trial import NO_ROWS, BatchRows, Values, joined, try_rows
 
 _REMEDY = (
     "tell step how it combines rows. For a mean over tokens or pixels that skips some of them, as with "
@@ -75,10 +75,12 @@ class CombinationFinder:
             )
         if len(trial.fitting) > 1:
             if loss.isfinite() and loss != 0:
-                problem = (
+                shown = (
                     f"is {trial.together:g} on a few rows, which does not show how it combines them"
                 )
-                raise PlacerError("loss_fn", problem, _REMEDY)
+                raise PlacerError(
+                    "loss_fn", NO_ROWS if math.isnan(trial.together) else shown, _REMEDY
+                )
             return None
         self._tried, self._values, (self._found,) = tried, values, trial.fitting
         return self._found

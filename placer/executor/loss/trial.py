@@ -31,6 +31,10 @@ from placer.program.result import flatten_result
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; losses may compute in float32
 _COARSE = 2e-2  # for 16-bit losses
+NO_ROWS = (
+    "gets an output in which not every tensor has the batch's rows (a loss that the model computed itself "
+    "has none), so a trial does not show how it combines rows"
+)
 _MOST_ELEMENTS = 2**22  # of a group's outputs, unless one row has more
 _MOST_LABELS = 256
 _MOST_RANGE = 2**20  # of labels, for ``torch.bincount``
@@ -143,19 +147,16 @@ def try_rows(
 ) -> list[Trial]:
     """Try ``loss_fn``, with these ``values`` in each leaf of the target; several times if it may be random.
 
-    A mean is over rows, or over what the normalizer of ``rule`` counts. Raises what ``loss_fn`` raises,
-    and ``PlacerError`` for outputs that show nothing. Afterwards the random state of torch is what it
+    A mean is over rows, or over what the normalizer of ``rule`` counts. Tensors of the output without the
+    batch's rows are NaN, and so is a loss that depends on them. Raises what ``loss_fn`` raises, and
+    ``PlacerError`` for an output without rows. Afterwards the random state of torch is what it
     was, and so are the modules, objects, lists, dicts and sets that ``loss_fn`` holds.
     """
     outputs, form = flatten_result(given.output)
     targets, spec = tree_flatten(given.target)
     tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
-    if not tensors or not all(rows_in(tensor, given.rows) for tensor in tensors):
-        raise PlacerError(
-            "loss_fn",
-            "gets an output in which not every tensor has the batch's rows (a loss that the model computed "
-            "itself has none), so a trial does not show how it combines rows",
-        )
+    if not any(rows_in(tensor, given.rows) for tensor in tensors):
+        raise PlacerError("loss_fn", NO_ROWS)
     device = tensors[0].device
     first, second = _group_sizes(given, values)
     outputs = [_output_rows(leaf, given.rows, first, second) for leaf in outputs]
@@ -193,7 +194,7 @@ def try_rows(
 def _group_sizes(given: BatchRows, values: Sequence[Values]) -> tuple[int, int]:
     """The numbers of rows in the two groups, so that all ``values`` have room in the first."""
     leaves = [leaf for leaf in tree_flatten(given.output)[0] if isinstance(leaf, Tensor)]
-    elements = sum(leaf.numel() // given.rows for leaf in leaves)
+    elements = sum(leaf.numel() // given.rows for leaf in leaves if rows_in(leaf, given.rows))
     least = 1 if elements > _MOST_ELEMENTS else min(given.rows, 2)
     needed = [
         # Twice as many elements as values, so that half of them are the target's own.
@@ -211,6 +212,8 @@ def _output_rows(leaf: Any, rows: int, first: int, second: int) -> Any:
     """Rows for both groups, those of the second averaged with random numbers; in float32 if in 16 bits."""
     if not isinstance(leaf, Tensor):
         return leaf
+    if not rows_in(leaf, rows):
+        return torch.full_like(leaf, math.nan) if leaf.is_floating_point() else leaf
     by_row = leaf.detach().unflatten(0, (rows, -1))
     found = by_row[torch.arange(first + second, device=leaf.device) % rows]
     if found.is_floating_point():
