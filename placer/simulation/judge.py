@@ -59,8 +59,8 @@ class JudgingPlanner:
     that they want), the planner tries again with corrections: the bytes by which the dry run exceeded the
     estimates. This heuristic is repeated a few times. The best plan is one that fits and starves the fewest
     kernels, otherwise the one that exceeds its budgets the least. If a spec leaves both to the planner, what
-    to recompute and what to offload, plans with only one of them are judged too: the search for both is a
-    heuristic, and one alone is sometimes better.
+    to recompute and what to offload, and something has to be, plans with only one of them are judged too:
+    the search for both is a heuristic, and one alone is sometimes better.
 
     In one process on CPUs there is a dry run only if the estimate of a device is near its budget; the
     plan then keeps the estimated peaks, unless the dry run gives another verdict. On CUDA devices there
@@ -88,7 +88,9 @@ class JudgingPlanner:
     def __call__(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec``; see `PlanMaker`."""
         plans = [self._plan(spec)]
-        if spec.training and spec.checkpoint == spec.offload == "auto":
+        first = plans[0]
+        plain = first.fits and not (first.starved or first.checkpoint or first.offload)
+        if spec.training and spec.checkpoint == spec.offload == "auto" and not plain:
             plans += [self._plan(spec.model_copy(update={field: ()})) for field in _REGION_FIELDS]
         return min(plans, key=partial(_rank, spec.objective))
 
