@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, ModelOptions
+from placer.cli.options import AsJson, Kind, ModelOptions
 from placer.cli.output import human_console, print_text, progress
 
 Devices = Annotated[
@@ -22,14 +22,6 @@ Devices = Annotated[
         help="A device that may be used, such as cuda:0=16GiB; repeatable.",
         default_factory=list,
         show_default=False,
-    ),
-]
-Kind = Annotated[
-    str | None,
-    typer.Option(
-        "--kind",
-        metavar="KIND",
-        help="Kind of the devices, such as a100 or h100, or a file that 'placer calibrate' wrote.",
     ),
 ]
 Output = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.options import AsJson, ModelOptions, Processes, Profile, Spec
+from placer.cli.options import AsJson, Kind, ModelOptions, Processes, Profile, Spec
 from placer.cli.output import human_console, print_json, progress
 
 Output = Annotated[
@@ -40,6 +40,7 @@ def plan(
     trace: Trace = None,
     explain: Explain = False,
     processes: Processes = False,
+    kind: Kind = None,
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -53,13 +54,13 @@ def plan(
     console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
         from placer.cli.fit import report_misfit
-        from placer.cli.measured import check_kind_file, with_kind_file
+        from placer.cli.measured import check_kind_file, with_kind, with_kind_file
         from placer.plan.store import plan_to_json, save_plan
         from placer.program.call import describe_shapes
         from placer.report import plan_table, write_html, write_trace
         from placer.simulation.judge import JudgingPlanner
 
-        wanted = with_kind_file(wanted, profile)
+        wanted = with_kind(with_kind_file(wanted, profile), kind)
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()

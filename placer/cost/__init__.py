@@ -9,7 +9,7 @@ have the memory that kernels allocate internally. `devices` finds the kind of a 
 """
 
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
-from placer.cost.devices import device_kind, device_type, updates_together
+from placer.cost.devices import device_kind, device_type, is_kind_known, updates_together
 from placer.cost.estimate import CostEstimates, Estimate, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.record import stand_in_loss
@@ -45,6 +45,7 @@ __all__ = [
     "device_kind",
     "device_type",
     "estimate_costs",
+    "is_kind_known",
     "nbytes_of_storage",
     "stand_in_loss",
     "updates_together",

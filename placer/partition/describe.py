@@ -88,8 +88,8 @@ def describe_partition(
         optimizer_seconds=optimizer,
     )
     loads = [
-        stage.forward_seconds
-        + stage.backward_seconds
+        (stage.forward_seconds or 0.0)
+        + (stage.backward_seconds or 0.0)
         + float(transfer_seconds(best.tables, slot.kind, training=options.training)[x, y])
         for stage, slot, (_, x, y) in zip(stages, slots, used, strict=True)
     ]

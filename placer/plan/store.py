@@ -37,7 +37,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
                 del region["overlapped"]
     if plan.host is None:
         del values["host"]
-    if not plan.optimizer_seconds:
+    if plan.optimizer_seconds == 0:
         del values["optimizer_seconds"]
     return {"version": VERSION, **values}
 

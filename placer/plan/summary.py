@@ -43,6 +43,8 @@ def summarize_stage(stage: StagePlan) -> str:
 
 def describe_step(plan: Plan) -> str:
     """The estimated seconds of a step, which takes longer if kernels are starved."""
+    if plan.step_seconds is None:
+        return "not known"
     return f"~ {format_seconds(plan.step_seconds)}" + " or more" * bool(plan.starved)
 
 

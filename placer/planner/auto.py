@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from placer.errors import SpecError
 from placer.plan.types import Plan
 from placer.planner.build import PlanMaker
-from placer.planner.devices import with_known_memory
+from placer.planner.devices import device_slot, with_known_memory
 from placer.planner.remedies import misfit_error
+from placer.planner.unknown_times import ask_for_kind, unknown_kinds
 from placer.program import Program
 from placer.quantities import format_count
 from placer.spec import PlacementSpec
@@ -26,10 +28,12 @@ def choose_spec(
     A prefix suffices if the model fits and no kernel is starved of its workspace; if there is none, the
     first on which it fits does. ``make`` plans a spec for ``program`` and ``inputs``. Devices named in
     ``wanted.layers`` are always used. CPU devices without a given memory share the memory of this machine.
-    Raises ``SpecError`` if the memory of a device is not known. Raises ``BudgetError`` if no placement fits,
-    with the fullest device of the closest placement, the missing bytes, and the changes that were tried.
+    Raises ``SpecError`` if the memory of a device is not known, or its kind where time decides. Raises
+    ``BudgetError`` if no placement fits, with the fullest device of the closest placement, the missing bytes,
+    and the changes that were tried.
     """
     wanted = with_known_memory(wanted, "how few devices suffice")
+    _check_kinds_known(wanted)
     pinned = set(wanted.layers.values())
     least = max((i for i, d in enumerate(wanted.devices, 1) if d.name in pinned), default=1)
     counts = range(least, len(wanted.devices) + 1)
@@ -48,6 +52,25 @@ def choose_spec(
     devices = format_count(len(wanted.devices), "device")
     error.problem = f"no placement on {devices} fits: {error.problem}"
     raise error
+
+
+def _check_kinds_known(wanted: PlacementSpec) -> None:
+    """Raise ``SpecError`` where ``wanted`` leaves to time what only the kinds of its devices can tell."""
+    by_time = ['"microbatches": "auto"'] * (wanted.microbatches == "auto")
+    by_time += [f'"objective": "{wanted.objective}"'] * (
+        wanted.objective != "memory" and len(wanted.devices) > 1
+    )
+    if not by_time or not unknown_kinds(wanted):
+        return
+    slots = [device_slot(device, wanted) for device in wanted.devices]
+    index = [d.name for d in wanted.devices].index(unknown_kinds(wanted)[0])
+    problem = (
+        f"the kind of {', '.join(unknown_kinds(wanted))} is not given, so their times are not known, "
+        f"and {' and '.join(by_time)} depends on them"
+    )
+    raise SpecError(
+        SpecError.UNNAMED, [(f"/devices/{index}/kind", problem, ask_for_kind(wanted, slots))]
+    )
 
 
 def _with_resolved_layers(

@@ -119,7 +119,7 @@ def build_plan(
         plans.append(plan)
         if enough and plan.fits:
             break
-    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
+    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.rank_seconds))
 
 
 def _plan_for(

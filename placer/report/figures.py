@@ -46,12 +46,12 @@ def memory_parts(memory: StageMemory) -> dict[str, int]:
     return parts
 
 
-def bubble(plan: Plan) -> float:
-    """The share of the step, without the optimizer, in which devices are idle.
+def bubble(plan: Plan) -> float | None:
+    """The share of the step, without the optimizer, in which devices are idle; None if times are not known.
 
     It is for as many micro-batches as the rows of the example input make.
     """
-    return idle_share(step_spans(plan))
+    return None if plan.step_seconds is None else idle_share(step_spans(plan))
 
 
 def needs_device_table(plan: Plan) -> bool:

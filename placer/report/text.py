@@ -73,7 +73,9 @@ def _headline(plan: Plan) -> Text:
         f"{plan.precision}, {step}",
         *["one process per device"] * plan.processes,
     ]
-    times = [f"estimated step {describe_step(plan)}", f"bubble {bubble(plan):.0%}"]
+    times = [f"estimated step {describe_step(plan)}"]
+    if (idle := bubble(plan)) is not None:
+        times.append(f"bubble {idle:.0%}")
     return Text(" · ".join(words) + "\n" + " · ".join(times), style="bold")
 
 

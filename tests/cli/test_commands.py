@@ -360,10 +360,37 @@ def test_a_model_whose_memory_is_unknown_ends_in_one_error(placer: Run) -> None:
 
 
 def test_plan_explains_its_boundaries(placer: Run) -> None:
-    result = placer("plan", "net.py:Net", "fits.json", *X, "--explain")
+    result = placer("plan", "net.py:Net", "fits.json", *X, "--explain", "--kind", "a100")
     assert result.exit_code == 0
     for words in ("seconds of the slowest stage", "stage 0 | stage 1: between", "next best: after"):
         assert words in result.stdout
+
+
+def test_times_are_known_where_the_kind_is(placer: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "step.json"
+    plan = ("plan", "net.py:Net", "fits.json", *X)
+    unknown = placer(*plan, "--trace", str(trace))
+    assert unknown.exit_code == 2
+    assert "a trace needs times, which are not known\n  -> give --kind" in unknown.stderr
+    said = " ".join(unknown.stdout.split())
+    assert "estimated step not known" in said and "bubble" not in said
+    assert 'give --kind, or "kind" in the spec; nearest by memory: rtx3070 (7.57 GiB)' in said
+    known = placer(*plan, "--trace", str(trace), "--kind", "H100", "--json")
+    assert known.exit_code == 0 and json.loads(known.stdout)["step_seconds"] > 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    on_cpus = placer("plan", "net.py:Net", "tight.json", *X, "--kind", "h100")
+    assert "error: --kind: the kinds of all devices in the spec are known" in on_cpus.stderr
+
+
+def test_auto_asks_for_the_kind_where_it_must_choose_by_time(placer: Run) -> None:
+    command = ("auto", "net.py:Net", *X, "-d", "cuda:0=12GiB", "-d", "cuda:1=12GiB")
+    for options in (("--objective", "throughput"), ("--microbatches", "auto")):
+        asked = placer(*command, *options)
+        assert asked.exit_code == 2
+        assert "error: --kind: the kind of cuda:0, cuda:1 is not given" in asked.stderr
+        assert "nearest by memory: rtx3060-12gb (11.63 GiB)" in asked.stderr
+        assert placer(*command, *options, "--kind", "rtx3060-12gb").exit_code == 0
+    assert placer(*command).exit_code == 0  # the fewest devices, which needs no times
 
 
 def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:

@@ -113,7 +113,7 @@ def test_bubble_counts_the_microbatches_that_there_are_rows_for() -> None:
     """One row makes one micro-batch of the four asked for: of two stages one idles half of the time."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     layers = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1", "3": "cuda:1"}
-    spec = {"devices": ["cuda:0", "cuda:1"], "layers": layers}
+    spec = {"devices": [{"name": f"cuda:{i}", "kind": "a100"} for i in range(2)], "layers": layers}
     wanted = placer.make_plan(model, {**spec, "microbatches": 1}, (torch.empty(1, 64),))
     plan = placer.make_plan(model, {**spec, "microbatches": 4}, (torch.empty(1, 64),))
     assert plan.step_seconds == wanted.step_seconds

@@ -147,7 +147,7 @@ def test_what_is_offloaded_fits_the_host_too(stages: int, fields: dict[str, Any]
 
 def test_without_budgets_of_devices_the_host_s_holds() -> None:
     model, x = unet(2, 16)
-    spec = {"devices": ["cpu:0"], "objective": "memory", **BOTH, "checkpoint": []}
+    spec = {"devices": ["cuda:0"], "objective": "memory", **BOTH, "checkpoint": []}
     unlimited = placer.make_plan(model, spec, x)
     assert unlimited.host is not None
     half = unlimited.host.needed // 2
