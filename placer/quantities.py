@@ -19,7 +19,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """The bytes that ``text`` stands for: an integer, or a number with a decimal (MB) or binary unit (MiB, M).
+    """The bytes that ``text`` stands for: an integer, or a number with a decimal or binary unit (MB; MiB, M).
 
     Raises ``ValueError`` if the text is not a size, or if it is 2**63 bytes or more.
 

@@ -362,7 +362,7 @@ def test_a_model_whose_memory_is_unknown_ends_in_one_error(placer: Run) -> None:
 def test_plan_explains_its_boundaries(placer: Run) -> None:
     result = placer("plan", "net.py:Net", "fits.json", *X, "--explain", "--kind", "a100")
     assert result.exit_code == 0
-    for words in ("seconds of the slowest stage", "stage 0 | stage 1: between", "next best: after"):
+    for words in ("seconds of a step", "stage 0 | stage 1: between", "next best: after"):
         assert words in result.stdout
 
 

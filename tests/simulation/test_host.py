@@ -41,6 +41,7 @@ def network() -> tuple[nn.Module, Tensor]:
 def spec(kind: str, **fields: Any) -> dict[str, Any]:
     """Two devices, two micro-batches: two are in flight at the first stage, one at the second."""
     given = {"microbatches": 2, "schedule": "1F1B", "offload": ["*"], **fields}
+    given["objective"] = "bottleneck"  # as many layers on both
     return {"devices": [f"{kind}:0", f"{kind}:1"], **given}
 
 
