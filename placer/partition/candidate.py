@@ -22,7 +22,8 @@ Bytes = TypeVar("Bytes", float, Table)
 
 _TIE = 1e-9  # relative difference up to which candidates are equal, so the next criterion decides
 _EVEN = 1e-6  # weight of the even distribution of work, which decides between steps of equal length
-_MOST_LIMITS = 40  # limits on the slowest stage that are tried, to find the shortest step
+# To find the shortest step: how many limits on the slowest stage are tried, and for entries of how many tables
+_MOST_LIMITS, _LIMITED_ENTRIES = 8, 2e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,29 +159,26 @@ def solve_order(
 def _shortest_step(
     costs: StageCosts, allowed: Sequence[Mask], empty: Sequence[bool]
 ) -> tuple[int, ...]:
-    """The cuts of the shortest step, by `steady_step`.
+    """Cuts of a short step, by `steady_step`.
 
     A step is the time of one micro-batch, a sum over the stages, and the slowest stage's time for every other
-    one. So the least sum is found under lower and lower limits on the slowest stage, until even the least
-    possible limit would not make up for the growing sum.
+    one. So the least sum is found, without a limit on the slowest stage and under some limits between the least
+    possible one and that.
     """
     whole = costs.once[0][0, -1] or 1.0
     loads = [once + _EVEN * once**2 / whole for once in costs.once]
+    result = best_cuts(loads, allowed, combine="sum", may_be_empty=empty)
     slowest = best_cuts(costs.seconds, allowed, combine="max", may_be_empty=empty)
-    assert slowest is not None
-    found: list[tuple[float, tuple[int, ...]]] = []
-    limit = np.inf
-    for _ in range(_MOST_LIMITS):
-        below = [a & (s < limit) for a, s in zip(allowed, costs.seconds, strict=True)]
-        result = best_cuts(loads, below, combine="sum", may_be_empty=empty)
-        if result is None:
-            break
-        found.append((costs.step(result[0]), result[0]))
-        total = sum(costs.along(costs.once, result[0]))
-        least = steady_step(costs.options, costs.chain, slowest[1], total)
-        if least >= min(found)[0]:
-            break
-        limit = max(costs.along(costs.seconds, result[0]))
+    assert result is not None and slowest is not None
+    found = [(costs.step(cuts), cuts) for cuts, _ in (result, slowest)]
+    if costs.options.microbatches > 1:
+        count = int(min(_MOST_LIMITS, _LIMITED_ENTRIES // (len(allowed) * allowed[0].size)))
+        unlimited = max(costs.along(costs.seconds, result[0]))
+        for limit in np.geomspace(slowest[1], max(unlimited, slowest[1]), count + 1)[:-1]:
+            below = [a & (s <= limit) for a, s in zip(allowed, costs.seconds, strict=True)]
+            result = best_cuts(loads, below, combine="sum", may_be_empty=empty)
+            if result is not None:
+                found.append((costs.step(result[0]), result[0]))
     return min(found)[1]
 
 

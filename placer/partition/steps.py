@@ -18,7 +18,7 @@ from placer.plan.types import StageMemory, StagePlan, Transfer
 from placer.timeline import end_of
 
 _NEAR = 12  # places of a boundary on either side that are tried, and so many in all of its range
-_MOST_CALLS, _MOST_ACTIONS = 300, 50_000  # of the clock, and laid out by it, for one placement
+_MOST_CALLS, _MOST_ACTIONS = 300, 20_000  # of the clock, and laid out by it, for one placement
 _LEAST_GAIN = 1e-6  # relative
 _NO_MEMORY = StageMemory(
     parameters=0, gradients=0, optimizer=0, buffers=0, saved=0, boundary=0, transient=0, peak=0
@@ -131,20 +131,19 @@ def move_boundaries(
     """
     best, shortest, calls = tuple(cuts), clock(cuts), 0
     most = min(_MOST_CALLS, _MOST_ACTIONS // (clock.microbatches * len(cuts)))
-    while calls < most:
+    while True:
         before = best
         for q in range(1, len(cuts) - 1):
             for cut in _places(best[q - 1] + 1, best[q], best[q + 1]):
                 tried = (*best[:q], cut, *best[q + 1 :])
                 pairs = enumerate(itertools.pairwise(tried))
-                if all(allowed[i][x, y - 1] for i, (x, y) in pairs):
+                if calls < most and all(allowed[i][x, y - 1] for i, (x, y) in pairs):
                     calls += 1
                     step = clock(tried)
                     if step < shortest * (1 - _LEAST_GAIN):
                         best, shortest = tried, step
-        if best == before:
-            break
-    return best
+        if best == before or calls >= most:
+            return best
 
 
 def _places(first: int, now: int, end: int) -> list[int]:
