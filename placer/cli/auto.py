@@ -30,7 +30,9 @@ Output = Annotated[
 PlanOutput = Annotated[
     Path | None, typer.Option("--plan", metavar="PLAN", help="Save the plan here too (JSON).")
 ]
-Objective = Annotated[str, typer.Option("--objective", help="throughput, memory, latency or bottleneck.")]
+Objective = Annotated[
+    str, typer.Option("--objective", help="throughput, memory, latency or bottleneck.")
+]
 Microbatches = Annotated[
     str, typer.Option("--microbatches", metavar="N", help="How many micro-batches, or 'auto'.")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,7 @@ def plan(
         from placer.cli.fit import report_misfit
         from placer.cli.measured import check_kind_file, with_kind, with_kind_file
         from placer.plan.store import plan_to_json, save_plan
+        from placer.planner.auto import faster_with_fewer
         from placer.program.call import describe_shapes
         from placer.report import plan_table, write_html, write_trace
         from placer.simulation.judge import JudgingPlanner
@@ -68,6 +70,8 @@ def plan(
     make = JudgingPlanner(program, leaves, processes=processes)
     with progress(console, "planning"):
         made = make(wanted)
+        if fewer := faster_with_fewer(wanted, made, make):
+            made = replace(made, notes=(*made.notes, fewer))
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)

@@ -22,7 +22,7 @@ Bytes = TypeVar("Bytes", float, Table)
 
 _TIE = 1e-9  # relative difference up to which candidates are equal, so the next criterion decides
 _EVEN = 1e-6  # weight of the even distribution of work, which decides between steps of equal length
-# To find the shortest step: how many limits on the slowest stage are tried, and for entries of how many tables
+# To find the shortest step: how many limits on the slowest stage are tried, and in entries of tables
 _MOST_LIMITS, _LIMITED_ENTRIES = 8, 2e7
 
 
@@ -162,8 +162,8 @@ def _shortest_step(
     """Cuts of a short step, by `steady_step`.
 
     A step is the time of one micro-batch, a sum over the stages, and the slowest stage's time for every other
-    one. So the least sum is found, without a limit on the slowest stage and under some limits between the least
-    possible one and that.
+    one. So the least sum is found without a limit on the slowest stage, and under some limits between the
+    least possible one and that.
     """
     whole = costs.once[0][0, -1] or 1.0
     loads = [once + _EVEN * once**2 / whole for once in costs.once]

@@ -230,7 +230,9 @@ class Plan:
 
     # The step's seconds, for comparing plans of one model: by reference rates where the kind of a device is
     # not known. Not in files, and 0 in a plan that was read from one.
-    rank_seconds: Annotated[float, Field(exclude=True)] = field(default=0.0, compare=False, repr=False)
+    rank_seconds: Annotated[float, Field(exclude=True)] = field(
+        default=0.0, compare=False, repr=False
+    )
     fits: bool
     objective: Objective
     processes: bool  # made for one process per device

@@ -46,7 +46,9 @@ _STAGE_COSTS = {
 _DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
 _COSTS: Any = {
     **dict.fromkeys(("fits", "objective", "step_seconds", "optimizer_seconds", "transfers"), True),
-    **dict.fromkeys(("rank_seconds", "notes", "optimality", "extra_time", "boundaries", "host"), True),
+    **dict.fromkeys(
+        ("rank_seconds", "notes", "optimality", "extra_time", "boundaries", "host"), True
+    ),
     "stages": {"__all__": _STAGE_COSTS},
     "devices": {"__all__": _DEVICE_COSTS},
 }
@@ -99,16 +101,25 @@ class JudgingPlanner:
         return self._plan(spec, enough=_CLEAR_SHARE, second_look=False)
 
     @only_new_garbage()
+    def estimate(self, spec: PlacementSpec) -> Plan:
+        """The plan for ``spec`` by its estimates; see `PlanMaker`."""
+        return self._build(spec)()
+
+    @only_new_garbage()
     def guess(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
-        return build_plan(
+        return self._build(spec, estimate=self.costs.scaled, enough=_CLEAR_SHARE)()
+
+    def _build(self, spec: PlacementSpec, **options: Any) -> Callable[..., Plan]:
+        """`build_plan` for ``spec``, the program and its inputs."""
+        options = {"estimate": self.costs, "tables": self._tables, **options}
+        return partial(
+            build_plan,
             self._program,
             spec,
             self._inputs,
-            estimate=self.costs.scaled,
             processes=self._processes,
-            tables=self._tables,
-            enough=_CLEAR_SHARE,
+            **options,
         )
 
     @only_new_garbage()
@@ -118,16 +129,7 @@ class JudgingPlanner:
 
     @only_new_garbage()
     def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
-        build = partial(
-            build_plan,
-            self._program,
-            spec,
-            self._inputs,
-            estimate=self.costs,
-            processes=self._processes,
-            tables=self._tables,
-            enough=enough,
-        )
+        build = self._build(spec, enough=enough)
         plan = build()
         if not second_look:
             limited = plan.host is not None and plan.host.budget is not None

@@ -33,7 +33,9 @@ def _seconds(data: Any) -> Iterator[Any]:
     """The values of all keys with "seconds" in ``data``."""
     if isinstance(data, dict):
         yield from (value for key, value in data.items() if "seconds" in key)
-    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+    for value in (
+        data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    ):
         yield from _seconds(value)
 
 
@@ -73,7 +75,7 @@ def test_a_cpu_is_of_the_kind_that_its_name_says() -> None:
 
 def test_automatic_specs_ask_where_time_decides() -> None:
     devices = [{"name": f"cuda:{i}", "memory": "16GiB"} for i in range(2)]
-    with pytest.raises(SpecError, match='kind of cuda:0, cuda:1 is not .*"throughput" depends'):
+    with pytest.raises(SpecError, match=r'kind of cuda:0, cuda:1 is not .*"throughput" depends'):
         placer.auto_spec(MODEL, X, devices=devices, objective="throughput")
     with pytest.raises(SpecError, match='"microbatches": "auto" depends on them'):
         placer.auto_spec(MODEL, X, devices=devices[:1], microbatches="auto")
