@@ -106,7 +106,7 @@ def choose_partition(
         search.try_noncontiguous(bound)
         assert search.best is not None
         best = search.best
-        if options.objective == "throughput" and best.limit <= 1:
+        if options.objective == "throughput" and best.limit <= 1 and _is_chain(best):
             best = search.with_shortest_step()
         best = search.with_other_cuts(best)
     return describe_partition(best, program, costs, search.pins_of(best), options, bound)
@@ -269,8 +269,9 @@ class _Search:
             )
             for objective in ("bottleneck", "latency")
         ]
-        starts = [c for c in (*self._good, *others) if c is not None and c.limit <= 1]
-        starts = [c for c in starts if all(map(int.__lt__, c.cuts, c.cuts[1:]))]
+        starts = [
+            c for c in (*self._good, *others) if c is not None and c.limit <= 1 and _is_chain(c)
+        ]
         timed = [(StepClock(c, self._costs, options)(c.cuts), i) for i, c in enumerate(starts)]
         found: list[tuple[float, int, Candidate]] = []
         for _, i in sorted(timed)[:_MOVED]:
@@ -433,6 +434,13 @@ class _Search:
         start = replace(start, tables=tables, nodes=tuple(order.nodes))
         chains = NoncontiguousChains(start, self._costs, order.pinned, self._options)
         return chains.candidate(found.slots, order.cuts(tables, counts))
+
+
+def _is_chain(candidate: Candidate) -> bool:
+    """Does every device have exactly one stage?"""
+    names = {slot.name for slot in candidate.slots}
+    full = all(x < y for x, y in itertools.pairwise(candidate.cuts))
+    return full and len(names) == len(candidate.slots)
 
 
 def _most_bytes(best: Candidate, options: PlanningOptions) -> list[float | None]:

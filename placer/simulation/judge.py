@@ -59,10 +59,11 @@ class JudgingPlanner:
 
     If a plan does not fit in a dry run, or if kernels are starved (they find no room for the workspace
     that they want), the planner tries again with corrections: the bytes by which the dry run exceeded the
-    estimates. This heuristic is repeated a few times. The best plan is one that fits and starves the fewest
-    kernels, otherwise the one that exceeds its budgets the least. If a spec leaves both to the planner, what
-    to recompute and what to offload, and something has to be, plans with only one of them are judged too:
-    the search for both is a heuristic, and one alone is sometimes better.
+    estimates. This heuristic is repeated a few times; if it does not help, the plan of least memory is judged
+    too. The best plan is one that fits and starves the fewest kernels, otherwise the one that exceeds its
+    budgets the least. If a spec leaves both to the planner, what to recompute and what to offload, and
+    something has to be, plans with only one of them are judged too: the search for both is a heuristic, and
+    one alone is sometimes better.
 
     In one process on CPUs there is a dry run only if the estimate of a device is near its budget; the
     plan then keeps the estimated peaks, unless the dry run gives another verdict. On CUDA devices there
@@ -138,6 +139,11 @@ class JudgingPlanner:
         judged = self._rounds(build, plan, starving=False)
         if not any(p.fits for p in judged) and any(p.starved for p in judged):
             judged += self._rounds(build, plan, starving=True)
+        contradicted = plan.fits and not any(p.fits and not p.starved for p in judged)
+        if contradicted and spec.objective != "memory":
+            # The fastest plans fill devices to their limit, where estimates are too rough.
+            roomy = self._plan(spec.model_copy(update={"objective": "memory"}))
+            judged.append(replace(roomy, objective=spec.objective))
         return min(judged, key=_verdict)
 
     def _rounds(self, build: Callable[..., Plan], plan: Plan, *, starving: bool) -> list[Plan]:

@@ -401,18 +401,7 @@ def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
     assert "planning changes that may make it fit …" in lines
 
 
-def test_what_would_fit_is_told_as_it_is_found(
-    placer: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from placer.planner import remedies
-
-    real = remedies._devices
-
-    def later(*args: Any) -> Any:
-        print("the last changes are tried")
-        yield from real(*args)
-
-    monkeypatch.setattr(remedies, "_devices", later)
+def test_what_would_fit_is_told_before_what_would_not(placer: Run, tmp_path: Path) -> None:
     halves = {f"cpu:{i}": part for i, part in enumerate(("blocks", "head"))}
     spec = {
         "devices": [{"name": name, "memory": "300KiB"} for name in halves],
@@ -422,9 +411,28 @@ def test_what_would_fit_is_told_as_it_is_found(
     (tmp_path / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
     text = placer("plan", "net.py:Net", str(tmp_path / "spec.json"), *X).stdout
     found = text.index("what would make it fit:")
-    assert found < text.index("leave out 'layers'") < text.index("the last changes are tried")
     needed, short = text.index("devices of"), text.index("tried, not enough")
+    assert found < text.index("leave out 'layers'") < needed
     assert needed < short < text.index('"microbatches": 2') < text.index('"offload"')
+
+
+@pytest.mark.parametrize("kind", [None, "rtx3090"])
+def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
+    placer: Run, kind: str | None
+) -> None:
+    device = ("-d", "cuda:0=900MiB", *(("--kind", kind) if kind else ()))
+    result = placer("auto", "net.py:Net", "-i", "131072x64", *device, "--json")
+    assert result.exit_code == 3
+    tried = [t for t in json.loads(result.stdout)["tried"] if t["fits"]]
+    assert len(tried) >= 3 and all(t["headroom"] > 0 for t in tried)
+    said = " ".join(result.stderr.split())
+    assert said.count(" MiB headroom") == len(tried)
+    assert any(t["change"].startswith('"replicas": 2: another is on cuda:1, ') for t in tried)
+    seconds = [t["step_seconds"] for t in tried]
+    if kind:
+        assert seconds == sorted(seconds) and said.count(" per step, ") == len(tried)
+    else:
+        assert set(seconds) == {None} and "in this order by reference rates" in said
 
 
 COMMANDS = (

@@ -368,6 +368,31 @@ def test_a_batch_of_fewer_rows_than_cuts_is_noted() -> None:
     assert "A replica's 1 row can fill only 1 micro-batch, not 2." in notes
 
 
+@pytest.mark.parametrize(
+    ("kind", "count", "rows", "share"),
+    [("cpu", 3, 8, 0.393), ("cuda", 3, 2, 0.8), ("cuda", 2, 2, 0.8)],
+)
+def test_a_verdict_does_not_depend_on_the_objective(
+    kind: str, count: int, rows: int, share: float
+) -> None:
+    """The fastest plan fills devices to where estimates are too rough, or to where several stages help."""
+    edge, fields = (16, {"depth": 3, "width": 4}) if kind == "cpu" else (64, {"width": 16})
+    with torch.device("meta"):
+        model, x = unet3d(**fields), torch.empty(rows, 1, edge, edge, edge)
+    make = JudgingPlanner(capture_model(model, (x,)), [x])
+
+    def plan(memory: int, devices: int, objective: str) -> placer.Plan:
+        names = [{"name": f"{kind}:{i}", "memory": memory} for i in range(devices)]
+        fields = {"optimizer": "sgd", "reserve": 0} if kind == "cpu" else {}
+        return make(placer.load_spec({"devices": names, "objective": objective, **fields}))
+
+    whole = plan(80 * GIB, 1, "memory").devices[0].needed
+    found = {o: plan(int(share * whole), count, o) for o in ("memory", "throughput", "bottleneck")}
+    verdicts = {o: (p.fits, p.starved, p.objective == o) for o, p in found.items()}
+    assert verdicts["memory"] == (True, 0, True)
+    assert set(verdicts.values()) == {(True, 0, True)}
+
+
 def _cards(count: int, memory: str = "16 G", **fields: object) -> list[dict[str, object]]:
     return [
         {"name": f"cuda:{i}", "memory": memory, "kind": "rtx4080", **fields} for i in range(count)
