@@ -127,7 +127,7 @@ def auto(
     check_writable(output, plan_output)
     console = human_console(as_json=as_json or output is None)
     with progress(console, "importing torch and the model"):
-        from placer.cli.fit import report_misfit
+        from placer.cli.fit import report_misfit, with_comparisons
         from placer.errors import BudgetError
         from placer.plan.store import save_plan
         from placer.planner.auto import choose_spec
@@ -144,7 +144,7 @@ def auto(
             _errors_name_options(devices),
         ):
             chosen = choose_spec(program, wanted, leaves, make)
-            made = make(chosen)
+            made = with_comparisons(make(chosen), chosen, make)
     except BudgetError as error:
         closest = make(wanted)
         console.print(plan_table(closest))

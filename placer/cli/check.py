@@ -96,7 +96,7 @@ def _check_spec(
 
     Raises ``SpecError`` for patterns that match no layer, and exits if the plan does not fit.
     """
-    from placer.cli.fit import report_misfit
+    from placer.cli.fit import report_misfit, with_comparisons
     from placer.report import plan_table
     from placer.simulation.judge import JudgingPlanner
     from placer.spec import resolve_layers, resolve_patterns
@@ -128,7 +128,7 @@ def _check_spec(
         program, leaves = loaded.program()
     make = JudgingPlanner(program, leaves)
     with progress(console, "planning"):
-        made = make(spec)
+        made = with_comparisons(make(spec), spec, make)
     console.print(plan_table(made))
     if as_json:
         print_json({**result, "fits": made.fits})

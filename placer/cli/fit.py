@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import typer
@@ -16,6 +16,7 @@ from placer.cli.output import print_json, progress
 from placer.errors import BudgetError
 from placer.plan.check import host_error
 from placer.plan.types import Plan
+from placer.planner.auto import faster_with_fewer
 from placer.planner.build import PlanMaker
 from placer.planner.remedies import (
     describe_fitting,
@@ -26,7 +27,14 @@ from placer.planner.remedies import (
 )
 from placer.program import Program
 from placer.quantities import format_bytes
+from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
+
+
+def with_comparisons(plan: Plan, spec: PlacementSpec, make: JudgingPlanner) -> Plan:
+    """``plan`` for ``spec`` with notes on what else would be faster, or have another verdict."""
+    compared = (faster_with_fewer(spec, plan, make), make.elsewhere(spec, plan))
+    return replace(plan, notes=(*plan.notes, *filter(None, compared)))
 
 
 def report_misfit(

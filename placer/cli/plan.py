@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -54,10 +53,9 @@ def plan(
     check_writable(output, html, trace)
     console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
-        from placer.cli.fit import report_misfit
+        from placer.cli.fit import report_misfit, with_comparisons
         from placer.cli.measured import check_kind_file, with_kind, with_kind_file
         from placer.plan.store import plan_to_json, save_plan
-        from placer.planner.auto import faster_with_fewer
         from placer.program.call import describe_shapes
         from placer.report import plan_table, write_html, write_trace
         from placer.simulation.judge import JudgingPlanner
@@ -70,8 +68,7 @@ def plan(
     make = JudgingPlanner(program, leaves, processes=processes)
     with progress(console, "planning"):
         made = make(wanted)
-        if fewer := faster_with_fewer(wanted, made, make):
-            made = replace(made, notes=(*made.notes, fewer))
+        made = with_comparisons(made, wanted, make)
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)

@@ -65,7 +65,8 @@ def simulate(
     if isinstance(wanted, Plan) and _far_off(report):
         console.print(f"note: {_OTHER_INPUTS.format(spec)}", style="dim", markup=False)
     judged = with_simulation(plan, report)
-    judged = replace(judged, host=report.host, fits=everything_fits(judged.devices, report.host))
+    fits = everything_fits(judged.devices, report.host)
+    judged = replace(judged, processes=processes, host=report.host, fits=fits)
     for line in verdict(judged):
         console.print(line, style=verdict_style(judged), markup=False)
     if as_json:

@@ -424,7 +424,7 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
 
 
 def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
-    """The plan of ``spec``: the one that a user would get if it can fit, otherwise the one of least memory."""
+    """The plan of ``spec``: the one that a user would get if it can fit, otherwise that of least memory."""
     made = _plan(make.try_out, spec)
     if made is not None and made.fits:
         made = _plan(make, spec)

@@ -15,10 +15,12 @@ from placer.cost import CostEstimates
 from placer.executor.place import HOST
 from placer.garbage import only_new_garbage
 from placer.partition import TableCache
+from placer.plan.summary import describe_runtime
 from placer.plan.types import DevicePeak, Plan, everything_fits
 from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
+from placer.quantities import format_bytes
 from placer.simulation.ranks import rank_timelines, ranks_host_usage
 from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import (
@@ -96,6 +98,28 @@ class JudgingPlanner:
         if spec.training and spec.checkpoint == spec.offload == "auto" and not plain:
             plans += [self._plan(spec.model_copy(update={field: ()})) for field in _REGION_FIELDS]
         return min(plans, key=partial(_rank, spec.objective))
+
+    def elsewhere(self, spec: PlacementSpec, plan: Plan) -> str:
+        """A sentence, if ``plan`` for ``spec`` fits, and in the other runtime it does not, or the reverse.
+
+        The runtimes are one process, and a process per device. Nothing is said of a single device, nor of
+        devices of which more than two thirds are free.
+        """
+        known = [device for device in plan.devices if device.budget is not None]
+        roomy = all((device.headroom or 0) > 2 * device.needed for device in known)
+        if len(plan.devices) == 1 or not known or (plan.fits and roomy):
+            return ""
+        other = JudgingPlanner(self._program, self._inputs, processes=not self._processes)
+        other.costs, other._tables = self.costs, self._tables
+        judged = other.judge(replace(plan, processes=not plan.processes))
+        if plan.fits and not judged.fits:
+            judged = other(spec)  # with other stages it may
+        if judged.fits == plan.fits:
+            return ""
+        where = describe_runtime(judged).capitalize()
+        if judged.fits:
+            return f"{where}, it fits."
+        return f"{where}, it does not fit, by {format_bytes(judged.overflow_bytes)}."
 
     def try_out(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` that was made in less time; see `PlanMaker`."""

@@ -55,7 +55,8 @@ def test_values_without_bytes_are_counted_and_not_listed() -> None:
 def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:
     plan = make_plan(budget=11 * GIB)
     assert verdict(plan) == [
-        "does not fit: cuda:0 is 3.00 GiB over (13.00 GiB of tensors + 1.00 GiB kept free > 11.00 GiB)"
+        "does not fit: cuda:0 is 3.00 GiB over (13.00 GiB of tensors + 1.00 GiB kept free > "
+        "11.00 GiB), in one process"
     ]
     assert "cuda:0 is 3.00 GiB over" in render(plan)
 
