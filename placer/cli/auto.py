@@ -119,7 +119,7 @@ def auto(
         "reserve": reserve,
         "host_memory": int(host_memory) if host_memory and host_memory.isdecimal() else host_memory,
     }
-    with _errors_name_options(devices):
+    with errors_name_options(devices):
         wanted = PlacementSpec.model_validate(
             {field: value for field, value in given.items() if value is not None}
         )
@@ -141,7 +141,7 @@ def auto(
     try:
         with (
             progress(console, "looking for a spec that fits"),
-            _errors_name_options(devices),
+            errors_name_options(devices),
         ):
             chosen = choose_spec(program, wanted, leaves, make)
             made = with_comparisons(make(chosen), chosen, make)
@@ -183,7 +183,7 @@ def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _errors_name_options(devices: Sequence[str]) -> Iterator[None]:
+def errors_name_options(devices: Sequence[str]) -> Iterator[None]:
     """In this block, a ``SpecError`` names options of the command, since there is no spec file."""
     from placer.errors import SpecError
 

@@ -10,17 +10,19 @@ import networkx as nx
 import numpy as np
 from torch import Tensor
 
-from placer.cost import CostTable, device_kind, estimate_costs
-from placer.partition import PlanningOptions, choose_partition
+from placer.cost import CostEstimates, CostTable
+from placer.partition import PlanningOptions, TableCache
 from placer.partition.model import least_bytes, model_units
 from placer.partition.stage_cost.optimizer import optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
-from placer.planner.devices import device_slot
+from placer.planner.build import build_plan
+from placer.planner.devices import device_slot, likely_kernels
+from placer.planner.resolve import microbatch_inputs, microbatch_rows, planning_options
 from placer.program import Program
 from placer.schedule import InFlight
-from placer.spec import DeviceSpec, PlacementSpec
+from placer.spec import PlacementSpec
 
 _EXAMINED = 8  # for how many pieces, the largest by a rough estimate, the peak is computed exactly
 _MAX_DEVICES = 64
@@ -68,7 +70,7 @@ class StepShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLimits:
-    """How far a model can be split, with the whole batch as one micro-batch.
+    """How far a model can be split, for one micro-batch.
 
     ``least_bytes`` are the bytes that the largest piece needs on a device that also has other stages.
     ``least_devices`` is how many devices are needed at least, if each has the memory of the largest piece's
@@ -83,16 +85,24 @@ class SplitLimits:
 
 
 def measure_limits(
-    program: Program, inputs: Sequence[Tensor], *, optimizer: str, training: bool
+    program: Program, inputs: Sequence[Tensor], spec: PlacementSpec, estimate: CostEstimates
 ) -> SplitLimits:
-    """How far ``program`` can be split for a batch of ``inputs``."""
-    costs = estimate_costs(program, inputs, training=training)
-    options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
+    """How far ``program`` can be split for a micro-batch of ``spec``, on devices like its first one."""
+    replicas, microbatches = int(spec.replicas), int(spec.microbatches)
+    costs = estimate(
+        microbatch_inputs(program, inputs, replicas, microbatches),
+        training=spec.training,
+        precision=spec.precision,
+        kernels=likely_kernels(spec),
+    )
+    rows = microbatch_rows(program, inputs, replicas, microbatches)
+    options = planning_options(spec, rows[:1], processes=False)
     units = unit_graph(program)
     order = program_order(units)
     model = model_units(units, order, costs, {})
     nbytes = least_bytes(model, costs, options, 1, 0)
-    seconds = unit_seconds(costs, device_kind("cuda:0", None), training=training)
+    kind = device_slot(spec.devices[0], spec).kind
+    seconds = unit_seconds(costs, kind, training=spec.training)
     by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(nbytes))
 
     def share(indices: Iterable[int]) -> StepShare:
@@ -155,26 +165,33 @@ def _largest_piece(
 def devices_needed(
     program: Program,
     inputs: Sequence[Tensor],
+    spec: PlacementSpec,
     memory: int,
-    *,
-    optimizer: str,
-    training: bool,
+    estimate: CostEstimates,
 ) -> int | None:
-    """The fewest CUDA devices of ``memory`` bytes each on which the planner fits the model; None above 64."""
-    costs = estimate_costs(program, inputs, training=training)
-    options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
+    """The fewest devices of ``memory`` bytes per replica on which ``program`` fits by estimates.
+
+    They are like the first one of ``spec``; None if more than 64 are needed in all.
+    """
+    device, tables = spec.devices[0].model_copy(update={"memory": memory}), TableCache()
+    most = max(1, _MAX_DEVICES // int(spec.replicas))
 
     def fits(count: int) -> bool:
-        spec = PlacementSpec(
-            devices=tuple(DeviceSpec(name=f"cuda:{i}", memory=memory) for i in range(count))
+        devices = [device.model_copy(update={"name": f"cuda:{i}"}) for i in range(count)]
+        plan = build_plan(
+            program,
+            spec.with_devices(devices),
+            inputs,
+            estimate=estimate,
+            tables=tables,
+            enough=1.0,
         )
-        slots = [device_slot(device, spec) for device in spec.devices]
-        return choose_partition(program, costs, slots, {}, options).fits
+        return plan.fits
 
     low, high = 0, 1
     while not fits(high):
         low, high = high, high * 2
-        if high > _MAX_DEVICES:
+        if high > most:
             return None
     while high - low > 1:
         middle = (low + high) // 2

@@ -229,11 +229,45 @@ def test_check_a_model(placer: Run) -> None:
         "does not fit on devices of 300KiB: the CUDA context and the reserve take 520.01 MiB"
         in said
     )
-    assert "fits on 1 device of 2GiB This counts tensors, the CUDA context and 2% of each" in said
+    assert "fits on 1 device of 2GiB Tried in one process: fp32, training with adam, " in said
+    assert "1 micro-batch, 1 replica, without recomputing or offloading; others were not" in said
     largest = data["largest_piece"]
     assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one
     assert "largest piece that cannot be split: " in said and " on a device of its own" in said
+
+
+def test_check_claims_only_what_it_tried(placer: Run) -> None:
+    """Each of the options makes activations smaller, so that fewer devices are needed."""
+    command = ("check", "net.py:Net", "--input", "131072x64", "--memory", "700 m")
+    plain = placer(*command)
+    assert "fits on 3 devices of 700 m (700.00 MiB)" in plain.stdout
+    assert "Tried in one process: fp32, training with adam, 1 micro-batch" in plain.stdout
+    whole = json.loads(placer(*command, "--json").stdout)
+    assert whole["devices_needed"] == {"700 m": 3}
+    changes = ("microbatches", "4", 2), ("replicas", "2", 1), ("precision", "bf16", 2)
+    for option, value, needed in changes:
+        found = json.loads(placer(*command, f"--{option}", value, "--json").stdout)
+        assert str(found["tried"][option]) == value
+        assert found["devices_needed"] == {"700 m": needed}
+        assert found["largest_piece"]["peak"] < whole["largest_piece"]["peak"]
+    few = placer("check", "net.py:Net", *X, "--microbatches", "4", "--replicas", "4")
+    assert "error: --microbatches, --replicas: the batch of the example has 8 rows" in few.stderr
+
+
+def test_check_a_spec_alone(placer: Run, folder: Path) -> None:
+    fits = placer("check", "pinned.json")
+    assert fits.exit_code == 0
+    assert "pinned.json is a valid spec for cuda:0 1.00 GiB, cuda:1 1.00 GiB" in fits.stdout
+    assert (
+        "to check its 1 pattern of layers, name the model: placer check MODEL pinned.json"
+        in fits.stdout
+    )
+    assert json.loads(placer("check", "fits.json", "--json").stdout)["valid"] is True
+    wrong = placer("check", "unknown_key.json")
+    assert wrong.exit_code == 2 and "did you mean 'replicas'?" in wrong.stderr
+    assert "did you mean 'fits.json'?" in placer("check", "fit.json").stderr
+    assert "is a spec, and --input is for a model" in placer("check", "fits.json", *X).stderr
 
 
 @pytest.mark.parametrize("example", ["two_scenes", "scenes_by_name", "both_ways"])
@@ -264,7 +298,14 @@ def test_check_names_whole_modules_and_why(placer: Run) -> None:
     assert "stays whole: inner: its Python code depends on the value of a tensor" in result.stdout
     assert "net.py:" in result.stdout
     assert "Chooser: it is kept whole on one device; inner has" in result.stdout
-    data = json.loads(placer("check", "net.py:Picky", "--input", "3x4", "--json").stdout)
+    assert "of the time of a step by reference rates and" in result.stdout
+    unknown = json.loads(placer("check", "net.py:Picky", "--input", "3x4", "--json").stdout)
+    (inner,) = unknown["whole_modules"]
+    assert inner["share_of_seconds"] is unknown["largest_piece"]["share_of_seconds"] is None
+    assert 0.2 < inner["share_by_reference_rates"] < 0.6
+    command = ("check", "net.py:Picky", "--input", "3x4", "--kind", "h100")
+    assert "reference rates" not in placer(*command).stdout
+    data = json.loads(placer(*command, "--json").stdout)
     (inner,) = data["whole_modules"]
     assert 0.2 < inner["share_of_seconds"] < 0.6
     assert inner["most_equal_stages"] == int(1 / inner["share_of_seconds"])
