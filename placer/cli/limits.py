@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.output import plain_table
+from placer.tables import FittedTable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,8 +19,8 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
         f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
         "devices\n"
     )
-    table = plain_table()
-    table.add_column("layer", overflow="fold")
+    table = FittedTable()
+    table.add_column("layer", wraps=True)
     table.add_column("pieces", justify="right")
     for layer, count in result["pieces_per_layer"].items():
         table.add_row(layer or "(the model itself)", str(count))
