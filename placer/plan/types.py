@@ -228,11 +228,9 @@ class Plan:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    # The step's seconds, for comparing plans of one model: by reference rates where the kind of a device is
+    # The seconds of a step, to compare plans of one model; by reference rates where the kind of a device is
     # not known. Not in files, and 0 in a plan that was read from one.
-    rank_seconds: Annotated[float, Field(exclude=True)] = field(
-        default=0.0, compare=False, repr=False
-    )
+    rank_time: Annotated[float, Field(exclude=True)] = field(default=0.0, compare=False, repr=False)
     fits: bool
     objective: Objective
     processes: bool  # made for one process per device

@@ -35,7 +35,7 @@ def assemble_plan(
     unknown = unknown_kinds(spec)
     host = _host_peak(choice, spec, options, copies=len(rows) if options.processes else 1)
     plan = Plan(
-        rank_seconds=partition.seconds,
+        rank_time=partition.seconds,
         fits=everything_fits(peaks, host),
         objective=spec.objective,
         processes=options.processes,

@@ -46,11 +46,11 @@ def choose_spec(
     fitting = [(spec, plan) for spec, plan in plans if plan.fits]
     good = [(spec, plan) for spec, plan in fitting if not plan.starved] or fitting
     if good:
-        fast = _FASTER * min(plan.rank_seconds for _, plan in good)
+        fast = _FASTER * min(plan.rank_time for _, plan in good)
         spec, plan = next(
             (spec, plan)
             for spec, plan in good
-            if wanted.objective == "memory" or plan.rank_seconds <= fast
+            if wanted.objective == "memory" or plan.rank_time <= fast
         )
         return _with_resolved_layers(program, spec, plan, make)
     closest = min((plan for _, plan in plans), key=lambda plan: plan.overflow_bytes)
@@ -70,8 +70,8 @@ def faster_with_fewer(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> str:
         return ""
     specs = [spec.with_devices(spec.devices[:count]) for count in _counts(spec)[:-1]]
     made = [make.estimate(fewer) for fewer in specs]
-    fast = [p for p in made if p.fits and p.rank_seconds * _FASTER < plan.rank_seconds]
-    for fewer in sorted(fast, key=lambda plan: plan.rank_seconds):
+    fast = [p for p in made if p.fits and p.rank_time * _FASTER < plan.rank_time]
+    for fewer in sorted(fast, key=lambda plan: plan.rank_time):
         judged = make.judge(fewer)
         if not judged.fits or judged.starved:
             continue
@@ -122,7 +122,7 @@ def _with_resolved_layers(
     resolved = spec.with_layers({**spec.layers, **whole_layers(program, plan)})
     again = make(resolved)
     higher = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
-    slower = spec.objective != "memory" and again.rank_seconds > plan.rank_seconds * (1 + 1e-6)
+    slower = spec.objective != "memory" and again.rank_time > plan.rank_time * (1 + 1e-6)
     worse = higher or slower or again.starved > plan.starved
     return resolved if again.fits and not worse else spec
 

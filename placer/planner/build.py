@@ -125,7 +125,7 @@ def build_plan(
         plans.append(plan)
         if enough and plan.fits:
             break
-    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.rank_seconds))
+    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.rank_time))
 
 
 def _plan_for(

@@ -153,7 +153,7 @@ def try_remedies(program: Program, spec: PlacementSpec, plan: Plan, make: PlanMa
         *_devices(make, spec, plan),
         *_replicas(make, spec, rows),
     ]
-    changes.sort(key=lambda c: (not c.fits, c.plan.rank_seconds if c.fits else 0.0))
+    changes.sort(key=lambda c: (not c.fits, c.plan.rank_time if c.fits else 0.0))
     return [
         Tried(
             change=change.what,

@@ -48,9 +48,7 @@ _STAGE_COSTS = {
 _DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
 _COSTS: Any = {
     **dict.fromkeys(("fits", "objective", "step_seconds", "optimizer_seconds", "transfers"), True),
-    **dict.fromkeys(
-        ("rank_seconds", "notes", "optimality", "extra_time", "boundaries", "host"), True
-    ),
+    **dict.fromkeys(("rank_time", "notes", "optimality", "extra_time", "boundaries", "host"), True),
     "stages": {"__all__": _STAGE_COSTS},
     "devices": {"__all__": _DEVICE_COSTS},
 }
@@ -276,7 +274,7 @@ def _verdict(plan: Plan) -> tuple[bool, int, int]:
 def _rank(objective: str, plan: Plan) -> tuple[bool, int, int, float]:
     """`_verdict`, and then what the objective minimizes."""
     peak = max(device.peak for device in plan.devices)
-    return *_verdict(plan), peak if objective == "memory" else plan.rank_seconds
+    return *_verdict(plan), peak if objective == "memory" else plan.rank_time
 
 
 def _is_doubtful(device: DevicePeak) -> bool:
