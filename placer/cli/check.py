@@ -96,7 +96,6 @@ def check(
         "precision": precision,
         "microbatches": microbatches,
         "replicas": replicas,
-        "kind": kind,
     }
     for option, value in given.items():
         if wanted is not None and value is not None:
@@ -105,25 +104,28 @@ def check(
             raise PlacerError(f"--{option}", problem, remedy)
     sizes, assumed = _sizes(memory), None
     if wanted is None:
-        assumed = _assumed({key: value for key, value in given.items() if key != "memory"})
+        assumed = _assumed({**given, "memory": None}, kind)
     model_options.check(inputs_required=wanted is None)
     console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
         loaded = model_options.load(inputs_required=wanted is None)
     if wanted is not None:
+        from placer.cli.measured import with_kind
+
+        wanted = with_kind(wanted, kind)
         _check_spec(console, loaded, wanted, source=str(spec), as_json=as_json)
     else:
         assert assumed is not None
         _check_model(console, loaded, assumed, sizes, as_json=as_json)
 
 
-def _assumed(given: Mapping[str, Any]) -> PlacementSpec:
+def _assumed(given: Mapping[str, Any], kind: str | None) -> PlacementSpec:
     """The spec of one CUDA device that the options stand for; their values, None if not given."""
     from placer.cli.auto import errors_name_options
     from placer.spec import PlacementSpec
 
-    device = {"name": "cuda:0", **({"kind": given["kind"]} if given["kind"] else {})}
-    fields = {key: value for key, value in given.items() if value is not None and key != "kind"}
+    device = {"name": "cuda:0"} if kind is None else {"name": "cuda:0", "kind": kind}
+    fields = {key: value for key, value in given.items() if value is not None}
     with errors_name_options(()):
         return PlacementSpec.model_validate({"devices": [device], "objective": "memory", **fields})
 

@@ -259,21 +259,15 @@ class _Search:
         assert best is not None
         best = self.with_all_cuts(best)
         order = self._order_of(best)
-        others = [
-            solve_order(
-                best.tables,
-                best.nodes,
-                best.slots,
-                order.pinned,
-                replace(options, objective=objective),
-            )
-            for objective in ("bottleneck", "latency")
-        ]
-        starts = [
-            c for c in (*self._good, *others) if c is not None and c.limit <= 1 and _is_chain(c)
-        ]
+        starts = list(self._good)
+        for objective in ("bottleneck", "latency"):
+            aim = replace(options, objective=objective)
+            found = solve_order(best.tables, best.nodes, best.slots, order.pinned, aim)
+            if found is not None and self._in_program_order(order, found)[0] == order.units:
+                starts.append(found)
+        starts = [c for c in starts if c.limit <= 1 and _is_chain(c)]
         timed = [(StepClock(c, self._costs, options)(c.cuts), i) for i, c in enumerate(starts)]
-        found: list[tuple[float, int, Candidate]] = []
+        ends: list[tuple[float, int, Candidate]] = []
         for _, i in sorted(timed)[:_MOVED]:
             start = self.with_all_cuts(starts[i])
             order, clock = self._order_of(start), StepClock(start, self._costs, options)
@@ -281,8 +275,8 @@ class _Search:
             cuts = move_boundaries(clock, start.cuts, allowed)
             moved = rate_stages(start.tables, start.nodes, start.slots, cuts, order.pinned, options)
             kept = moved if self._in_program_order(order, moved)[0] == order.units else start
-            found.append((clock(kept.cuts), i, kept))
-        return min(found)[2] if found else best
+            ends.append((clock(kept.cuts), i, kept))
+        return min(ends)[2] if ends else best
 
     def with_other_cuts(self, found: Candidate) -> Candidate:
         """``found`` with tables that include other cuts than its own, as alternatives for boundaries."""

@@ -198,6 +198,8 @@ def test_check_a_spec(placer: Run) -> None:
     data = json.loads(placer("check", "net.py:Net", "pinned.json", *X, "--json").stdout)
     assert data["valid"] is True
     assert data["fits"] is True
+    timed = placer("check", "net.py:Net", "pinned.json", *X, "--kind", "h100").stdout
+    assert "estimated step ~ " in timed and "give --kind" not in timed
     assert placer("check", "net.py:Net", "tight.json", *X).exit_code == 3
     wrong = placer("check", "net.py:Net", "wrong.json")
     assert wrong.exit_code == 2
