@@ -2,8 +2,9 @@
 
 For every model, 2, 3, 4 and 8 devices (a100, no budgets) and one micro-batch:
 
-    throughput  seconds of the slowest device, by the cost tables and the definition of a load
-                (`placer.partition.stage_loads`: work, and what crosses the device's boundaries, once)
+    throughput  seconds of the slowest device (the objective "bottleneck"), by the cost tables and the
+                definition of a load (`placer.partition.stage_loads`: work, and what crosses the device's
+                boundaries, once)
     memory      the largest peak of any device in a training step with Adam, by the ledger
 
 Rivals are those of `benchmarks.baselines`; "one order" is the dynamic program along one arbitrary
@@ -130,7 +131,9 @@ class Judge:
         self._stages: list[StagePeaks | None] | None = None  # not looked for yet
 
     def spec(self, k: int, objective: str) -> PlacementSpec:
-        names = [f"cuda:{i}" for i in range(k)]
+        names: list[Any] = [f"cuda:{i}" for i in range(k)]
+        if objective == "throughput":
+            objective, names = "bottleneck", [{"name": name, "kind": "a100"} for name in names]
         return PlacementSpec.model_validate({"devices": names, "objective": objective, **LOSS})
 
     def problem(self, k: int) -> PartitionProblem:
@@ -204,7 +207,7 @@ class Judge:
                 found[name] = value(k, rival(self.program, self.costs, k))
             except RivalFailure:
                 found[name] = None
-        options = PlanningOptions(objective=objective)
+        options = PlanningOptions(objective=spec.objective)
         found["one order"] = value(k, one_order(self.program, self.costs, chain, options))
         return {"rivals": found, "exact": self.exact(k, objective)}
 

@@ -80,11 +80,17 @@ class VersionError(PlacerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A change of a spec that was planned: whether it fits, and the largest peak of a device, in bytes."""
+    """A change of a spec that was planned: whether it fits, and the largest peak of a device, in bytes.
+
+    If it fits, ``headroom`` are the bytes left on the fullest device (None: no memory is known), and
+    ``step_seconds`` the seconds of a step (None: the kind of a device is not known).
+    """
 
     change: str
     fits: bool
     peak: int
+    step_seconds: float | None = None
+    headroom: int | None = None
 
 
 class BudgetError(PlacerError):

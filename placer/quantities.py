@@ -9,7 +9,7 @@ from placer.errors import nearest
 
 _BYTE_FACTORS = {
     "": 1, "b": 1,
-    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,  # as in "a card of 16 G"
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -19,12 +19,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """The bytes that ``text`` stands for: an integer, or a number with a decimal (MB) or binary (MiB) unit.
+    """The bytes that ``text`` stands for: an integer, or a number with a decimal or binary unit (MB; MiB, M).
 
     Raises ``ValueError`` if the text is not a size, or if it is 2**63 bytes or more.
 
-    >>> parse_bytes("16GiB"), parse_bytes("500 MB"), parse_bytes(1024)
-    (17179869184, 500000000, 1024)
+    >>> parse_bytes("16GiB"), parse_bytes("16 g"), parse_bytes("500 MB"), parse_bytes(1024)
+    (17179869184, 17179869184, 500000000, 1024)
     """
     if isinstance(text, bool) or (isinstance(text, int) and text < 0):
         raise ValueError(f"{text!r} is not a size in bytes")

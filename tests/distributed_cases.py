@@ -89,12 +89,13 @@ def _no_dropout(model: nn.Module) -> nn.Module:
 def make_spec(
     stages: int, replicas: int, microbatches: int, schedule: str = "GPipe", **fields: Any
 ) -> placer.PlacementSpec:
+    given = {"objective": "bottleneck", **fields}  # even stages
     return placer.PlacementSpec(
         devices=[f"cpu:{i}" for i in range(stages)],
         replicas=replicas,
         microbatches=microbatches,
         schedule=schedule,
-        **fields,
+        **given,
     )
 
 

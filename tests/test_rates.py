@@ -85,6 +85,17 @@ def test_no_operation_is_faster_than_on_the_fastest_kind(name: str) -> None:
                 assert least <= rate.seconds(flops, nbytes, width) * (1 + 1e-12)
 
 
+def test_a_card_has_the_memory_that_torch_finds_which_is_less_than_its_name_says() -> None:
+    sizes = {
+        "rtx2080ti": 11, "rtx3060-12gb": 12, "rtx3080-10gb": 10, "rtx3090": 24, "rtx4060": 8,
+        "rtx4060ti-16gb": 16, "rtx4070": 12, "rtx4080": 16, "rtx4090": 24, "rtx5060ti-16gb": 16,
+        "rtx5070": 12, "rtx5070ti": 16, "rtx5080": 16, "rtx5090": 32, "a4000": 16, "a5000": 24,
+        "a10": 24, "a10g": 24, "l4": 24, "t4": 16,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        assert 0.9 * size < (CATALOGUE[name].memory or 0) / 2**30 < size, name
+
+
 def test_more_work_takes_no_less_time() -> None:
     for rate in H100_RATES.table.values():
         small, large = rate.seconds(1e9, 1e6, 64), rate.seconds(2e9, 2e6, 64)

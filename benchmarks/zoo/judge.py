@@ -202,7 +202,8 @@ def _shared_passes() -> Iterator[None]:
 
 
 def _spec(stages: int) -> dict[str, Any]:
-    return {"devices": [f"{_DEVICE}:{i}" for i in range(stages)], **LOSS}
+    devices = [f"{_DEVICE}:{i}" for i in range(stages)]
+    return {"devices": devices, "objective": "bottleneck", **LOSS}  # even stages
 
 
 def _on_meta(subject: Subject) -> nn.Module:

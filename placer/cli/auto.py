@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, Loss, ModelOptions, Target, loss_option
+from placer.cli.options import AsJson, Kind, Loss, ModelOptions, Target, loss_option
 from placer.cli.output import human_console, print_text, progress
 
 Devices = Annotated[
@@ -24,21 +24,15 @@ Devices = Annotated[
         show_default=False,
     ),
 ]
-Kind = Annotated[
-    str | None,
-    typer.Option(
-        "--kind",
-        metavar="KIND",
-        help="Kind of the devices, such as a100 or h100, or a file that 'placer calibrate' wrote.",
-    ),
-]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="SPEC", help="Write the spec here.")
 ]
 PlanOutput = Annotated[
     Path | None, typer.Option("--plan", metavar="PLAN", help="Save the plan here too (JSON).")
 ]
-Objective = Annotated[str, typer.Option("--objective", help="throughput, memory or latency.")]
+Objective = Annotated[
+    str, typer.Option("--objective", help="throughput, memory, latency or bottleneck.")
+]
 Microbatches = Annotated[
     str, typer.Option("--microbatches", metavar="N", help="How many micro-batches, or 'auto'.")
 ]
@@ -128,7 +122,7 @@ def auto(
         "reserve": reserve,
         "host_memory": int(host_memory) if host_memory and host_memory.isdecimal() else host_memory,
     }
-    with _errors_name_options(devices):
+    with errors_name_options(devices):
         wanted = PlacementSpec.model_validate(
             {field: value for field, value in given.items() if value is not None}
         )
@@ -136,7 +130,7 @@ def auto(
     check_writable(output, plan_output)
     console = human_console(as_json=as_json or output is None)
     with progress(console, "importing torch and the model"):
-        from placer.cli.fit import report_misfit
+        from placer.cli.fit import report_misfit, with_comparisons
         from placer.errors import BudgetError
         from placer.plan.store import save_plan
         from placer.planner.auto import choose_spec
@@ -150,10 +144,10 @@ def auto(
     try:
         with (
             progress(console, "looking for a spec that fits"),
-            _errors_name_options(devices),
+            errors_name_options(devices),
         ):
             chosen = choose_spec(program, wanted, leaves, make)
-            made = make(chosen)
+            made = with_comparisons(make(chosen), chosen, make)
     except BudgetError as error:
         closest = make(wanted)
         console.print(plan_table(closest))
@@ -192,7 +186,7 @@ def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _errors_name_options(devices: Sequence[str]) -> Iterator[None]:
+def errors_name_options(devices: Sequence[str]) -> Iterator[None]:
     """In this block, a ``SpecError`` names options of the command, since there is no spec file."""
     from placer.errors import SpecError
 

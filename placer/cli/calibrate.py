@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import human_console, plain_table, print_json, progress, round_progress
+from placer.cli.output import human_console, print_json, progress, round_progress
+from placer.tables import FittedTable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from placer.catalogue import DeviceKind
 
 Device = Annotated[
@@ -79,10 +78,10 @@ def calibrate(
         print_json(values)
 
 
-def _table(kind: DeviceKind) -> Table:
+def _table(kind: DeviceKind) -> FittedTable:
     from placer.rates import CLASSES
 
-    table = plain_table()
+    table = FittedTable(optional=("GFLOP/s",))
     table.add_column("class")
     for dtype in ("float32", "half"):
         table.add_column(f"overhead, us ({dtype})", justify="right")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, Loss, ModelOptions, Target, loss_option, with_loss
+from placer.cli.options import AsJson, Kind, Loss, ModelOptions, Target, loss_option, with_loss
 from placer.cli.output import human_console, print_json, progress
-from placer.errors import CaptureError, PlacerError, SpecError, nearest
+from placer.errors import CaptureError, PlacerError, SpecError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
     from placer.cli.loaded_model import LoadedModel
-    from placer.cost import CostTable
     from placer.program import Program
-    from placer.spec import LossSpec, PlacementSpec
+    from placer.spec import PlacementSpec
 
 _SHOWN = 6  # how many of the layers that the spec does not place are listed
 _SIZES = ("8GiB", "16GiB", "24GiB", "80GiB")
@@ -51,6 +51,17 @@ Training = Annotated[
         show_default=False,
     ),
 ]
+Precision = Annotated[
+    str | None, typer.Option("--precision", help="Without SPEC: fp32 (default), bf16 or fp16.")
+]
+Microbatches = Annotated[
+    int | None,
+    typer.Option("--microbatches", metavar="N", help="Without SPEC: micro-batches (default: 1)."),
+]
+Replicas = Annotated[
+    int | None,
+    typer.Option("--replicas", metavar="N", help="Without SPEC: replicas (default: 1)."),
+]
 
 
 EXAMPLE = "placer check net.py:Net spec.json --input 8x64"
@@ -64,38 +75,84 @@ def check(
     spec: Spec = None,
     optimizer: Optimizer = None,
     training: Training = None,
+    precision: Precision = None,
+    microbatches: Microbatches = None,
+    replicas: Replicas = None,
+    kind: Kind = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a spec against a model; without a spec, show how far the model can be split."""
+    """Check a spec against a model; without a spec, show how far the model can be split.
+
+    A spec alone (one argument that ends in .json) is checked too, without its layers.
+    """
     from placer.spec import load_spec
 
+    if spec is None and model_options.model.lower().endswith(".json"):
+        _check_alone(Path(model_options.model), model_options, as_json=as_json)
+        return
     wanted = None if spec is None else with_loss(load_spec(spec), loss, target)
-    counted = loss_option(loss, target) if wanted is None else None
-    given = (("--memory", memory or None), ("--optimizer", optimizer), ("--training", training))
-    for option, value in given:
+    given: dict[str, Any] = {
+        "memory": memory or None,
+        "optimizer": optimizer,
+        "training": training,
+        "precision": precision,
+        "microbatches": microbatches,
+        "replicas": replicas,
+    }
+    for option, value in given.items():
         if wanted is not None and value is not None:
             remedy = "leave it out, or leave out the spec to see how many devices the model needs"
-            raise PlacerError(option, f"cannot be given with a spec: {spec} has its own", remedy)
-    optimizer = "adam" if optimizer is None else optimizer
-    training = training is not False
-    sizes = _sizes(memory)
-    _check_optimizer(optimizer)
+            problem = f"cannot be given with a spec: {spec} has its own"
+            raise PlacerError(f"--{option}", problem, remedy)
+    sizes, assumed = _sizes(memory), None
+    if wanted is None:
+        assumed = _assumed({**given, "memory": None, "loss": loss_option(loss, target)}, kind)
     model_options.check(inputs_required=wanted is None)
     console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
         loaded = model_options.load(inputs_required=wanted is None)
     if wanted is not None:
+        from placer.cli.measured import with_kind
+
+        wanted = with_kind(wanted, kind)
         _check_spec(console, loaded, wanted, source=str(spec), as_json=as_json)
     else:
-        _check_model(
-            console,
-            loaded,
-            sizes,
-            loss=counted,
-            optimizer=optimizer,
-            training=training,
-            as_json=as_json,
-        )
+        assert assumed is not None
+        _check_model(console, loaded, assumed, sizes, as_json=as_json)
+
+
+def _assumed(given: Mapping[str, Any], kind: str | None) -> PlacementSpec:
+    """The spec of one CUDA device that the options stand for; their values, None if not given."""
+    from placer.cli.auto import errors_name_options
+    from placer.spec import PlacementSpec
+
+    device = {"name": "cuda:0"} if kind is None else {"name": "cuda:0", "kind": kind}
+    fields = {key: value for key, value in given.items() if value is not None}
+    with errors_name_options(()):
+        return PlacementSpec.model_validate({"devices": [device], "objective": "memory", **fields})
+
+
+def _check_alone(path: Path, model_options: ModelOptions, *, as_json: bool) -> None:
+    """Print that the spec in ``path`` is valid, as far as that can be seen without a model."""
+    from placer.quantities import format_bytes, format_count
+    from placer.spec import load_spec
+
+    if model_options.inputs:
+        remedy = f"name the model: placer check MODEL {path} --input …"
+        raise PlacerError(str(path), "is a spec, and --input is for a model", remedy)
+    spec = load_spec(path)
+    console = human_console(as_json=as_json)
+    devices = [
+        " ".join(filter(None, (d.name, format_bytes(d.memory) if d.memory else "", d.kind or "")))
+        for d in spec.devices
+    ]
+    patterns = format_count(len(spec.layers), "pattern")
+    console.print(f"{path} is a valid spec for {', '.join(devices)}", markup=False)
+    hint = f"to check its {patterns} of layers, name the model: placer check MODEL {path}"
+    if spec.layers:
+        console.print(hint, style="dim", markup=False)
+    if as_json:
+        print_json({"valid": True, "layers_placed": None, "layers": None})
 
 
 def _check_spec(
@@ -105,7 +162,7 @@ def _check_spec(
 
     Raises ``SpecError`` for patterns that match no layer, and exits if the plan does not fit.
     """
-    from placer.cli.fit import report_misfit
+    from placer.cli.fit import report_misfit, with_comparisons
     from placer.report import plan_table
     from placer.simulation.judge import JudgingPlanner
     from placer.spec import resolve_layers, resolve_patterns
@@ -137,7 +194,7 @@ def _check_spec(
         program, leaves = loaded.program(spec)
     make = JudgingPlanner(program, leaves)
     with progress(console, "planning"):
-        made = make(spec)
+        made = with_comparisons(make(spec), spec, make)
     console.print(plan_table(made))
     if as_json:
         print_json({**result, "fits": made.fits})
@@ -148,22 +205,24 @@ def _check_spec(
 def _check_model(
     console: Console,
     loaded: LoadedModel,
+    assumed: PlacementSpec,
     sizes: Sequence[tuple[str, int]],
     *,
-    loss: LossSpec | None,
-    optimizer: str,
-    training: bool,
     as_json: bool,
 ) -> None:
-    """Print how far the model can be split, and how many devices of each size it needs."""
+    """Print how far the model can be split, and how many devices of each size it needs under ``assumed``."""
     from placer.cli.limits import print_limits
-    from placer.cost import estimate_costs, find_loss
-    from placer.plan.summary import describe_loss
-    from placer.planner.assemble import planned_loss
     from placer.planner.cut_limits import count_pieces
+    from placer.quantities import format_count
 
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program()
+    rows = program.call.batch_size or 1
+    if rows < (parts := int(assumed.replicas) * int(assumed.microbatches)):
+        problem = (
+            f"the batch of the example has {format_count(rows, 'row')}, too few for {parts} parts"
+        )
+        raise PlacerError("--microbatches, --replicas", problem, "give an --input with more rows")
     pieces = count_pieces(program)
     operations = Counter(program.layer_of.values())
     whole = [
@@ -191,17 +250,11 @@ def _check_model(
         "largest_piece": None,
         "devices_needed": {},
         "kept_free": {size: _kept_free(nbytes) for size, nbytes in sizes},
+        "tried": _tried(assumed),
         "notes": notes,
     }
     try:
-        counted = find_loss(loss)
-        costs = estimate_costs(program, leaves, training=training, kernels="cuda", loss=counted)
-        result |= _measured(program, costs, sizes, whole, optimizer=optimizer, training=training)
-        if training:
-            taken = planned_loss(counted, costs)
-            kept = {"function": taken.function, "assumed": taken.assumed, "bytes": taken.nbytes}
-            result["loss"] = kept
-            notes.append(describe_loss(taken, "the last stage's device"))
+        result |= _measured(program, leaves, assumed, sizes, whole, notes)
     except (
         CaptureError
     ) as error:  # for example if a module that stays whole reads values of tensors
@@ -213,37 +266,60 @@ def _check_model(
 
 def _measured(
     program: Program,
-    costs: CostTable,
+    leaves: Sequence[Tensor],
+    assumed: PlacementSpec,
     sizes: Sequence[tuple[str, int]],
     whole: Sequence[dict[str, Any]],
-    *,
-    optimizer: str,
-    training: bool,
+    notes: list[str],
 ) -> dict[str, Any]:
+    from placer.cost import CostEstimates
+    from placer.plan.summary import describe_loss
     from placer.planner.cut_limits import devices_needed, measure_limits
+    from placer.planner.unknown_times import unknown_kinds
 
-    limits = measure_limits(program, costs, optimizer=optimizer, training=training)
-    for module in whole:
-        share = limits.whole[module["layer"]]
-        module |= {
-            "share_of_seconds": round(share.seconds, 4),
-            "share_of_bytes": round(share.nbytes, 4),
-            "most_equal_stages": share.most_stages,
+    estimate = CostEstimates(program)
+    limits = measure_limits(program, leaves, assumed, estimate)
+    known = not unknown_kinds(assumed)
+
+    def share(seconds: float) -> dict[str, float | None]:
+        rounded = round(seconds, 4)
+        return {
+            "share_of_seconds": rounded if known else None,
+            "share_by_reference_rates": None if known else rounded,
         }
-    return {
+
+    loss: dict[str, Any] = {}
+    if (counted := limits.loss) is not None:
+        notes.append(describe_loss(counted, "the last stage's device"))
+        kept = {"function": counted.function, "assumed": counted.assumed, "bytes": counted.nbytes}
+        loss = {"loss": kept}
+    for module in whole:
+        found = limits.whole[module["layer"]]
+        module |= {
+            **share(found.seconds),
+            "share_of_bytes": round(found.nbytes, 4),
+            "most_equal_stages": found.most_stages,
+        }
+    return loss | {
         "largest_piece": {
             "peak": limits.largest.peak,
             "least_bytes": limits.least_bytes,
             "least_devices": limits.least_devices,
-            "share_of_seconds": round(limits.largest_share.seconds, 4),
+            **share(limits.largest_share.seconds),
             "layers": list(limits.largest.layers),
             "nodes": list(limits.largest.nodes),
         },
         "devices_needed": {
-            size: devices_needed(program, costs, nbytes, optimizer=optimizer, training=training)
+            size: devices_needed(program, leaves, assumed, nbytes, estimate)
             for size, nbytes in sizes
         },
     }
+
+
+def _tried(spec: PlacementSpec) -> dict[str, Any]:
+    """The choices under which numbers of devices were found."""
+    fields = ("precision", "microbatches", "replicas", "training", "optimizer")
+    return {field: getattr(spec, field) for field in fields}
 
 
 def _kept_free(memory: int) -> int:
@@ -265,12 +341,3 @@ def _sizes(texts: list[str]) -> list[tuple[str, int]]:
         except ValueError as error:
             raise PlacerError("--memory", str(error)) from None
     return sizes
-
-
-def _check_optimizer(name: str) -> None:
-    from placer.spec.fields import OPTIMIZERS
-
-    if name not in OPTIMIZERS:
-        near = nearest(name, OPTIMIZERS)
-        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(OPTIMIZERS)}"
-        raise PlacerError("--optimizer", f"no optimizer {name!r}", hint)

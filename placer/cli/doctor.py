@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import human_console, plain_table, print_json
+from placer.cli.output import human_console, print_json
+from placer.tables import FittedTable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from placer.doctor import Diagnosis
 
 
@@ -38,22 +37,22 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_USAGE)
 
 
-def _packages(found: Diagnosis) -> Table:
-    table = plain_table()
+def _packages(found: Diagnosis) -> FittedTable:
+    table = FittedTable()
     for header in ("package", "installed", "run with", "status"):
-        table.add_column(header)
+        table.add_column(header, wraps=header == "status")
     for package in found.packages:
         release = package.release or "not installed"
         table.add_row(package.range.package, release, str(package.range), package.status)
     return table
 
 
-def _devices(found: Diagnosis) -> Table:
+def _devices(found: Diagnosis) -> FittedTable:
     from placer.quantities import format_bytes
 
-    table = plain_table()
+    table = FittedTable()
     table.add_column("device")
-    table.add_column("what it is")
+    table.add_column("what it is", wraps=True)
     table.add_column("memory", justify="right")
     table.add_column("free", justify="right")
     for device in found.devices:
@@ -69,10 +68,10 @@ _FEATURES = {
 }
 
 
-def _features(found: Diagnosis) -> Table:
-    table = plain_table()
+def _features(found: Diagnosis) -> FittedTable:
+    table = FittedTable()
     for header in ("what placer does", "here", "what is missing"):
-        table.add_column(header)
+        table.add_column(header, wraps=True)
     for state in found.features:
         missing = f"{state.missing[0]}: {state.remedy}" if state.missing else ""
         table.add_row(_FEATURES[state.feature], "no" if state.missing else "yes", missing)

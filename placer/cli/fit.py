@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import typer
@@ -13,14 +13,28 @@ from torch import Tensor
 
 from placer.cli.main import EXIT_NO_FIT
 from placer.cli.output import print_json, progress
-from placer.errors import BudgetError, Tried
+from placer.errors import BudgetError
 from placer.plan.check import host_error
 from placer.plan.types import Plan
+from placer.planner.auto import faster_with_fewer
 from placer.planner.build import PlanMaker
-from placer.planner.remedies import find_largest_node, lacks_room, memory_needed, misfit_error
+from placer.planner.remedies import (
+    describe_fitting,
+    find_largest_node,
+    lacks_room,
+    memory_needed,
+    misfit_error,
+)
 from placer.program import Program
 from placer.quantities import format_bytes
+from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
+
+
+def with_comparisons(plan: Plan, spec: PlacementSpec, make: JudgingPlanner) -> Plan:
+    """``plan`` for ``spec`` with notes on what else would be faster, or have another verdict."""
+    compared = (faster_with_fewer(spec, plan, make), make.elsewhere(spec, plan))
+    return replace(plan, notes=(*plan.notes, *filter(None, compared)))
 
 
 def report_misfit(
@@ -51,18 +65,23 @@ def report_misfit(
     if not no_room:
         largest = find_largest_node(program, spec, inputs, make)
         console.print(largest.describe(), style="bold red", markup=False)
-    console.print("what would make it fit:")
-    print_fitting = partial(_print_fitting, console, as_options=as_options)
     if error is None:
         with progress(console, "planning changes that may make it fit"):
-            error = misfit_error(program, spec, inputs, plan, make, found=print_fitting)
+            error = misfit_error(program, spec, inputs, plan, make)
     else:  # `auto` tried the changes before anything was printed
-        for tried in error.tried:
-            print_fitting(tried)
         no_room = as_option(no_room)
+    console.print("what would make it fit:")
+    for tried in error.tried:
+        if tried.fits:
+            change = describe_fitting(tried)
+            line = as_option(change) if as_options else change
+            console.print(f"  - {line}", markup=False)
     with progress(console, "planning with other amounts of memory"):
         needed = memory_needed(spec, make)
     console.print(f"  - {needed}", markup=False)
+    if any(tried.fits and tried.step_seconds is None for tried in error.tried):
+        hint = "(in this order by reference rates; times are known with --kind)"
+        console.print(hint, style="dim", markup=False)
     if no_room:
         console.print(f"no change of the placement was tried: {no_room}", markup=False)
     short = [tried for tried in error.tried if not tried.fits]
@@ -75,13 +94,6 @@ def report_misfit(
     if as_json:
         print_json(_misfit(error, needed))
     raise typer.Exit(EXIT_NO_FIT)
-
-
-def _print_fitting(console: Console, tried: Tried, *, as_options: bool) -> None:
-    """Print a change if it makes the placement fit; the others are printed at the end."""
-    if tried.fits:
-        change = as_option(tried.change) if as_options else tried.change
-        console.print(f"  - {change}", markup=False)
 
 
 _SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
@@ -119,5 +131,5 @@ def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:
         "problem": error.problem,
         "largest_node": {"node": error.largest_node, "bytes": error.largest_node_bytes},
         "remedies": [*(t.change for t in error.tried if t.fits), needed],
-        "tried": [{"change": t.change, "fits": t.fits, "peak": t.peak} for t in error.tried],
+        "tried": [asdict(tried) for tried in error.tried],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from placer.cli.output import plain_table
+from placer.tables import FittedTable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,8 +19,8 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
         f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
         "devices\n"
     )
-    table = plain_table()
-    table.add_column("layer", overflow="fold")
+    table = FittedTable()
+    table.add_column("layer", wraps=True)
     table.add_column("pieces", justify="right")
     for layer, count in result["pieces_per_layer"].items():
         table.add_row(layer or "(the model itself)", str(count))
@@ -36,21 +36,31 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
 def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     from placer.quantities import format_bytes, format_count
 
+    tried = result["tried"]
+    per_replica = " for each replica" if tried["replicas"] > 1 else ""
     for size, devices in result["devices_needed"].items():
-        answer = f"does not fit on up to 64 devices of {size}"
+        understood = format_bytes(sizes[size])
+        same = understood.replace(".00", "").replace(" ", "") == size
+        each = size if same else f"{size} ({understood})"
+        answer = f"does not fit on up to 64 devices of {each}"
         kept = result["kept_free"][size]
         if sizes[size] <= kept:
             answer = (
-                f"does not fit on devices of {size}: the CUDA context and the reserve take "
+                f"does not fit on devices of {each}: the CUDA context and the reserve take "
                 f"{format_bytes(kept)} of each"
             )
         elif devices:
-            answer = f"fits on {format_count(devices, 'device')} of {size}"
+            answer = f"fits on {format_count(devices, 'device')} of {each}{per_replica}"
         console.print(answer)
     if result["devices_needed"]:
+        cut = format_count(tried["microbatches"], "micro-batch", "micro-batches")
+        optimizer = f"training with {tried['optimizer']}" if tried["training"] else "inference"
         hint = (
-            "This counts tensors, the CUDA context and 2% of each device kept free, without recomputing or "
-            "offloading; a plan also counts what torch's allocator loses."
+            f"Tried in one process: {tried['precision']}, {optimizer}, {cut}, "
+            f"{format_count(tried['replicas'], 'replica')}, without recomputing or offloading; "
+            "others were not (--precision, --microbatches, --replicas). This counts tensors, the "
+            "CUDA context and 2% of each device kept free; a plan also counts what torch's "
+            "allocator loses."
         )
         console.print(hint, style="dim")
 
@@ -62,7 +72,7 @@ def _print_whole(console: Console, modules: list[dict[str, Any]]) -> None:
         key = module["class"], module["reason"], module["location"]
         groups.setdefault(key, []).append(module)
     for (kind, reason, location), members in groups.items():
-        members.sort(key=lambda m: -m.get("share_of_seconds", 0.0))
+        members.sort(key=lambda m: -_share(m))
         names = ", ".join(m["layer"] or "the model itself" for m in members[:_SHOWN])
         more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""
         where = f" ({location})" if location else ""
@@ -77,10 +87,11 @@ def _print_whole(console: Console, modules: list[dict[str, Any]]) -> None:
 
 def _limit(module: Mapping[str, Any]) -> str:
     """How the module limits the number of equal stages, as the end of a sentence."""
-    if "share_of_seconds" not in module:
+    if "share_of_bytes" not in module:
         return ""
+    rates = " by reference rates" if module["share_of_seconds"] is None else ""
     shares = (
-        f"; {module['layer'] or 'it'} has {module['share_of_seconds']:.0%} of the time of a step and "
+        f"; {module['layer'] or 'it'} has {_share(module):.0%} of the time of a step{rates} and "
         f"{module['share_of_bytes']:.0%} of its memory"
     )
     stages = module["most_equal_stages"]
@@ -92,6 +103,12 @@ def _limit(module: Mapping[str, Any]) -> str:
         if stages > 1
         else f"{shares}: its stage is the slowest, however the rest is split"
     )
+
+
+def _share(module: Mapping[str, Any]) -> float:
+    """The share of the module in the time of a step, by reference rates if the kind is not known."""
+    share = module.get("share_of_seconds") or module.get("share_by_reference_rates")
+    return float(share or 0.0)
 
 
 def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:

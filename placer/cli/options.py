@@ -113,6 +113,14 @@ Profile = Annotated[
         "device: times on all devices of that type are estimated from it.",
     ),
 ]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--kind",
+        metavar="KIND",
+        help="Kind of the devices, such as a100 or h100, or a file that 'placer calibrate' wrote.",
+    ),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Only JSON on stdout; human-readable text on stderr.")
 ]

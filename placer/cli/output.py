@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from placer.errors import BudgetError, PlacerError, SpecError
 
@@ -25,11 +23,6 @@ def human_console(*, as_json: bool) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
     return console
-
-
-def plain_table(**options: Any) -> Table:
-    """An empty table in the style of all commands: a line below the headers, no frame."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, **options)
 
 
 def print_json(data: Any) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from placer.cli.options import (
     AsJson,
+    Kind,
     Loss,
     ModelOptions,
     Processes,
@@ -51,6 +52,7 @@ def plan(
     trace: Trace = None,
     explain: Explain = False,
     processes: Processes = False,
+    kind: Kind = None,
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -63,14 +65,14 @@ def plan(
     check_writable(output, html, trace)
     console = human_console(as_json=as_json)
     with progress(console, "importing torch and the model"):
-        from placer.cli.fit import report_misfit
-        from placer.cli.measured import check_kind_file, with_kind_file
+        from placer.cli.fit import report_misfit, with_comparisons
+        from placer.cli.measured import check_kind_file, with_kind, with_kind_file
         from placer.plan.store import plan_to_json, save_plan
         from placer.program.call import describe_shapes
         from placer.report import plan_table, write_html, write_trace
         from placer.simulation.judge import JudgingPlanner
 
-        wanted = with_kind_file(wanted, profile)
+        wanted = with_kind(with_kind_file(wanted, profile), kind)
         loaded = model_options.load()
     with progress(console, "recording the operations of the model"):
         program, leaves = loaded.program(wanted)
@@ -78,6 +80,7 @@ def plan(
     make = JudgingPlanner(program, leaves, processes=processes)
     with progress(console, "planning"):
         made = make(wanted)
+        made = with_comparisons(made, wanted, make)
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)

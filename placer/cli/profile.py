@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, ModelOptions
-from placer.cli.output import human_console, plain_table, print_json, progress, round_progress
+from placer.cli.output import human_console, print_json, progress, round_progress
+from placer.tables import FittedTable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from placer.cost import CostTable
     from placer.profiling import Measured
     from placer.program import Program
@@ -181,11 +180,11 @@ _MEMORY = {
 }
 
 
-def _memory_table(rows: Mapping[str, Mapping[str, int]]) -> Table:
+def _memory_table(rows: Mapping[str, Mapping[str, int]]) -> FittedTable:
     from placer.quantities import format_bytes
 
-    table = plain_table()
-    table.add_column("memory of a step, at its most")
+    table = FittedTable()
+    table.add_column("memory of a step, at its most", wraps=True)
     for header in ("predicted", "measured", "off by"):
         table.add_column(header, justify="right")
     for name, row in rows.items():
@@ -217,7 +216,7 @@ def layer_seconds(
 
 def _seconds_table(
     rows: Mapping[str, Mapping[str, int]], seconds: Mapping[str, Mapping[str, float]]
-) -> Table:
+) -> FittedTable:
     from placer.quantities import format_seconds
 
     whole = {
@@ -225,8 +224,8 @@ def _seconds_table(
         for column in ("forward_seconds", "backward_seconds", "estimated_seconds")
     }
     total = whole["forward_seconds"] + whole["backward_seconds"]
-    table = plain_table(show_footer=True)
-    table.add_column("layer", footer="all", overflow="fold")
+    table = FittedTable(optional=("both, estimated",), show_footer=True)
+    table.add_column("layer", footer="all", wraps=True)
     for column, heading in (
         ("forward_seconds", "forward"),
         ("backward_seconds", "backward"),
@@ -276,9 +275,10 @@ def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[s
     return rows
 
 
-def _table(rows: Mapping[str, Mapping[str, int]], total: Mapping[str, int]) -> Table:
-    table = plain_table(show_footer=True)
-    table.add_column("layer", footer="all", overflow="fold")
+def _table(rows: Mapping[str, Mapping[str, int]], total: Mapping[str, int]) -> FittedTable:
+    left_out = ("transient", "output", "of FLOPs", "backward FLOPs", "forward FLOPs")
+    table = FittedTable(optional=left_out, show_footer=True)
+    table.add_column("layer", footer="all", wraps=True)
     for column in _COLUMNS:
         table.add_column(
             column.replace("_", " ").replace("flops", "FLOPs"),

@@ -17,11 +17,10 @@ from placer.cli.options import (
     Target,
     with_loss,
 )
-from placer.cli.output import human_console, plain_table, print_json, progress
+from placer.cli.output import human_console, print_json, progress
+from placer.tables import FittedTable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from placer.plan.types import Plan
     from placer.simulation import SimulationReport
 
@@ -80,7 +79,8 @@ def simulate(
     if isinstance(wanted, Plan) and _far_off(report):
         console.print(f"note: {_OTHER_INPUTS.format(spec)}", style="dim", markup=False)
     judged = with_simulation(plan, report)
-    judged = replace(judged, host=report.host, fits=everything_fits(judged.devices, report.host))
+    fits = everything_fits(judged.devices, report.host)
+    judged = replace(judged, processes=processes, host=report.host, fits=fits)
     for line in verdict(judged):
         console.print(line, style=verdict_style(judged), markup=False)
     if as_json:
@@ -89,17 +89,17 @@ def simulate(
         raise typer.Exit(EXIT_NO_FIT)
 
 
-def _table(plan: Plan, report: SimulationReport) -> Table:
+def _table(plan: Plan, report: SimulationReport) -> FittedTable:
     from placer.quantities import format_bytes
     from placer.report import relative_difference
 
-    table = plain_table()
+    table = FittedTable(optional=("difference", "predicted", "budget", "peak is in"))
     table.add_column("device")
     reserved = any(device.reserved is not None for device in report.devices)
     taken = ("reserved",) if reserved else ()
     for header in ("simulated", "predicted", "difference", *taken, "budget"):
         table.add_column(header, justify="right")
-    table.add_column("peak is in")
+    table.add_column("peak is in", wraps=True)
     budgets = {device.device: device.budget for device in plan.devices}
     for device in report.devices:
         budget = budgets[device.device]
@@ -119,14 +119,14 @@ def _table(plan: Plan, report: SimulationReport) -> Table:
     return table
 
 
-def _moment(device: Mapping[str, Any]) -> Table:
+def _moment(device: Mapping[str, Any]) -> FittedTable:
     """The tensors alive on the device at its peak, the largest first."""
     from placer.report import LARGEST_HEADERS, largest_rows
 
-    table = plain_table()
+    table = FittedTable(optional=("name", "made in", "shape"))
     for header in LARGEST_HEADERS:
-        right = header == "bytes"
-        table.add_column(header, justify="right" if right else "left", overflow="fold")
+        is_size = header == "bytes"
+        table.add_column(header, justify="right" if is_size else "left", wraps=not is_size)
     for row in largest_rows(device):
         table.add_row(*row)
     return table

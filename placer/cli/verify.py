@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
-from placer.cli.output import human_console, plain_table, print_json, progress
+from placer.cli.output import human_console, print_json, progress
+from placer.tables import FittedTable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from placer.plan.types import Plan
     from placer.spec import PlacementSpec
     from placer.verification import Comparison, Verification
@@ -142,12 +141,12 @@ def _substitute_device(wanted: PlacementSpec | Plan) -> str | None:
     return "cpu" if any(device_count(kind) == 0 for kind in kinds) else None
 
 
-def _table(result: Verification) -> Table:
+def _table(result: Verification) -> FittedTable:
     """One row per kind of tensor: how many there are, and the one with the largest error."""
-    table = plain_table()
+    table = FittedTable(optional=("tolerance", "tensors", "worst"))
     table.add_column("compared")
     table.add_column("tensors", justify="right")
-    table.add_column("worst", overflow="fold")
+    table.add_column("worst", wraps=True)
     for header in ("relative error", "tolerance"):
         table.add_column(header, justify="right")
     table.add_column("")

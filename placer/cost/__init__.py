@@ -11,7 +11,7 @@ table. `operations` classifies operations, and `work` computes how long they tak
 
 from placer.cost.cpu_results import cpu_result
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
-from placer.cost.devices import device_kind, device_type, updates_together
+from placer.cost.devices import device_kind, device_type, is_kind_known, updates_together
 from placer.cost.estimate import CostEstimates, Estimate, batch_rows, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.loss import Loss, find_loss, loss_of, mean_square
@@ -49,6 +49,7 @@ __all__ = [
     "device_type",
     "estimate_costs",
     "find_loss",
+    "is_kind_known",
     "loss_of",
     "mean_square",
     "nbytes_of_storage",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from placer.catalogue import DeviceKind
 from placer.kindfile import find_kind
 
-_DEFAULT_KIND = {"cuda": "a100", "cpu": "cpu"}
+_REFERENCE_KIND = "a100"  # whose rates rank plans where the kind of a device is not known
 
 
 def device_type(name: str) -> str:
@@ -28,10 +28,15 @@ def updates_together(devices: Iterable[str]) -> bool:
     return all(device_type(name) == "cuda" for name in devices)
 
 
+def is_kind_known(name: str, kind: str | None) -> bool:
+    """Whether the kind of a device is given, or it is a CPU, of which the catalogue has one kind."""
+    return kind is not None or name.split(":")[0] == "cpu"
+
+
 def device_kind(name: str, kind: str | None) -> DeviceKind:
-    """The device kind ``kind``: a name in the catalogue or a file. The default for a GPU is an A100.
+    """The device kind ``kind``: a name in the catalogue or a file. If it is None, a kind for reference.
 
     ``name`` is the name of the device, such as "cuda:0" or "cpu". Raises ``PlacerError`` if the kind is
     unknown or the file is not a device kind.
     """
-    return find_kind(kind or _DEFAULT_KIND.get(name.split(":")[0], "a100"))
+    return find_kind(kind or ("cpu" if is_kind_known(name, None) else _REFERENCE_KIND))

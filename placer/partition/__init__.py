@@ -8,6 +8,7 @@ operations that must stay on one stage; a boundary is where one chosen stage end
 choose                      the entry point; tries several orders
 units, arrange              the graph of units; cuts along an order, and orders of devices
 candidate, chain            the best stages along one order
+steps                       steps laid out in time, to move boundaries to where they are shortest
 noncontiguous, assignment   several stages on one device, which need not be neighbours
 model                       expresses a captured model as a problem of `solver`
 describe, types             the result, with the best alternative for each boundary

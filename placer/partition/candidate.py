@@ -21,6 +21,9 @@ from placer.schedule import InFlight, in_flight_by_stage, make_schedule
 Bytes = TypeVar("Bytes", float, Table)
 
 _TIE = 1e-9  # relative difference up to which candidates are equal, so the next criterion decides
+_EVEN = 1e-6  # weight of the even distribution of work, which decides between steps of equal length
+# To find the shortest step: how many limits on the slowest stage are tried, and in entries of tables
+_MOST_LIMITS, _LIMITED_ENTRIES = 8, 2e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class Candidate:
     cuts: tuple[int, ...]  # indices into the cuts of ``tables``
     fullest: float  # the largest peak as a share; above 1 it does not fit, 0 without budgets
     peak: float  # the largest of `peak_share`
+    step: float  # the step's seconds, by `steady_step`
 
     @property
     def limit(self) -> float:
@@ -54,20 +58,38 @@ class Candidate:
 
 
 def rank_candidate(
-    options: PlanningOptions, *, fullest: float, peak: float, seconds: Sequence[float]
+    options: PlanningOptions,
+    *,
+    fullest: float,
+    peak: float,
+    seconds: Sequence[float],
+    step: float,
 ) -> tuple[float, ...]:
     """The key for comparing candidates: first the overflow, then the objective, then seconds.
 
-    ``fullest`` and ``peak`` are as in `Candidate`; ``seconds`` has those of every stage or device.
+    ``fullest``, ``peak`` and ``step`` are as in `Candidate`; ``seconds`` has those of every stage or device.
     """
     slowest, total = max(seconds), sum(seconds)
-    step = slowest * (options.microbatches - 1) + total
     found = (0.0, slowest, step)
     if options.objective == "memory" and fullest <= 1:
         found = (peak, slowest, step)
     elif options.objective == "latency":
         found = (0.0, total, slowest)
+    elif options.objective == "throughput":
+        found = (0.0, step, slowest)
     return (fullest if fullest > 1 else 0.0, *found)
+
+
+def steady_step(
+    options: PlanningOptions, slots: Iterable[DeviceSlot], slowest: float, total: float
+) -> float:
+    """Seconds of a step if one micro-batch takes ``total``, and the others follow ``slowest`` seconds apart.
+
+    On the CPUs of one process, micro-batches run one after the other.
+    """
+    if not options.processes and all(device_type(slot.name) == "cpu" for slot in slots):
+        slowest = total
+    return slowest * (options.microbatches - 1) + total
 
 
 def in_flight_at(options: PlanningOptions, num_stages: int, stage_index: int) -> InFlight:
@@ -127,8 +149,37 @@ def solve_order(
             assert result is not None
             near = result[1] * (1 + _TIE)
             allowed = [a & (p <= near) for a, p in zip(allowed, costs.peaks, strict=True)]
-        cuts = _fastest(costs.seconds, allowed, empty, options.objective)
+        if options.objective == "throughput":
+            cuts = _shortest_step(costs, allowed, empty)
+        else:
+            cuts = _fastest(costs.seconds, allowed, empty, options.objective)
     return _rated(costs, tables, nodes, chain, cuts, options)
+
+
+def _shortest_step(
+    costs: StageCosts, allowed: Sequence[Mask], empty: Sequence[bool]
+) -> tuple[int, ...]:
+    """Cuts of a short step, by `steady_step`.
+
+    A step is the time of one micro-batch, a sum over the stages, and the slowest stage's time for every other
+    one. So the least sum is found without a limit on the slowest stage, and under some limits between the
+    least possible one and that.
+    """
+    whole = costs.once[0][0, -1] or 1.0
+    loads = [once + _EVEN * once**2 / whole for once in costs.once]
+    result = best_cuts(loads, allowed, combine="sum", may_be_empty=empty)
+    slowest = best_cuts(costs.seconds, allowed, combine="max", may_be_empty=empty)
+    assert result is not None and slowest is not None
+    found = [(costs.step(cuts), cuts) for cuts, _ in (result, slowest)]
+    if costs.options.microbatches > 1:
+        count = int(min(_MOST_LIMITS, _LIMITED_ENTRIES // (len(allowed) * allowed[0].size)))
+        unlimited = max(costs.along(costs.seconds, result[0]))
+        for limit in np.geomspace(slowest[1], max(unlimited, slowest[1]), count + 1)[:-1]:
+            below = [a & (s <= limit) for a, s in zip(allowed, costs.seconds, strict=True)]
+            result = best_cuts(loads, below, combine="sum", may_be_empty=empty)
+            if result is not None:
+                found.append((costs.step(result[0]), result[0]))
+    return min(found)[1]
 
 
 def rate_stages(
@@ -154,22 +205,24 @@ def _rated(
 ) -> Candidate:
     fullest = max(costs.along(costs.shares, cuts))
     peak = max(costs.along(costs.peaks, cuts))
-    seconds = costs.along(costs.seconds, cuts)
+    seconds, step = costs.along(costs.seconds, cuts), costs.step(cuts)
     return Candidate(
-        rank=rank_candidate(options, fullest=fullest, peak=peak, seconds=seconds),
+        rank=rank_candidate(options, fullest=fullest, peak=peak, seconds=seconds, step=step),
         tables=tables,
         nodes=tuple(nodes),
         slots=tuple(chain),
         cuts=tuple(cuts),
         fullest=fullest,
         peak=peak,
+        step=step,
     )
 
 
 class StageCosts:
     """Costs of all intervals at every position of a chain of devices: ``[q][x, y]`` as in `best_cuts`.
 
-    ``seconds`` include transfers. ``peaks`` are by `peak_share`; ``shares`` are the same, but 0 without a
+    ``seconds`` include all transfers of a stage, ``once`` only what it receives, so that the sum over stages
+    has every transfer once. ``peaks`` are by `peak_share`; ``shares`` are the same, but 0 without a
     budget. ``follow_pins`` says whether an interval has no node that is pinned to another device.
     """
 
@@ -181,13 +234,19 @@ class StageCosts:
         options: PlanningOptions,
     ) -> None:
         largest = reference_bytes(chain)
+        self.options, self.chain = options, tuple(chain)
         self.seconds, self.shares, self.peaks, self.follow_pins = [], [], [], []
+        self.once: list[Table] = []
         for q, slot in enumerate(chain):
             count = in_flight_at(options, len(chain), q)
             updated = [slot] if options.processes else chain
             kept = optimizer_on(options, (other.name for other in updated))
             peak = peak_bytes(tables, count, kept, training=options.training)
-            self.seconds.append(_seconds(tables, slot, options))
+            computed = _computed_seconds(tables, slot, options)
+            moved = transfer_seconds(tables, slot.kind, training=options.training)
+            self.seconds.append(computed + moved)
+            came = tables.computed * (2 if options.training else 1) / slot.kind.link_bandwidth
+            self.once.append(computed + came)
             self.peaks.append(peak_share(peak, slot, largest))
             self.shares.append(np.zeros_like(peak) if slot.budget is None else self.peaks[-1])
             self.follow_pins.append(_follows_pins(tables, pinned, slot.name))
@@ -195,6 +254,11 @@ class StageCosts:
     def allowed(self, limit: float) -> list[Mask]:
         """The intervals that follow the pins and take at most a share ``limit`` of their budgets."""
         return [f & (s <= limit) for f, s in zip(self.follow_pins, self.shares, strict=True)]
+
+    def step(self, cuts: Sequence[int]) -> float:
+        """The `steady_step` of the stages between ``cuts``."""
+        slowest, total = max(self.along(self.seconds, cuts)), sum(self.along(self.once, cuts))
+        return steady_step(self.options, self.chain, slowest, total)
 
     def along(self, loads: Sequence[Table], cuts: Sequence[int]) -> list[float]:
         """The entries of ``loads`` for the stages between ``cuts`` that are not empty."""
@@ -222,9 +286,12 @@ def boundary_alternatives(
 ) -> list[tuple[float, int | None]]:
     """For every boundary the best other cut, and the value of the objective with that cut.
 
-    The other boundaries are then wherever they are best. ``(inf, None)`` if there is no other cut.
+    The other boundaries are then wherever they are best; for the throughput, they stay where they are.
+    ``(inf, None)`` if there is no other cut.
     """
     costs = StageCosts(candidate.tables, candidate.slots, pinned, options)
+    if options.objective == "throughput" and candidate.limit <= 1:
+        return [_other_step(costs, candidate.cuts, q) for q in range(1, len(candidate.cuts) - 1)]
     combine: Literal["max", "sum"] = "sum" if options.objective == "latency" else "max"
     loads = costs.peaks if options.objective == "memory" else costs.seconds
     if candidate.limit > 1:
@@ -237,6 +304,18 @@ def boundary_alternatives(
         best = int(np.argmin(row))
         found.append((float(row[best]), best if np.isfinite(row[best]) else None))
     return found
+
+
+def _other_step(costs: StageCosts, cuts: Sequence[int], q: int) -> tuple[float, int | None]:
+    """The shortest step with cut ``q`` of ``cuts`` elsewhere, and that cut."""
+    allowed = costs.allowed(1.0)
+    best: tuple[float, int | None] = (np.inf, None)
+    for cut in range(cuts[q - 1] + 1, cuts[q + 1]):
+        moved = [*cuts[:q], cut, *cuts[q + 1 :]]
+        pairs = enumerate(itertools.pairwise(moved))
+        if cut != cuts[q] and all(allowed[i][x, y - 1] for i, (x, y) in pairs):
+            best = min(best, (costs.step(moved), cut))
+    return best
 
 
 def _fastest(
@@ -254,15 +333,14 @@ def _fastest(
     return second[0]
 
 
-def _seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions) -> Table:
+def _computed_seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions) -> Table:
     forward, backward = stage_seconds(
         tables,
         slot.kind,
         own_host=options.processes,
         overlapped=copies_overlap(options, slot),
     )
-    moved = transfer_seconds(tables, slot.kind, training=options.training)
-    return forward + moved + (backward if options.training else 0.0)
+    return forward + (backward if options.training else 0.0)
 
 
 def _follows_pins(tables: IntervalTables, pinned: Sequence[str | None], name: str) -> Mask:

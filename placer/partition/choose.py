@@ -12,7 +12,13 @@ import numpy as np
 
 from placer.cost import CostTable
 from placer.partition.arrange import candidate_cuts, device_chains, is_thinned, unit_pins
-from placer.partition.candidate import Candidate, rate_stages, reference_bytes, solve_order
+from placer.partition.candidate import (
+    Candidate,
+    StageCosts,
+    rate_stages,
+    reference_bytes,
+    solve_order,
+)
 from placer.partition.describe import describe_partition
 from placer.partition.model import (
     ModelUnits,
@@ -21,6 +27,7 @@ from placer.partition.model import (
     model_units,
     relaxed_chain,
     seconds_problem,
+    shortest_step,
 )
 from placer.partition.noncontiguous import (
     GAIN,
@@ -33,6 +40,7 @@ from placer.partition.solver.search import StageOf
 from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
+from placer.partition.steps import StepClock, move_boundaries
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 from placer.program import Program
@@ -46,6 +54,8 @@ _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts ar
 _SLACK = 1.005  # factor by which bounds on peaks may exceed the least known peak
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 _STARTS = 4  # best candidates from which several stages per device are tried, to minimise memory
+# To minimise a step: candidates whose step is laid out in time, and those of which boundaries are moved
+_LAID_OUT, _MOVED = 16, 5
 
 
 def choose_partition(
@@ -93,7 +103,10 @@ def choose_partition(
         search.try_solutions(model)
         search.try_noncontiguous(model)
         assert search.best is not None
-        best = search.with_other_cuts(search.best)
+        best = search.best
+        if options.objective == "throughput" and best.limit <= 1 and _is_chain(best):
+            best = search.with_shortest_step()
+        best = search.with_other_cuts(best)
     bound = search.lower_bound(model)
     return describe_partition(best, program, costs, search.pins_of(best), options, bound)
 
@@ -161,7 +174,7 @@ class _Search:
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.best: Candidate | None = None
-        self._good: list[Candidate] = []  # to minimise memory: the best ones, all different
+        self._good: list[Candidate] = []  # the best ones, all different
         self.first: Candidate | None = None  # along program order
         self.coarse: Candidate | None = None  # the best one with thinned cuts
 
@@ -236,6 +249,34 @@ class _Search:
         tables = self._build(order, cuts)
         return replace(found, tables=tables, cuts=tuple(order.cuts(tables, counts)))
 
+    def with_shortest_step(self) -> Candidate:
+        """The candidate with the shortest step laid out in time, with boundaries moved from the best ones.
+
+        Besides the good ones, those for even stages and for few transfers along the best order are tried.
+        """
+        best, options = self.best, self._options
+        assert best is not None
+        best = self.with_all_cuts(best)
+        order = self._order_of(best)
+        starts = list(self._good)
+        for objective in ("bottleneck", "latency"):
+            aim = replace(options, objective=objective)
+            found = solve_order(best.tables, best.nodes, best.slots, order.pinned, aim)
+            if found is not None and self._in_program_order(order, found)[0] == order.units:
+                starts.append(found)
+        starts = [c for c in starts if c.limit <= 1 and _is_chain(c)]
+        timed = [(StepClock(c, self._costs, options)(c.cuts), i) for i, c in enumerate(starts)]
+        ends: list[tuple[float, int, Candidate]] = []
+        for _, i in sorted(timed)[:_MOVED]:
+            start = self.with_all_cuts(starts[i])
+            order, clock = self._order_of(start), StepClock(start, self._costs, options)
+            allowed = StageCosts(start.tables, start.slots, order.pinned, options).allowed(1.0)
+            cuts = move_boundaries(clock, start.cuts, allowed)
+            moved = rate_stages(start.tables, start.nodes, start.slots, cuts, order.pinned, options)
+            kept = moved if self._in_program_order(order, moved)[0] == order.units else start
+            ends.append((clock(kept.cuts), i, kept))
+        return min(ends)[2] if ends else best
+
     def with_other_cuts(self, found: Candidate) -> Candidate:
         """``found`` with tables that include other cuts than its own, as alternatives for boundaries."""
         if len(found.tables.cuts) > len(set(found.cuts)):
@@ -280,10 +321,8 @@ class _Search:
         self.first = self.first or found
         if self.best is None or found.rank < self.best.rank:
             self.best = found
-        if self._options.objective != "memory":
-            return
         if all(found.stages != other.stages for other in self._good):
-            self._good = sorted([*self._good, found], key=lambda c: c.rank)[:_STARTS]
+            self._good = sorted([*self._good, found], key=lambda c: c.rank)[:_LAID_OUT]
 
     def _in_program_order(self, order: _Order, found: Candidate) -> tuple[list[int], list[int]]:
         """The units with those of each stage in program order, and the number of units before each cut."""
@@ -331,6 +370,8 @@ class _Search:
         problem = seconds_problem(model, self._costs, chain, options, [None] * len(chain))
         if options.objective == "latency":
             return float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
+        if options.objective == "throughput":
+            return shortest_step(problem, chain, options)
         return simple_bound(problem)
 
     def _try_solution(self, model: ModelUnits, solution: StageOf | None) -> None:
@@ -350,7 +391,7 @@ class _Search:
         ):
             return
         # Along program order, in which stages run as recorded, and along the best orders.
-        good = self._good if best.rank[0] <= 1 else []
+        good = self._good[:_STARTS] if best.rank[0] <= 1 else []
         known = (best, self.first, self.coarse, *good)
         starts = {c.stages: c for c in known if c is not None}
         for start in starts.values():
@@ -370,6 +411,13 @@ class _Search:
         start = replace(start, tables=tables, nodes=tuple(order.nodes))
         chains = NoncontiguousChains(start, self._costs, order.pinned, self._options)
         return chains.candidate(found.slots, order.cuts(tables, counts))
+
+
+def _is_chain(candidate: Candidate) -> bool:
+    """Does every device have exactly one stage?"""
+    names = {slot.name for slot in candidate.slots}
+    full = all(x < y for x, y in itertools.pairwise(candidate.cuts))
+    return full and len(names) == len(candidate.slots)
 
 
 def _most_bytes(best: Candidate, options: PlanningOptions) -> list[float | None]:

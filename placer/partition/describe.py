@@ -42,6 +42,7 @@ from placer.regions import find_regions
 from placer.schedule import InFlight
 from placer.timeline import end_of
 
+STEP_SECONDS = "seconds of a step"
 SLOWEST_SECONDS = "seconds of the slowest stage"
 TOTAL_SECONDS = "seconds of all stages"
 PEAK_BYTES = "largest estimated peak, bytes"
@@ -78,23 +79,25 @@ def describe_partition(
     fits = all(slot.fits(peaks[slot.name]) for slot in slots)
     transfers = _find_transfers(program, costs, stages, slots)
     optimizer = _optimizer_seconds(best, used, options)
-    step = lay_out_step(
-        stages,
-        transfers,
-        schedule=options.schedule,
-        microbatches=options.microbatches,
-        training=options.training,
-        processes=options.processes,
-        optimizer_seconds=optimizer,
+    seconds = end_of(
+        lay_out_step(
+            stages,
+            transfers,
+            schedule=options.schedule,
+            microbatches=options.microbatches,
+            training=options.training,
+            processes=options.processes,
+            optimizer_seconds=optimizer,
+        )
     )
     loads = [
-        stage.forward_seconds
-        + stage.backward_seconds
+        (stage.forward_seconds or 0.0)
+        + (stage.backward_seconds or 0.0)
         + float(transfer_seconds(best.tables, slot.kind, training=options.training)[x, y])
         for stage, slot, (_, x, y) in zip(stages, slots, used, strict=True)
     ]
     criterion = _criterion(best, options)
-    if criterion != TOTAL_SECONDS:
+    if criterion not in (TOTAL_SECONDS, STEP_SECONDS):
         busy = dict.fromkeys(peaks, 0.0)
         for slot, load in zip(slots, loads, strict=True):
             busy[slot.name] += load
@@ -104,6 +107,8 @@ def describe_partition(
         for slot, load in zip(slots, loads, strict=True)
     ]
     value = sum(measured) if criterion == TOTAL_SECONDS else max(measured)
+    if criterion == STEP_SECONDS:
+        value = seconds
     return Partition(
         stages=tuple(stages),
         slots=tuple(slots),
@@ -111,14 +116,14 @@ def describe_partition(
         replica_peaks=replica_peaks,
         fits=fits,
         transfers=transfers,
-        seconds=end_of(step),
+        seconds=seconds,
         optimizer_seconds=optimizer,
         optimality=Optimality(
             criterion=criterion,
             value=value,
             lower_bound=value if len(stages) == 1 else min(bound, value),
         ),
-        boundaries=_boundaries(best, program, costs, pinned, options, measured),
+        boundaries=_boundaries(best, program, costs, pinned, options, measured, seconds),
     )
 
 
@@ -309,14 +314,15 @@ def _criterion(best: Candidate, options: PlanningOptions) -> str:
         return PEAK_SHARE
     if options.objective == "memory":
         return PEAK_SHARE if limited else PEAK_BYTES
-    return TOTAL_SECONDS if options.objective == "latency" else SLOWEST_SECONDS
+    by_time = {"throughput": STEP_SECONDS, "latency": TOTAL_SECONDS}
+    return by_time.get(options.objective, SLOWEST_SECONDS)
 
 
 def _measure(
     criterion: str, device: DeviceSlot, peak: int, seconds: float, best: Candidate
 ) -> float:
     """The load of a device in the unit of the criterion, or of a stage if all seconds are added up."""
-    if criterion in (TOTAL_SECONDS, SLOWEST_SECONDS):
+    if criterion in (STEP_SECONDS, TOTAL_SECONDS, SLOWEST_SECONDS):
         return seconds
     if criterion == PEAK_BYTES:
         return float(peak)
@@ -330,8 +336,12 @@ def _boundaries(
     pinned: Sequence[str | None],
     options: PlanningOptions,
     measured: Sequence[float],
+    seconds: float,
 ) -> tuple[Boundary, ...]:
-    """The boundaries between stages, with alternatives unless some stages are empty."""
+    """The boundaries between stages, with alternatives unless some stages are empty.
+
+    Alternatives to a step of ``seconds`` are by `steady_step`, and longer or shorter by the same share.
+    """
     cuts = best.tables.cuts
     inner = sorted({best.cuts[q] for q in range(1, len(best.cuts) - 1)} - {0, len(cuts) - 1})
     others: list[tuple[float, int | None]] = [(math.inf, None)] * len(inner)
@@ -341,6 +351,8 @@ def _boundaries(
             others = boundary_alternatives(best, pinned, options)
         elif may_be_noncontiguous(options, best.slots):
             others = NoncontiguousChains(best, costs, pinned, options).moves()
+    if _criterion(best, options) == STEP_SECONDS and best.step:
+        others = [(value * seconds / best.step, cut) for value, cut in others]
     position = {node: i for i, node in enumerate(best.nodes)}
     ends = [
         (

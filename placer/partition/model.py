@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.catalogue import fastest_kind
-from placer.cost import CostTable
+from placer.cost import CostTable, device_type
 from placer.partition.candidate import (
     copies_overlap,
     in_flight_at,
@@ -18,7 +18,13 @@ from placer.partition.candidate import (
     peak_share,
     reference_bytes,
 )
-from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, Vector
+from placer.partition.solver.problem import (
+    PartitionProblem,
+    SharedValue,
+    StageSlot,
+    Vector,
+    simple_bound,
+)
 from placer.partition.stage_cost.score import unit_seconds
 from placer.partition.stage_cost.state import unit_state
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -95,6 +101,21 @@ def seconds_problem(
             )
         )
     return _problem(model, slots)
+
+
+def shortest_step(
+    problem: PartitionProblem, chain: Sequence[DeviceSlot], options: PlanningOptions
+) -> float:
+    """A lower bound on the seconds of a step, from the seconds of the units of `seconds_problem`.
+
+    One micro-batch runs through all units, and the slowest stage runs all micro-batches. (Under the
+    zero-bubble schedule, gradients of weights may run beside the rest of a micro-batch.)
+    """
+    total = float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
+    once = 0.0 if options.schedule == "InterleavedZeroBubble" and options.training else total
+    if not options.processes and all(device_type(slot.name) == "cpu" for slot in chain):
+        return options.microbatches * total
+    return max(once, options.microbatches * simple_bound(problem))
 
 
 def memory_problem(

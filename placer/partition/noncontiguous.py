@@ -18,6 +18,7 @@ from placer.partition.candidate import (
     peak_share,
     rank_candidate,
     reference_bytes,
+    steady_step,
 )
 from placer.partition.stage_cost.live_through import Span
 from placer.partition.stage_cost.optimizer import OptimizerMemory
@@ -92,14 +93,18 @@ class NoncontiguousChains:
         loads = [self.load(device, own) for device, own in enumerate(spans)]
         limited = [x for x, slot in zip(loads, self.slots, strict=True) if slot.budget is not None]
         fullest, peak = max(limited, default=0.0), max(loads)
+        step = steady_step(self._options, self.slots, max(seconds), sum(seconds))
         return Candidate(
-            rank=rank_candidate(self._options, fullest=fullest, peak=peak, seconds=seconds),
+            rank=rank_candidate(
+                self._options, fullest=fullest, peak=peak, seconds=seconds, step=step
+            ),
             tables=self._best.tables,
             nodes=self._best.nodes,
             slots=tuple(chain),
             cuts=tuple(cuts),
             fullest=fullest,
             peak=peak,
+            step=step,
         )
 
     def moves(self) -> list[tuple[float, int | None]]:

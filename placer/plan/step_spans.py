@@ -22,7 +22,12 @@ class _Moved(NamedTuple):
 
 
 def step_spans(plan: Plan) -> tuple[Span, ...]:
-    """The spans of a step of ``plan`` on all devices, in the order in which they are launched."""
+    """The spans of a step of ``plan`` on all devices, in the order in which they are launched.
+
+    There are none if times are not known.
+    """
+    if plan.step_seconds is None:
+        return ()
     return lay_out_step(
         plan.stages,
         plan.transfers,
@@ -30,7 +35,7 @@ def step_spans(plan: Plan) -> tuple[Span, ...]:
         microbatches=plan.example_microbatches or plan.microbatches,
         training=plan.training,
         processes=plan.processes,
-        optimizer_seconds=plan.optimizer_seconds,
+        optimizer_seconds=plan.optimizer_seconds or 0.0,
     )
 
 
@@ -103,7 +108,8 @@ def _moved(transfers: Sequence[Transfer], devices: Sequence[str]) -> Sequence[_M
         sent.add(key)
         before = found.get((source, target), _Moved(source, target, 0.0, 0))
         found[source, target] = before._replace(
-            seconds=before.seconds + transfer.seconds, nbytes=before.nbytes + transfer.nbytes
+            seconds=before.seconds + (transfer.seconds or 0.0),
+            nbytes=before.nbytes + transfer.nbytes,
         )
     return list(found.values())
 
@@ -169,7 +175,7 @@ def _copy_overlapped(
         "transfer",
         f"{action} {'to' if forward else 'from'} the host",
         [f"{device} to the host" if forward else f"the host to {device}"],
-        stage.host_copy_seconds,
+        stage.host_copy_seconds or 0.0,
         after=[clock.spans[-1].start],
         nbytes=stage.host_copy_nbytes,
     )
@@ -178,6 +184,9 @@ def _copy_overlapped(
 def _seconds(stage: StagePlan, action: Action) -> tuple[float, float]:
     """Seconds of ``action`` on the device, and in the process that launches it."""
     if action.kind == "F":
-        return stage.forward_seconds, stage.forward_launch_seconds
+        return stage.forward_seconds or 0.0, stage.forward_launch_seconds or 0.0
     share = 1.0 if action.kind == "B" else 0.5
-    return share * stage.backward_seconds, share * stage.backward_launch_seconds
+    return (
+        share * (stage.backward_seconds or 0.0),
+        share * (stage.backward_launch_seconds or 0.0),
+    )

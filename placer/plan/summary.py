@@ -19,12 +19,20 @@ def summarize_plan(plan: Plan) -> str:
         plan.precision,
         f"training with {optimizer}" if plan.training else "inference",
         f"estimated step {describe_step(plan)}",
+        *([runtime] if (runtime := describe_runtime(plan)) else []),
     ]
     lines = [f"Plan({', '.join(words)})"]
     lines += [f"  {summarize_stage(stage)}" for stage in plan.stages[:_STAGES_SHOWN]]
     if (more := len(plan.stages) - _STAGES_SHOWN) > 0:
         lines.append(f"  … and {format_count(more, 'more stage')}")
     return "\n".join(lines)
+
+
+def describe_runtime(plan: Plan) -> str:
+    """For which runtime ``plan`` was judged; "" if it has one device, where both are one process."""
+    if len(plan.devices) == 1:
+        return ""
+    return "with a process per device (torchrun)" if plan.processes else "in one process"
 
 
 def summarize_stage(stage: StagePlan) -> str:
@@ -43,6 +51,8 @@ def summarize_stage(stage: StagePlan) -> str:
 
 def describe_step(plan: Plan) -> str:
     """The estimated seconds of a step, which takes longer if kernels are starved."""
+    if plan.step_seconds is None:
+        return "not known"
     return f"~ {format_seconds(plan.step_seconds)}" + " or more" * bool(plan.starved)
 
 

@@ -28,7 +28,7 @@ from placer.spec.loss import LossSpec
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts bytes in an int64
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)] | None  # None: the kind of a device is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +248,9 @@ class Plan:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    # The seconds of a step, to compare plans of one model; by reference rates where the kind of a device is
+    # not known. Not in files, and 0 in a plan that was read from one.
+    rank_time: Annotated[float, Field(exclude=True)] = field(default=0.0, compare=False, repr=False)
     fits: bool
     objective: Objective
     processes: bool  # made for one process per device

@@ -158,7 +158,7 @@ def is_heavy(
 
 def _busy_seconds(partition: Partition) -> float:
     """Seconds of a micro-batch, summed over the stages."""
-    return sum(stage.forward_seconds + stage.backward_seconds for stage in partition.stages)
+    return sum((s.forward_seconds or 0.0) + (s.backward_seconds or 0.0) for s in partition.stages)
 
 
 def _pins(partition: Partition) -> dict[str, str]:

@@ -12,6 +12,7 @@ from placer.plan.types import DevicePeak, HostPeak, Plan, PlannedLoss, everythin
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.host_memory import estimate_host
 from placer.planner.notes import placement_notes
+from placer.planner.unknown_times import unknown_kinds, without_times
 from placer.program import Program
 from placer.quantities import format_seconds
 from placer.regions import RegionKey, with_overlap
@@ -27,13 +28,18 @@ def assemble_plan(
     microbatches: int,
     loss: Loss,
 ) -> Plan:
-    """The plan with the stages of ``choice``, on the devices of ``rows`` (one row per replica)."""
+    """The plan with the stages of ``choice``, on the devices of ``rows`` (one row per replica).
+
+    It has no times if the kind of a device is not known.
+    """
     costs, partition = choice.costs, choice.partition
     counted = planned_loss(loss, costs) if spec.training else None
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of)
+    unknown = unknown_kinds(spec)
     host = _host_peak(choice, spec, options, copies=len(rows) if options.processes else 1)
-    return Plan(
+    plan = Plan(
+        rank_time=partition.seconds,
         fits=everything_fits(peaks, host),
         objective=spec.objective,
         processes=options.processes,
@@ -63,7 +69,7 @@ def assemble_plan(
         offload=_labels(costs.keys, "offload"),
         notes=(
             *([] if counted is None else [describe_loss(counted, partition.slots[-1].name)]),
-            *_policy_notes(spec, choice),
+            *([] if unknown else _policy_notes(spec, choice)),
             *placement_notes(program, spec, options, replicas=len(rows), microbatches=microbatches),
         ),
         optimality=partition.optimality,
@@ -76,6 +82,7 @@ def assemble_plan(
         host=host,
         loss=counted,
     )
+    return without_times(plan, spec, partition.slots) if unknown else plan
 
 
 def planned_loss(loss: Loss, costs: CostTable) -> PlannedLoss:

@@ -69,6 +69,12 @@ class PlanMaker(Protocol):
         If it does not fit by its estimates it gets no dry run, which might have another verdict.
         """
 
+    def estimate(self, spec: PlacementSpec) -> Plan:
+        """The plan for ``spec`` by its estimates, which `judge` can judge by a dry run."""
+
+    def judge(self, plan: Plan) -> Plan:
+        """``plan`` with the verdict of a dry run, if one is needed."""
+
     def guess(self, spec: PlacementSpec) -> Plan:
         """An approximation of `try_out`'s plan from costs that are known, without running the model."""
 
@@ -137,7 +143,7 @@ def build_plan(
         plans.append(plan)
         if enough and plan.fits:
             break
-    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.step_seconds))
+    return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.rank_time))
 
 
 def _plan_for(

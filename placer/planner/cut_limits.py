@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from torch import Tensor
 
-from placer.cost import CostTable, device_kind
-from placer.partition import PlanningOptions, choose_partition
+from placer.cost import CostEstimates, CostTable, find_loss
+from placer.partition import PlanningOptions, TableCache
 from placer.partition.candidate import optimizer_on
 from placer.partition.model import least_bytes, model_units
 from placer.partition.stage_cost.score import peak_bytes, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
-from placer.planner.devices import device_slot
+from placer.plan.types import PlannedLoss
+from placer.planner.assemble import planned_loss
+from placer.planner.build import build_plan
+from placer.planner.devices import device_slot, likely_kernels
+from placer.planner.resolve import microbatch_inputs, microbatch_rows, planning_options
 from placer.program import Program
 from placer.schedule import InFlight
-from placer.spec import DeviceSpec, PlacementSpec
+from placer.spec import PlacementSpec
 
 _EXAMINED = 8  # for how many pieces, the largest by a rough estimate, the peak is computed exactly
 _MAX_DEVICES = 64
@@ -70,7 +75,7 @@ class StepShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLimits:
-    """How far a model can be split, with the whole batch as one micro-batch.
+    """How far a model can be split, for one micro-batch.
 
     ``least_bytes`` are the bytes that the largest piece needs on a device that also has other stages.
     ``least_devices`` is how many devices are needed at least, if each has the memory of the largest piece's
@@ -82,18 +87,30 @@ class SplitLimits:
     least_devices: int
     largest_share: StepShare
     whole: Mapping[str, StepShare]  # for each module that cannot be split, by its layer
+    loss: PlannedLoss | None  # None without training
 
 
 def measure_limits(
-    program: Program, costs: CostTable, *, optimizer: str, training: bool
+    program: Program, inputs: Sequence[Tensor], spec: PlacementSpec, estimate: CostEstimates
 ) -> SplitLimits:
-    """How far ``program`` can be split for a batch with these ``costs``."""
-    options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
+    """How far ``program`` can be split for a micro-batch of ``spec``, on devices like its first one."""
+    replicas, microbatches = int(spec.replicas), int(spec.microbatches)
+    loss = find_loss(spec.loss)
+    costs = estimate(
+        microbatch_inputs(program, inputs, replicas, microbatches),
+        training=spec.training,
+        precision=spec.precision,
+        kernels=likely_kernels(spec),
+        loss=loss,
+    )
+    rows = microbatch_rows(program, inputs, replicas, microbatches)
+    options = planning_options(spec, rows[:1], processes=False)
     units = unit_graph(program)
     order = program_order(units)
     model = model_units(units, order, costs, {})
     nbytes = least_bytes(model, costs, options, 1, 0)
-    seconds = unit_seconds(costs, device_kind("cuda:0", None), training=training)
+    kind = device_slot(spec.devices[0], spec).kind
+    seconds = unit_seconds(costs, kind, training=spec.training)
     by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(nbytes))
 
     def share(indices: Iterable[int]) -> StepShare:
@@ -118,6 +135,7 @@ def measure_limits(
         least_devices=max(1, -(-int(nbytes.sum()) // max(largest.peak, 1))),
         largest_share=share([unit]),
         whole={layer: share(indices) for layer, indices in inside.items()},
+        loss=planned_loss(loss, costs) if spec.training else None,
     )
 
 
@@ -155,26 +173,34 @@ def largest_piece(
 
 def devices_needed(
     program: Program,
-    costs: CostTable,
+    inputs: Sequence[Tensor],
+    spec: PlacementSpec,
     memory: int,
-    *,
-    optimizer: str,
-    training: bool,
+    estimate: CostEstimates,
 ) -> int | None:
-    """The fewest CUDA devices of ``memory`` bytes each on which the planner fits the model; None above 64."""
-    options = PlanningOptions(objective="memory", optimizer=optimizer, training=training)
+    """The fewest devices of ``memory`` bytes per replica on which ``program`` fits by estimates.
+
+    They are like the first one of ``spec``; None if more than 64 are needed in all.
+    """
+    device, tables = spec.devices[0].model_copy(update={"memory": memory}), TableCache()
+    most = max(1, _MAX_DEVICES // int(spec.replicas))
 
     def fits(count: int) -> bool:
-        spec = PlacementSpec(
-            devices=tuple(DeviceSpec(name=f"cuda:{i}", memory=memory) for i in range(count))
+        devices = [device.model_copy(update={"name": f"cuda:{i}"}) for i in range(count)]
+        plan = build_plan(
+            program,
+            spec.with_devices(devices),
+            inputs,
+            estimate=estimate,
+            tables=tables,
+            enough=1.0,
         )
-        slots = [device_slot(device, spec) for device in spec.devices]
-        return choose_partition(program, costs, slots, {}, options).fits
+        return plan.fits
 
     low, high = 0, 1
     while not fits(high):
         low, high = high, high * 2
-        if high > _MAX_DEVICES:
+        if high > most:
             return None
     while high - low > 1:
         middle = (low + high) // 2

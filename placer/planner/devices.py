@@ -79,9 +79,10 @@ def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
     """The fields of ``spec``, as JSON, that need devices of known memory.
 
     If no memory is given and the objective is "memory", "auto" recomputes and offloads for the least peak,
-    which needs no budget.
+    which needs no budget; not on CPUs, whose memory is this machine's.
     """
-    least = spec.objective == "memory" and not any(d.memory or d.kind for d in spec.devices)
+    given = any(d.memory or d.kind or d.name.startswith("cpu") for d in spec.devices)
+    least = spec.objective == "memory" and not given
     fields = ["microbatches"]
     if spec.training and not least:
         fields += ["checkpoint", "offload"]

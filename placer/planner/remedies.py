@@ -16,13 +16,32 @@ from placer.planner.cut_limits import largest_piece
 from placer.planner.devices import device_slot, likely_kernels
 from placer.planner.resolve import microbatch_inputs, planning_options
 from placer.program import Program
-from placer.quantities import format_bytes
+from placer.quantities import format_bytes, format_seconds, parse_bytes
 from placer.spec import DeviceSpec, PlacementSpec
+from placer.spec.rows import shifted_rows
 
 _MAX_DEVICES = 8
 _MAX_ROUNDS = 4
 _MICROBATCHES = (2, 4, 8, 16)
+_REPLICAS = (2, 4, 8)
 _FAR = 1.15  # a guess of more than so many times a device's room is believed without a plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of a spec, and the plan with it."""
+
+    what: str
+    plan: Plan
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.fits
+
+    @property
+    def peak(self) -> int:
+        """The largest peak of a device."""
+        return max(device.peak for device in self.plan.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +70,18 @@ def misfit_error(
     inputs: Sequence[Tensor],
     plan: Plan,
     make: PlanMaker,
-    *,
-    found: Callable[[Tried], None] | None = None,
 ) -> BudgetError:
     """The error that says why ``plan`` (the best under ``spec``) does not fit, and which changes help.
 
-    Every change that it names has been planned with ``make``. ``found`` is called with each as soon as
-    it has been planned.
+    Every change that it names has been planned with ``make``; the fastest one comes first.
     """
     if plan.fits_devices:
         return host_error(plan)
     largest = find_largest_node(program, spec, inputs, make)
     no_room = lacks_room(spec)
     problem = f"the placement needs {describe_overflow(plan.tightest)}"
-    tried = []
-    for change in try_remedies(program, spec, plan, make):
-        tried.append(change)
-        if found is not None:
-            found(change)
-    fitting = [t.change for t in tried if t.fits]
+    tried = try_remedies(program, spec, plan, make)
+    fitting = [describe_fitting(t) for t in tried if t.fits]
     return BudgetError(
         f"device {plan.tightest.device}",
         problem if no_room else f"{problem}; {largest.describe()}",
@@ -82,6 +94,16 @@ def misfit_error(
         largest_node_bytes=largest.nbytes,
         tried=tried,
     )
+
+
+def describe_fitting(tried: Tried) -> str:
+    """A change that fits, with the time and the headroom that it gives."""
+    facts = []
+    if tried.step_seconds is not None:
+        facts.append(f"{format_seconds(tried.step_seconds)} per step")
+    if tried.headroom is not None:
+        facts.append(f"{format_bytes(tried.headroom)} headroom")
+    return f"{tried.change}: {', '.join(facts)}" if facts else tried.change
 
 
 def describe_tries(tried: Sequence[Tried]) -> str:
@@ -117,21 +139,34 @@ def find_largest_node(
     )
 
 
-def try_remedies(
-    program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker
-) -> Iterator[Tried]:
-    """Changes of ``spec`` that have been planned, the smallest first; ``plan`` is the one that does not fit.
+def try_remedies(program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried]:
+    """Changes of ``spec`` that have been planned; ``plan`` is the one that does not fit.
 
-    There are none if every device is filled by its reserve alone.
+    First come those that fit, the fastest first, then the others, the smallest change first. There are none
+    if every device is filled by its reserve alone.
     """
     if lacks_room(spec):
-        return
+        return []
     rows = program.call.batch_size or 1
-    yield from _expandable(make, spec)
-    yield from _own_placement(make, spec)
-    yield from _microbatches(make, spec, rows)
-    yield from _lighter(make, spec)
-    yield from _devices(make, spec, plan)
+    changes = [
+        *_expandable(make, spec),
+        *_own_placement(make, spec),
+        *_microbatches(make, spec, rows),
+        *_lighter(make, spec),
+        *_devices(make, spec, plan),
+        *_replicas(make, spec, rows),
+    ]
+    changes.sort(key=lambda c: (not c.fits, c.plan.rank_time if c.fits else 0.0))
+    return [
+        Tried(
+            change=change.what,
+            fits=change.fits,
+            peak=change.peak,
+            step_seconds=change.plan.step_seconds if change.fits else None,
+            headroom=change.plan.tightest.headroom if change.fits else None,
+        )
+        for change in changes
+    ]
 
 
 def lacks_room(spec: PlacementSpec) -> str:
@@ -153,7 +188,7 @@ def lacks_room(spec: PlacementSpec) -> str:
     )
 
 
-def _expandable(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
+def _expandable(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     """Expandable segments on every device for which the spec asks for torch's own default."""
     devices = [
         d.model_copy(update={"allocator": "expandable"}) if d.allocator == "default" else d
@@ -164,13 +199,13 @@ def _expandable(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
         yield from _try(change, make, spec.with_devices(devices))
 
 
-def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
+def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     if spec.layers:
         change = "leave out 'layers': the compiler places all of them on these devices"
         yield from _try(change, make, spec.with_layers({}))
 
 
-def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iterator[Tried]:
+def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iterator[_Change]:
     """The fewest micro-batches that fit, under the given schedule or 1F1B; otherwise the nearest.
 
     Each size of micro-batch needs a run of the model for its costs. So guesses from known costs first
@@ -181,11 +216,11 @@ def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iter
     replicas = spec.replicas if isinstance(spec.replicas, int) else 1
     rows = batch_size // replicas
     far: list[tuple[int, str, PlacementSpec]] = []
-    tried: list[Tried] = []
+    tried: list[_Change] = []
     for count in _MICROBATCHES:
         if not int(spec.microbatches) < count <= rows:
             continue
-        fitting: Tried | None = None
+        fitting: _Change | None = None
         for schedule in _schedules(spec):
             new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
             change = f'cut the batch: "microbatches": {count}{new}'
@@ -222,7 +257,7 @@ def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
     return max(device.peak for device in guess.devices) if any(far) else None
 
 
-def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
+def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     if not spec.training:
         return
     ways: tuple[dict[str, str], ...] = (
@@ -247,7 +282,7 @@ def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
         yield from _more_host_memory(make, spec)
 
 
-def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
+def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     """The host memory with which offloading suffices, where ``spec`` limits it and that is too little."""
     if spec.host_memory is None:
         return
@@ -256,11 +291,11 @@ def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
         needed = format_bytes(plan.host.needed, enough=True).replace(" ", "")
         more = f'"host_memory": "{needed}"'
         change = more if spec.offload == "auto" else f'"offload": "auto" and {more}'
-        peak = max(device.peak for device in plan.devices)
-        yield Tried(change=f"{change} (wait in host memory)", fits=True, peak=peak)
+        enough = _updated(spec, offload="auto", host_memory=parse_bytes(needed))
+        yield from _try(f"{change} (wait in host memory)", make, enough)
 
 
-def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried]:
+def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Change]:
     """The fewest additional devices that fit, up to eight in all; if none do, all eight.
 
     More devices never need more memory each. So `_fewest_devices` is tried first, because it is often
@@ -289,7 +324,44 @@ def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[Tried
     yield best
 
 
-def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> Tried | None:
+def _replicas(make: PlanMaker, spec: PlacementSpec, rows: int) -> Iterator[_Change]:
+    """The fewest replicas that fit: on the given devices if these are alike, and on more of them.
+
+    Each has an equal part of the batch, which must have a row for each of its micro-batches.
+    """
+    given = [device.name for device in spec.devices]
+    cut = spec.microbatches if isinstance(spec.microbatches, int) else 1
+    alike = len({device.model_copy(update={"name": ""}) for device in spec.devices}) == 1
+    if spec.replicas != 1:
+        return
+    for shared in (True, False):
+        for count in _REPLICAS:
+            own = len(given) // count if shared else len(given)
+            own_rows = shifted_rows(given[:own], count)
+            names = {name for row in own_rows for name in row}
+            possible = names == set(given) and alike if shared else len(names) <= _MAX_DEVICES
+            if count * cut > rows or not possible:
+                continue
+            wanted = _updated(spec.with_devices(spec.devices[:own]), replicas=count)
+            if outside := not set(spec.layers.values()).issubset(given[:own]):
+                wanted = wanted.with_layers({})
+            if _peak_if_far(make, wanted) is not None:
+                continue
+            others = "; ".join(", ".join(row) for row in own_rows[1:])
+            change = (
+                f'"replicas": {count}'
+                + f", and only {', '.join(given[:own])} as devices" * shared
+                + ", without 'layers'" * outside
+                + f": {'another is' if count == 2 else 'others are'} on {others}, "
+                + f"each with 1/{count} of the batch"
+            )
+            tried = next(_try(change, make, wanted), None)
+            if tried is not None and tried.fits:
+                yield tried
+                break
+
+
+def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> _Change | None:
     """The change to ``count`` devices in all; the additional ones are like the last."""
     devices = list(spec.devices)
     while len(devices) < count:
@@ -354,11 +426,13 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
     return spec.model_copy(update=fields)
 
 
-def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[Tried]:
+def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+    """The plan of ``spec``: the one that a user would get if it can fit, otherwise that of least memory."""
     made = _plan(make.try_out, spec)
+    if made is not None and made.fits:
+        made = _plan(make, spec)
     if made is not None:
-        peak = max(device.peak for device in made.devices)
-        yield Tried(change=change, fits=made.fits, peak=peak)
+        yield _Change(change, made)
 
 
 def _plan(make: Callable[[PlacementSpec], Plan], spec: PlacementSpec) -> Plan | None:

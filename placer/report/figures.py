@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from placer.plan.step_spans import step_spans
-from placer.plan.summary import describe_host
+from placer.plan.summary import describe_host, describe_runtime
 from placer.plan.types import DevicePeak, HostPeak, Plan, StageMemory, Transfer
 from placer.quantities import format_bytes, format_count
 from placer.timeline import idle_share
@@ -46,12 +46,12 @@ def memory_parts(memory: StageMemory) -> dict[str, int]:
     return parts
 
 
-def bubble(plan: Plan) -> float:
-    """The share of the step, without the optimizer, in which devices are idle.
+def bubble(plan: Plan) -> float | None:
+    """The share of the step, without the optimizer, in which devices are idle; None if times are not known.
 
     It is for as many micro-batches as the rows of the example input make.
     """
-    return idle_share(step_spans(plan))
+    return None if plan.step_seconds is None else idle_share(step_spans(plan))
 
 
 def needs_device_table(plan: Plan) -> bool:
@@ -81,18 +81,22 @@ def data_transfers(plan: Plan) -> tuple[list[Transfer], str]:
 def verdict(plan: Plan) -> list[str]:
     """Sentences on whether the plan fits: one per device that overflows, worst first, or that it fits.
 
-    Another sentence names the devices whose memory is unknown.
+    The first says for which runtime.     Another sentence names the devices whose memory is unknown.
     """
     over = sorted((d for d in plan.devices if not d.fits), key=lambda d: d.headroom or 0)
     limited = [d for d in plan.devices if d.budget is not None]
     unknown = [d.device for d in plan.devices if d.budget is None]
     found = [overflow_text(device) for device in over]
     found += host_verdict(plan.host)
+    runtime = describe_runtime(plan)
+    if found and runtime:
+        found[0] += f", {runtime}"
     if limited and not found:
         least = min(limited, key=lambda d: d.headroom or 0)
         slow = ", but expect slow steps" * bool(plan.starved)
         headroom = format_bytes(least.headroom or 0)
-        found.append(f"fits{slow}: {least.device} has the least headroom, {headroom}")
+        where = f", {runtime}" if runtime else ""
+        found.append(f"fits{slow}: {least.device} has the least headroom, {headroom}{where}")
         found += starved_text(plan)
     if unknown:
         found.append(unknown_memory_text(unknown))

@@ -74,7 +74,7 @@ def page(
         "<h2>Memory of each stage</h2>",
         legend(plan),
         memory_bars(plan),
-        "<h2>Stages, with estimated times</h2>",
+        "<h2>Stages</h2>" if plan.step_seconds is None else "<h2>Stages, with estimated times</h2>",
         _stages(plan),
         _timeline(plan),
         "<h2>Devices</h2>",
@@ -110,8 +110,9 @@ def _facts(plan: Plan) -> str:
         "precision": plan.precision,
         "optimizer": optimizer if plan.training else "none (inference)",
         "estimated step": describe_step(plan),
-        "bubble": f"{bubble(plan):.0%}",
     }
+    if (idle := bubble(plan)) is not None:
+        facts["bubble"] = f"{idle:.0%}"
     items = (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
     return f'<dl class="facts">{"".join(items)}</dl>'
 
@@ -132,11 +133,15 @@ def _stages(plan: Plan) -> str:
                 (", ".join(stage.devices), "name"),
                 *((format_bytes(n), "number") for n in (memory.parameters, memory.saved)),
                 (format_bytes(memory.peak), "number strong"),
-                (format_seconds(stage.forward_seconds), "number"),
-                (format_seconds(stage.backward_seconds), "number"),
+                *(
+                    (format_seconds(s), "number")
+                    for s in (stage.forward_seconds, stage.backward_seconds)
+                    if s is not None
+                ),
             ]
         )
-    headers = "stage", "layers", "device", "parameters", "saved", "peak", "forward", "backward"
+    headers = ["stage", "layers", "device", "parameters", "saved", "peak"]
+    headers += ["forward", "backward"] * (plan.step_seconds is not None)
     return _table(headers, rows, cards=True)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from placer.plan.summary import describe_step
@@ -24,6 +22,7 @@ from placer.report.figures import (
     verdict,
 )
 from placer.report.layers import compact_layers, stage_layers
+from placer.tables import FittedTable
 
 if TYPE_CHECKING:
     from placer.simulation import SimulationReport
@@ -31,12 +30,14 @@ if TYPE_CHECKING:
 _TRANSFERS_SHOWN = 6
 _DEVICES_SHOWN = 3
 _BAR = 12  # characters
+_SHARE = "of budget"  # the header of the bars
+_PADDING = (0, 1, 0, 0)
 
 
 def plan_table(
     plan: Plan, *, simulation: SimulationReport | Mapping[str, Any] | None = None
 ) -> RenderableType:
-    """``plan`` for ``rich``, 80 columns wide: stages, devices, transfers, notes, and whether it fits.
+    """``plan`` for ``rich``: stages, devices, transfers, notes, and whether it fits; for 80 columns or more.
 
     With a ``simulation`` (a report, or its JSON), simulated peaks are shown next to predicted ones.
     """
@@ -73,17 +74,19 @@ def _headline(plan: Plan) -> Text:
         f"{plan.precision}, {step}",
         *["one process per device"] * plan.processes,
     ]
-    times = [f"estimated step {describe_step(plan)}", f"bubble {bubble(plan):.0%}"]
+    times = [f"estimated step {describe_step(plan)}"]
+    if (idle := bubble(plan)) is not None:
+        times.append(f"bubble {idle:.0%}")
     return Text(" · ".join(words) + "\n" + " · ".join(times), style="bold")
 
 
-def _stages(plan: Plan) -> Table:
-    table = _table("stage", "layers", "device", "parameters", "saved", "peak", "budget")
-    for column in (1, 2):
-        table.columns[column].justify = "left"
-    table.columns[1].overflow = "fold"
-    table.columns[1].ratio = 1
-    table.columns[1].min_width = 12
+def _stages(plan: Plan) -> FittedTable:
+    table = FittedTable(optional=("saved", "parameters", "budget", "peak"), padding=_PADDING)
+    table.add_column("stage", justify="right")
+    table.add_column("layers", wraps=True, ratio=1)
+    table.add_column("device")
+    for header in ("parameters", "saved", "peak", "budget"):
+        table.add_column(header, justify="right")
     fits = {device.device: device.fits for device in plan.devices}
     for stage, layers in zip(plan.stages, stage_layers(plan), strict=True):
         over = not fits[stage.devices[0]]
@@ -99,14 +102,17 @@ def _stages(plan: Plan) -> Table:
     return table
 
 
-def _devices(plan: Plan, simulated: Mapping[str, int]) -> Table:
+def _devices(plan: Plan, simulated: Mapping[str, int]) -> FittedTable:
     reserved = shows_reserved(plan)
     compared = ["simulated"] if simulated else []
     taken = ["workspaces", "reserved", "context"] if reserved else []
-    columns = ["device", "stages", "peak", *compared, *taken, "budget"]
-    table = _table(*columns, "headroom", "")
-    for column in (0, 1, len(columns) + 1):
-        table.columns[column].justify = "left"
+    left_out = (_SHARE, "workspaces", "context", "stages", "budget", "reserved", "peak")
+    table = FittedTable(optional=left_out, padding=_PADDING)
+    for header in ("device", "stages"):
+        table.add_column(header)
+    for header in ("peak", *compared, *taken, "budget", "headroom"):
+        table.add_column(header, justify="right")
+    table.add_column(_SHARE)
     for device in plan.devices:
         stages = [str(s.index) for s in plan.stages if device.device in s.devices]
         cells: list[RenderableType] = [device.device, ", ".join(stages), format_bytes(device.peak)]
@@ -139,19 +145,6 @@ def _transfers(plan: Plan) -> Text:
     if others:
         lines.append(f"  {others}")
     return Text("\n".join(lines))
-
-
-def _table(*headers: str) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        expand=False,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=header != "layers")
-    return table
 
 
 def _devices_of(stage: StagePlan) -> str:

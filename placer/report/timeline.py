@@ -41,7 +41,12 @@ def timeline_bars(plan: Plan) -> str:
 
 
 def write_trace(plan: Plan, path: str | Path) -> None:
-    """Write `step_trace` of ``plan`` to ``path``. Raises ``PlanError`` when it cannot be written."""
+    """Write `step_trace` of ``plan`` to ``path``.
+
+    Raises ``PlanError`` when it cannot be written, or has nothing to show because times are not known.
+    """
+    if plan.step_seconds is None:
+        raise PlanError(str(path), "a trace needs times, which are not known", "give --kind")
     with writing(Path(path), PlanError):
         Path(path).write_text(json.dumps(step_trace(plan)) + "\n", encoding="utf-8")
 

@@ -15,10 +15,12 @@ from placer.cost import CostEstimates, Loss, find_loss
 from placer.executor.place import HOST
 from placer.garbage import only_new_garbage
 from placer.partition import TableCache
+from placer.plan.summary import describe_runtime
 from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
 from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
+from placer.quantities import format_bytes
 from placer.simulation.ranks import rank_timelines, ranks_host_usage
 from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import (
@@ -46,7 +48,9 @@ _STAGE_COSTS = {
 _DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
 _COSTS: Any = {
     **dict.fromkeys(("fits", "objective", "step_seconds", "optimizer_seconds", "transfers"), True),
-    **dict.fromkeys(("notes", "optimality", "extra_seconds", "boundaries", "host"), True),
+    **dict.fromkeys(
+        ("rank_time", "notes", "optimality", "extra_seconds", "boundaries", "host"), True
+    ),
     "stages": {"__all__": _STAGE_COSTS},
     "devices": {"__all__": _DEVICE_COSTS},
 }
@@ -57,10 +61,11 @@ class JudgingPlanner:
 
     If a plan does not fit in a dry run, or if kernels are starved (they find no room for the workspace
     that they want), the planner tries again with corrections: the bytes by which the dry run exceeded the
-    estimates. This heuristic is repeated a few times. The best plan is one that fits and starves the fewest
-    kernels, otherwise the one that exceeds its budgets the least. If a spec leaves both to the planner, what
-    to recompute and what to offload, plans with only one of them are judged too: the search for both is a
-    heuristic, and one alone is sometimes better.
+    estimates. This heuristic is repeated a few times; if it does not help, the plan of least memory is judged
+    too. The best plan is one that fits and starves the fewest kernels, otherwise the one that exceeds its
+    budgets the least. If a spec leaves both to the planner, what to recompute and what to offload, and
+    something has to be, plans with only one of them are judged too: the search for both is a heuristic, and
+    one alone is sometimes better.
 
     In one process on CPUs there is a dry run only if the estimate of a device is near its budget; the
     plan then keeps the estimated peaks, unless the dry run gives another verdict. On CUDA devices there
@@ -99,26 +104,64 @@ class JudgingPlanner:
     def __call__(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec``; see `PlanMaker`."""
         plans = [self._plan(spec)]
-        if spec.training and spec.checkpoint == spec.offload == "auto":
+        first = plans[0]
+        plain = first.fits and not (first.starved or first.checkpoint or first.offload)
+        if spec.training and spec.checkpoint == spec.offload == "auto" and not plain:
             plans += [self._plan(spec.model_copy(update={field: ()})) for field in _REGION_FIELDS]
         return min(plans, key=partial(_rank, spec.objective))
+
+    def elsewhere(self, spec: PlacementSpec, plan: Plan) -> str:
+        """A sentence, if ``plan`` for ``spec`` fits, and in the other runtime it does not, or the reverse.
+
+        The runtimes are one process, and a process per device. Nothing is said of a single device, nor of
+        devices of which more than two thirds are free.
+        """
+        known = [device for device in plan.devices if device.budget is not None]
+        roomy = all((device.headroom or 0) > 2 * device.needed for device in known)
+        if len(plan.devices) == 1 or not known or (plan.fits and roomy):
+            return ""
+        other = JudgingPlanner(
+            self._program, self._inputs, processes=not self._processes, loss=self._loss
+        )
+        other.costs, other._tables = self.costs, self._tables
+        judged = other.judge(replace(plan, processes=not plan.processes))
+        if plan.fits and not judged.fits:
+            judged = other(spec)  # with other stages it may
+        if judged.fits == plan.fits:
+            return ""
+        where = describe_runtime(judged).capitalize()
+        if judged.fits:
+            return f"{where}, it fits."
+        return f"{where}, it does not fit, by {format_bytes(judged.overflow_bytes)}."
 
     def try_out(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` that was made in less time; see `PlanMaker`."""
         return self._plan(spec, enough=_CLEAR_SHARE, second_look=False)
 
     @only_new_garbage()
+    def estimate(self, spec: PlacementSpec) -> Plan:
+        """The plan for ``spec`` by its estimates; see `PlanMaker`."""
+        return self._build(spec)()
+
+    @only_new_garbage()
     def guess(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
-        return build_plan(
+        return self._build(spec, estimate=self.costs.scaled, enough=_CLEAR_SHARE)()
+
+    def _build(self, spec: PlacementSpec, **options: Any) -> Callable[..., Plan]:
+        """`build_plan` for ``spec``, the program and its inputs."""
+        known: dict[str, Any] = {
+            "estimate": self.costs,
+            "tables": self._tables,
+            "loss": self.loss_of(spec),
+        }
+        return partial(
+            build_plan,
             self._program,
             spec,
             self._inputs,
-            estimate=self.costs.scaled,
             processes=self._processes,
-            tables=self._tables,
-            enough=_CLEAR_SHARE,
-            loss=self.loss_of(spec),
+            **known | options,
         )
 
     @only_new_garbage()
@@ -128,17 +171,7 @@ class JudgingPlanner:
 
     @only_new_garbage()
     def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
-        build = partial(
-            build_plan,
-            self._program,
-            spec,
-            self._inputs,
-            estimate=self.costs,
-            processes=self._processes,
-            tables=self._tables,
-            enough=enough,
-            loss=self.loss_of(spec),
-        )
+        build = self._build(spec, enough=enough)
         plan = build()
         if not second_look:
             limited = plan.host is not None and plan.host.budget is not None
@@ -147,6 +180,11 @@ class JudgingPlanner:
         judged = self._rounds(build, plan, starving=False)
         if not any(p.fits for p in judged) and any(p.starved for p in judged):
             judged += self._rounds(build, plan, starving=True)
+        contradicted = plan.fits and not any(p.fits and not p.starved for p in judged)
+        if contradicted and spec.objective != "memory":
+            # The fastest plans fill devices to their limit, where estimates are too rough.
+            roomy = self._plan(spec.model_copy(update={"objective": "memory"}))
+            judged.append(replace(roomy, objective=spec.objective))
         return min(judged, key=_verdict)
 
     def _rounds(self, build: Callable[..., Plan], plan: Plan, *, starving: bool) -> list[Plan]:
@@ -256,7 +294,7 @@ def _verdict(plan: Plan) -> tuple[bool, int, int]:
 def _rank(objective: str, plan: Plan) -> tuple[bool, int, int, float]:
     """`_verdict`, and then what the objective minimizes."""
     peak = max(device.peak for device in plan.devices)
-    return *_verdict(plan), peak if objective == "memory" else plan.step_seconds
+    return *_verdict(plan), peak if objective == "memory" else plan.rank_time
 
 
 def _is_doubtful(device: DevicePeak) -> bool:

@@ -159,6 +159,6 @@ Patterns = Annotated[
 AllocatorName = Literal["default", "expandable"]
 BatchNormMode = Literal["per_microbatch", "deferred", "sync"]
 StoredRule = Literal["mean", "sum", "concatenate"]
-Objective = Literal["throughput", "memory", "latency"]
+Objective = Literal["throughput", "memory", "latency", "bottleneck"]
 Precision = Literal["fp32", "bf16", "fp16"]
 ScheduleField = Annotated[ScheduleName, BeforeValidator(_schedule)]

@@ -266,8 +266,9 @@ class PlacementSpec(BaseModel):
     )
     objective: Objective = Field(
         default="throughput",
-        description="throughput: the least time per step; memory: the lowest maximum of the devices' "
-        "peaks; latency: the least time for one sample.",
+        description="throughput: the least time of a step with this number of micro-batches; memory: the "
+        "lowest maximum of the devices' peaks; latency: the least time for one sample; bottleneck: the "
+        "least time of the slowest device, to which a step of many micro-batches comes near.",
     )
 
     @model_validator(mode="wrap")

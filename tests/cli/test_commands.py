@@ -248,6 +248,8 @@ def test_check_a_spec(placer: Run) -> None:
     data = json.loads(placer("check", "net.py:Net", "pinned.json", *X, "--json").stdout)
     assert data["valid"] is True
     assert data["fits"] is True
+    timed = placer("check", "net.py:Net", "pinned.json", *X, "--kind", "h100").stdout
+    assert "estimated step ~ " in timed and "give --kind" not in timed
     assert placer("check", "net.py:Net", "tight.json", *X).exit_code == 3
     wrong = placer("check", "net.py:Net", "wrong.json")
     assert wrong.exit_code == 2
@@ -279,11 +281,45 @@ def test_check_a_model(placer: Run) -> None:
         "does not fit on devices of 300KiB: the CUDA context and the reserve take 520.01 MiB"
         in said
     )
-    assert "fits on 1 device of 2GiB This counts tensors, the CUDA context and 2% of each" in said
+    assert "fits on 1 device of 2GiB Tried in one process: fp32, training with adam, " in said
+    assert "1 micro-batch, 1 replica, without recomputing or offloading; others were not" in said
     largest = data["largest_piece"]
     assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one
     assert "largest piece that cannot be split: " in said and " on a device of its own" in said
+
+
+def test_check_claims_only_what_it_tried(placer: Run) -> None:
+    """Each of the options makes activations smaller, so that fewer devices are needed."""
+    command = ("check", "net.py:Net", "--input", "131072x64", "--memory", "700 m")
+    plain = placer(*command)
+    assert "fits on 3 devices of 700 m (700.00 MiB)" in plain.stdout
+    assert "Tried in one process: fp32, training with adam, 1 micro-batch" in plain.stdout
+    whole = json.loads(placer(*command, "--json").stdout)
+    assert whole["devices_needed"] == {"700 m": 3}
+    changes = ("microbatches", "4", 2), ("replicas", "2", 1), ("precision", "bf16", 2)
+    for option, value, needed in changes:
+        found = json.loads(placer(*command, f"--{option}", value, "--json").stdout)
+        assert str(found["tried"][option]) == value
+        assert found["devices_needed"] == {"700 m": needed}
+        assert found["largest_piece"]["peak"] < whole["largest_piece"]["peak"]
+    few = placer("check", "net.py:Net", *X, "--microbatches", "4", "--replicas", "4")
+    assert "error: --microbatches, --replicas: the batch of the example has 8 rows" in few.stderr
+
+
+def test_check_a_spec_alone(placer: Run, folder: Path) -> None:
+    fits = placer("check", "pinned.json")
+    assert fits.exit_code == 0
+    assert "pinned.json is a valid spec for cuda:0 1.00 GiB, cuda:1 1.00 GiB" in fits.stdout
+    assert (
+        "to check its 1 pattern of layers, name the model: placer check MODEL pinned.json"
+        in fits.stdout
+    )
+    assert json.loads(placer("check", "fits.json", "--json").stdout)["valid"] is True
+    wrong = placer("check", "unknown_key.json")
+    assert wrong.exit_code == 2 and "did you mean 'replicas'?" in wrong.stderr
+    assert "did you mean 'fits.json'?" in placer("check", "fit.json").stderr
+    assert "is a spec, and --input is for a model" in placer("check", "fits.json", *X).stderr
 
 
 @pytest.mark.parametrize("example", ["two_scenes", "scenes_by_name", "both_ways"])
@@ -314,7 +350,14 @@ def test_check_names_whole_modules_and_why(placer: Run) -> None:
     assert "stays whole: inner: its Python code depends on the value of a tensor" in result.stdout
     assert "net.py:" in result.stdout
     assert "Chooser: it is kept whole on one device; inner has" in result.stdout
-    data = json.loads(placer("check", "net.py:Picky", "--input", "3x4", "--json").stdout)
+    assert "of the time of a step by reference rates and" in result.stdout
+    unknown = json.loads(placer("check", "net.py:Picky", "--input", "3x4", "--json").stdout)
+    (inner,) = unknown["whole_modules"]
+    assert inner["share_of_seconds"] is unknown["largest_piece"]["share_of_seconds"] is None
+    assert 0.2 < inner["share_by_reference_rates"] < 0.6
+    command = ("check", "net.py:Picky", "--input", "3x4", "--kind", "h100")
+    assert "reference rates" not in placer(*command).stdout
+    data = json.loads(placer(*command, "--json").stdout)
     (inner,) = data["whole_modules"]
     assert 0.2 < inner["share_of_seconds"] < 0.6
     assert inner["most_equal_stages"] == int(1 / inner["share_of_seconds"])
@@ -410,10 +453,37 @@ def test_a_model_whose_memory_is_unknown_ends_in_one_error(placer: Run) -> None:
 
 
 def test_plan_explains_its_boundaries(placer: Run) -> None:
-    result = placer("plan", "net.py:Net", "fits.json", *X, "--explain")
+    result = placer("plan", "net.py:Net", "fits.json", *X, "--explain", "--kind", "a100")
     assert result.exit_code == 0
-    for words in ("seconds of the slowest stage", "stage 0 | stage 1: between", "next best: after"):
+    for words in ("seconds of a step", "stage 0 | stage 1: between", "next best: after"):
         assert words in result.stdout
+
+
+def test_times_are_known_where_the_kind_is(placer: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "step.json"
+    plan = ("plan", "net.py:Net", "fits.json", *X)
+    unknown = placer(*plan, "--trace", str(trace))
+    assert unknown.exit_code == 2
+    assert "a trace needs times, which are not known\n  -> give --kind" in unknown.stderr
+    said = " ".join(unknown.stdout.split())
+    assert "estimated step not known" in said and "bubble" not in said
+    assert 'give --kind, or "kind" in the spec; nearest by memory: rtx3070 (7.57 GiB)' in said
+    known = placer(*plan, "--trace", str(trace), "--kind", "H100", "--json")
+    assert known.exit_code == 0 and json.loads(known.stdout)["step_seconds"] > 0
+    assert json.loads(trace.read_text())["traceEvents"]
+    on_cpus = placer("plan", "net.py:Net", "tight.json", *X, "--kind", "h100")
+    assert "error: --kind: the kinds of all devices in the spec are known" in on_cpus.stderr
+
+
+def test_auto_asks_for_the_kind_where_it_must_choose_by_time(placer: Run) -> None:
+    command = ("auto", "net.py:Net", *X, "-d", "cuda:0=12GiB", "-d", "cuda:1=12GiB")
+    for options in (("--objective", "throughput"), ("--microbatches", "auto")):
+        asked = placer(*command, *options)
+        assert asked.exit_code == 2
+        assert "error: --kind: the kind of cuda:0, cuda:1 is not given" in asked.stderr
+        assert "nearest by memory: rtx3060-12gb (11.63 GiB)" in asked.stderr
+        assert placer(*command, *options, "--kind", "rtx3060-12gb").exit_code == 0
+    assert placer(*command).exit_code == 0  # the fewest devices, which needs no times
 
 
 def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
@@ -424,18 +494,7 @@ def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
     assert "planning changes that may make it fit …" in lines
 
 
-def test_what_would_fit_is_told_as_it_is_found(
-    placer: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from placer.planner import remedies
-
-    real = remedies._devices
-
-    def later(*args: Any) -> Any:
-        print("the last changes are tried")
-        yield from real(*args)
-
-    monkeypatch.setattr(remedies, "_devices", later)
+def test_what_would_fit_is_told_before_what_would_not(placer: Run, tmp_path: Path) -> None:
     halves = {f"cpu:{i}": part for i, part in enumerate(("blocks", "head"))}
     spec = {
         "devices": [{"name": name, "memory": "300KiB"} for name in halves],
@@ -445,9 +504,28 @@ def test_what_would_fit_is_told_as_it_is_found(
     (tmp_path / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
     text = placer("plan", "net.py:Net", str(tmp_path / "spec.json"), *X).stdout
     found = text.index("what would make it fit:")
-    assert found < text.index("leave out 'layers'") < text.index("the last changes are tried")
     needed, short = text.index("devices of"), text.index("tried, not enough")
+    assert found < text.index("leave out 'layers'") < needed
     assert needed < short < text.index('"microbatches": 2') < text.index('"offload"')
+
+
+@pytest.mark.parametrize("kind", [None, "rtx3090"])
+def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
+    placer: Run, kind: str | None
+) -> None:
+    device = ("-d", "cuda:0=900MiB", *(("--kind", kind) if kind else ()))
+    result = placer("auto", "net.py:Net", "-i", "131072x64", *device, "--json")
+    assert result.exit_code == 3
+    tried = [t for t in json.loads(result.stdout)["tried"] if t["fits"]]
+    assert len(tried) >= 3 and all(t["headroom"] > 0 for t in tried)
+    said = " ".join(result.stderr.split())
+    assert said.count(" MiB headroom") == len(tried)
+    assert any(t["change"].startswith('"replicas": 2: another is on cuda:1, ') for t in tried)
+    seconds = [t["step_seconds"] for t in tried]
+    if kind:
+        assert seconds == sorted(seconds) and said.count(" per step, ") == len(tried)
+    else:
+        assert set(seconds) == {None} and "in this order by reference rates" in said
 
 
 COMMANDS = (

@@ -96,6 +96,8 @@ CASES = [
     (("check", "net.py:Net", "fits.json", "--no-training"), "error: --training: cannot be given"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--objective", "fast"), "throughput, memory"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--kind", "h1000"), "did you mean 'h100'?"),
+    ((*PLAN, *X, "--kind", "RTX 4090"), "error: --kind: 'RTX 4090' is not a device kind"),
+    ((*PLAN, *X, "--kind", "RTX 4090"), "did you mean 'rtx4090'?"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--microbatches", "two"), "is not a count"),
     (("profile", "net.py:Net", *X, "--precision", "fp31"), "did you mean 'fp32'?"),
     (("check", "net.py:Net", *X, "--memory", "lots"), "is not a size"),

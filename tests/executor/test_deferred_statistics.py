@@ -30,6 +30,7 @@ def _spec(stages: int, replicas: int, microbatches: int, **fields: Any) -> place
         replicas=replicas,
         microbatches=microbatches,
         batch_norm="deferred",
+        objective="bottleneck",  # even stages
         **fields,
     )
 

@@ -95,6 +95,7 @@ def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe"
         replicas=replicas,
         microbatches=microbatches,
         schedule=schedule,
+        objective="bottleneck",  # even stages
     )
 
 

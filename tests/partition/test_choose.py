@@ -173,7 +173,7 @@ class LongSkip(nn.Module):
         return x + self.last(wide)
 
 
-@pytest.mark.parametrize(("objective", "width"), [("throughput", 1024), ("memory", 256)])
+@pytest.mark.parametrize(("objective", "width"), [("bottleneck", 1024), ("memory", 256)])
 def test_a_value_that_skips_a_stage_costs_it_nothing(objective: str, width: int) -> None:
     """In one process it is copied to its reader; with a process per device it is sent there."""
     model, x = LongSkip(width), torch.randn(4096, 64)
@@ -248,7 +248,9 @@ def test_explain_says_how_near_a_lower_bound_is() -> None:
 
 def test_explain_names_the_cut_and_the_next_best() -> None:
     plan = assert_valid_plan(
-        models.ConvNet(), {"devices": ["cpu:0", "cpu:1"]}, (torch.randn(8, 1, 8, 8),)
+        models.ConvNet(),
+        {"devices": ["cpu:0", "cpu:1"], "objective": "bottleneck"},
+        (torch.randn(8, 1, 8, 8),),
     )
     text = plan.explain()
     assert plan.optimality.above > 0.25

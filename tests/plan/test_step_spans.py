@@ -133,7 +133,8 @@ def test_inference_has_forwards_only_and_an_optimizer_comes_last() -> None:
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_plans_step_is_its_spans(processes: bool) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    spec = {"devices": ["cuda:0", "cuda:1"], "microbatches": 4, "schedule": "1F1B"}
+    devices = [{"name": f"cuda:{i}", "kind": "a100"} for i in range(2)]
+    spec: dict[str, Any] = {"devices": devices, "microbatches": 4, "schedule": "1F1B"}
     spec["layers"] = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1", "3": "cuda:1"}
     plan = placer.make_plan(model, spec, (torch.empty(64, 64),), processes=processes)
     assert plan.step_seconds == end_of(step_spans(plan)) > plan.optimizer_seconds > 0

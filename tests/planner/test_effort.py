@@ -11,6 +11,7 @@ from unet3d import unet3d
 
 import placer
 from placer.cost import CostEstimates, estimate, with_fewer_rows
+from placer.planner import activation_policy
 from placer.planner.remedies import memory_needed, misfit_error
 from placer.program import capture_model
 from placer.simulation import judge
@@ -58,7 +59,7 @@ def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
     assert "microbatches" in fitting and "checkpoint" in fitting and "add " in fitting
     # The batch, one size of micro-batch, and a forward that sends to the host.
     assert runs["cost"] <= 3
-    assert runs["dry"] <= 3
+    assert runs["dry"] <= 8  # of the plans that a user would get, where they are near the budget
     runs.clear()
     assert "devices of" in memory_needed(spec, make)
     assert runs["cost"] == 0 and runs["dry"] <= 2
@@ -76,6 +77,24 @@ def test_a_plan_is_dry_run_once(runs: Counter[str]) -> None:
     assert [s.nodes for s in first.stages] == [s.nodes for s in again.stages]
     assert runs["dry"] == 1
     assert runs["cost"] == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"objective": "memory"}])
+def test_auto_policies_take_no_more_plans_where_everything_fits(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
+) -> None:
+    """Not even to minimise memory, on CPUs whose memory is not given: it is this machine's."""
+    plans: list[Any] = []
+    searches: list[Any] = []
+    real, search = judge.build_plan, activation_policy._Search
+    monkeypatch.setattr(judge, "build_plan", lambda *a, **k: plans.append(a) or real(*a, **k))
+    monkeypatch.setattr(
+        activation_policy, "_Search", lambda *a, **k: searches.append(a) or search(*a, **k)
+    )
+    both = {"devices": ["cpu:0", "cpu:1"], "checkpoint": "auto", "offload": "auto"}
+    make = JudgingPlanner(capture_model(MODEL, (X,)), [X])
+    assert make(placer.load_spec(both | fields)).fits
+    assert len(plans) == 1 and not searches
 
 
 def test_what_is_offloaded_is_run_for_only_where_something_is(runs: Counter[str]) -> None:

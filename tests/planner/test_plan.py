@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import models
@@ -17,8 +18,11 @@ import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.assemble import _policy_notes
+from placer.planner.auto import faster_with_fewer
+from placer.program import capture_model
 from placer.quantities import parse_bytes
 from placer.report.figures import verdict
+from placer.simulation.judge import JudgingPlanner
 
 GIB = 2**30
 
@@ -354,3 +358,65 @@ def test_a_batch_of_fewer_rows_than_cuts_is_noted() -> None:
     notes = placer.make_plan(nn.Linear(4, 4), spec, torch.ones(2, 4)).notes
     assert "A batch of 2 rows gives work to only 2 of 3 replicas." in notes
     assert "A replica's 1 row can fill only 1 micro-batch, not 2." in notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "rows", "share"),
+    [("cpu", 3, 8, 0.393), ("cuda", 3, 2, 0.8), ("cuda", 2, 2, 0.8)],
+)
+def test_a_verdict_does_not_depend_on_the_objective(
+    kind: str, count: int, rows: int, share: float
+) -> None:
+    """The fastest plan fills devices to where estimates are too rough, or to where several stages help."""
+    edge, fields = (16, {"depth": 3, "width": 4}) if kind == "cpu" else (64, {"width": 16})
+    with torch.device("meta"):
+        model, x = unet3d(**fields), torch.empty(rows, 1, edge, edge, edge)
+    make = JudgingPlanner(capture_model(model, (x,)), [x])
+
+    def plan(memory: int, devices: int, objective: str) -> placer.Plan:
+        names = [{"name": f"{kind}:{i}", "memory": memory} for i in range(devices)]
+        fields = {"optimizer": "sgd", "reserve": 0} if kind == "cpu" else {}
+        return make(placer.load_spec({"devices": names, "objective": objective, **fields}))
+
+    whole = plan(80 * GIB, 1, "memory").devices[0].needed
+    found = {o: plan(int(share * whole), count, o) for o in ("memory", "throughput", "bottleneck")}
+    verdicts = {o: (p.fits, p.starved, p.objective == o) for o, p in found.items()}
+    assert verdicts["memory"] == (True, 0, True)
+    assert set(verdicts.values()) == {(True, 0, True)}
+
+
+def _cards(count: int, memory: str = "16 G", **fields: object) -> list[dict[str, object]]:
+    return [
+        {"name": f"cuda:{i}", "memory": memory, "kind": "rtx4080", **fields} for i in range(count)
+    ]
+
+
+@captured_once()
+def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
+    """With one micro-batch, another device only adds transfers; with eight, it shares the work."""
+    with torch.device("meta"):
+        model, x = unet3d(width=8), torch.empty(8, 1, 64, 64, 64)
+    program = capture_model(model, (x,))
+    make = JudgingPlanner(program, [x])
+
+    def told(**fields: object) -> str:
+        spec = PlacementSpec.model_validate({"devices": _cards(3), **fields})
+        return faster_with_fewer(spec, make(spec), make)
+
+    def taken(**fields: object) -> int:
+        options = {"objective": "throughput", **fields}
+        return len(placer.auto_spec(model, (x,), devices=_cards(3), **options).devices)
+
+    assert re.fullmatch(
+        r"Fewer devices would be faster: with cuda:0 alone, a step would take \d+\.\d\d ms instead "
+        r"of \d+\.\d\d ms\.",
+        told(),
+    )
+    assert taken() == 1
+    assert told(microbatches=8) == "" and taken(microbatches=8) == 3
+    assert told(objective="memory") == ""
+    assert told(layers={"head": "cuda:2"}) == ""  # all are in the spec's layers
+    unknown = PlacementSpec.model_validate({"devices": _cards(3, kind=None)})
+    assert faster_with_fewer(unknown, make(unknown), make) == (
+        "Fewer devices would be faster by reference rates: with cuda:0 alone, a step would take less time."
+    )

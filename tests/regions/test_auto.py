@@ -128,7 +128,7 @@ def test_without_budgets_a_search_that_finds_worse_changes_nothing(
 
     real = activation_policy._Search.found
     monkeypatch.setattr(activation_policy._Search, "found", find)
-    spec = {"devices": ["cpu:0", "cpu:1"], "objective": "memory"}
+    spec = {"devices": ["cuda:0", "cuda:1"], "objective": "memory"}
     with torch.device("meta"):
         model, x = unet3d(width=4, depth=2), torch.empty(1, 1, 16, 16, 16)
     plain = max(device.peak for device in placer.make_plan(model, spec, x).devices)

@@ -54,7 +54,8 @@ def test_values_without_bytes_are_counted_and_not_listed() -> None:
 def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:
     plan = make_plan(budget=11 * GIB)
     assert verdict(plan) == [
-        "does not fit: cuda:0 is 3.00 GiB over (13.00 GiB of tensors + 1.00 GiB kept free > 11.00 GiB)"
+        "does not fit: cuda:0 is 3.00 GiB over (13.00 GiB of tensors + 1.00 GiB kept free > "
+        "11.00 GiB), in one process"
     ]
     assert "cuda:0 is 3.00 GiB over" in render(plan)
 
@@ -112,7 +113,7 @@ def test_bubble_counts_the_microbatches_that_there_are_rows_for() -> None:
     """One row makes one micro-batch of the four asked for: of two stages one idles half of the time."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     layers = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1", "3": "cuda:1"}
-    spec = {"devices": ["cuda:0", "cuda:1"], "layers": layers}
+    spec = {"devices": [{"name": f"cuda:{i}", "kind": "a100"} for i in range(2)], "layers": layers}
     wanted = placer.make_plan(model, {**spec, "microbatches": 1}, (torch.empty(1, 64),))
     plan = placer.make_plan(model, {**spec, "microbatches": 4}, (torch.empty(1, 64),))
     assert plan.step_seconds == wanted.step_seconds

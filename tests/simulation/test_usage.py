@@ -85,7 +85,7 @@ def _volumes() -> tuple[nn.Module, torch.Tensor]:
 
 def _plan(memory: str, allocator: str = "expandable", **fields: Any) -> placer.Plan:
     model, x = _volumes()
-    gpu = {"name": NAME, "memory": memory, "allocator": allocator}
+    gpu = {"name": NAME, "memory": memory, "allocator": allocator, "kind": "a100"}
     return placer.make_plan(model, {"devices": [gpu], **fields}, (x,))
 
 

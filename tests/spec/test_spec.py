@@ -281,3 +281,11 @@ def test_reading_a_spec_of_many_layers_is_not_quadratic() -> None:
     assert min(cpu_seconds(16_000) for _ in range(3)) < 24 * min(
         cpu_seconds(2_000) for _ in range(3)
     )
+
+
+@pytest.mark.parametrize("text", ["16GiB", "16 G", "16 g", "16g", "16Gi", 2**34])
+def test_the_size_of_a_card_is_in_gib(text: str | int) -> None:
+    (device,) = load_spec({"devices": [{"name": "cuda:0", "memory": text}]}).devices
+    assert device.memory == 2**34
+    (decimal,) = load_spec({"devices": [{"name": "cuda:0", "memory": "16 GB"}]}).devices
+    assert decimal.memory == 16 * 10**9

@@ -1,0 +1,114 @@
+"""The objective "throughput" is the step that a plan shows, the least of all that use every device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from captured import captured_once
+from models import ConvNet
+from torch import Tensor, nn
+from unet3d import unet3d
+
+from placer.cost import CostEstimates, CostTable
+from placer.partition import PlanningOptions, choose_partition, rate_partition
+from placer.partition.candidate import rate_stages
+from placer.partition.stage_cost.tables import build_tables
+from placer.partition.steps import StepClock
+from placer.partition.units import program_order, unit_graph
+from placer.planner.devices import device_slot
+from placer.planner.resolve import microbatch_inputs, microbatch_rows, planning_options
+from placer.program import Program, capture_model
+from placer.spec import PlacementSpec
+
+
+class Case:
+    """A captured model with its costs, and all its cuts in program order."""
+
+    def __init__(self, model: nn.Module, x: Tensor, processes: bool, spec: dict[str, Any]) -> None:
+        with captured_once():
+            self.program: Program = capture_model(model, (x,))
+        self.spec = PlacementSpec.model_validate(spec)
+        sizes = microbatch_rows(self.program, [x], 1, int(self.spec.microbatches))
+        self.options: PlanningOptions = planning_options(self.spec, sizes, processes=processes)
+        inputs = microbatch_inputs(self.program, [x], 1, int(self.spec.microbatches))
+        self.costs: CostTable = CostEstimates(self.program)(
+            inputs, training=True, precision="fp32", kernels="cuda"
+        )
+        self.slots = [device_slot(device, self.spec) for device in self.spec.devices]
+        units = unit_graph(self.program)
+        groups = [units.nodes[unit]["nodes"] for unit in program_order(units)]
+        self.nodes = [node for group in groups for node in group]
+        self.ends = list(itertools.accumulate(map(len, groups), initial=0))
+
+    def all_cuts(self) -> list[tuple[int, ...]]:
+        inner = itertools.combinations(range(1, len(self.ends) - 1), len(self.slots) - 1)
+        return [(0, *cuts, len(self.ends) - 1) for cuts in inner]
+
+    def seconds(self, cuts: tuple[int, ...]) -> float:
+        """As a plan with these stages would show it."""
+        names = [self.program.order[node] for node in self.nodes]
+        parts = [names[self.ends[a] : self.ends[b]] for a, b in itertools.pairwise(cuts)]
+        stages = list(zip(self.slots, parts, strict=True))
+        return rate_partition(self.program, self.costs, stages, self.options).seconds
+
+
+def _unet() -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        return unet3d(width=2, depth=2), torch.empty(8, 1, 16, 16, 16)
+
+
+def _spec(devices: int, microbatches: int, schedule: str = "GPipe") -> dict[str, Any]:
+    names = [{"name": f"cuda:{i}", "kind": "rtx3090"} for i in range(devices)]
+    return {"devices": names, "microbatches": microbatches, "schedule": schedule}
+
+
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "schedule"),
+    [(2, 1, "GPipe"), (3, 1, "GPipe"), (2, 4, "GPipe"), (3, 4, "1F1B"), (3, 8, "GPipe")],
+)
+@pytest.mark.parametrize("model", ["unet", "chain"])
+def test_no_cuts_have_a_shorter_step(
+    model: str, devices: int, microbatches: int, schedule: str, *, processes: bool
+) -> None:
+    built = _unet() if model == "unet" else (ConvNet(), torch.empty(8, 1, 8, 8))
+    case = Case(*built, processes, _spec(devices, microbatches, schedule))
+    chosen = choose_partition(case.program, case.costs, case.slots, {}, case.options)
+    assert len(chosen.stages) == devices
+    least = min(case.seconds(cuts) for cuts in case.all_cuts())
+    assert chosen.seconds <= least * (1 + 1e-3)
+    assert chosen.optimality.criterion == "seconds of a step"
+    assert chosen.optimality.value == chosen.seconds >= chosen.optimality.lower_bound > 0
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_the_clock_shows_what_a_plan_does(*, processes: bool) -> None:
+    case = Case(*_unet(), processes, _spec(3, 4, "1F1B"))
+    tables = build_tables(case.costs, case.nodes, case.ends)
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        cuts = (0, *sorted(rng.choice(range(1, len(case.ends) - 1), 2, replace=False).tolist()),
+                len(case.ends) - 1)  # fmt: skip
+        rated = rate_stages(
+            tables, case.nodes, case.slots, cuts, [None] * len(case.nodes), case.options
+        )
+        clock = StepClock(rated, case.costs, case.options)
+        assert clock(cuts) == pytest.approx(case.seconds(cuts), rel=1e-9)
+
+
+def test_the_slowest_device_is_an_objective_of_its_own() -> None:
+    """It has even stages; the shortest step of one micro-batch has few transfers."""
+    with torch.device("meta"):
+        built = unet3d(), torch.empty(1, 1, 64, 64, 64)
+    busy = {}
+    for objective in ("throughput", "bottleneck"):
+        case = Case(*built, False, {**_spec(2, 1), "objective": objective})
+        found = choose_partition(case.program, case.costs, case.slots, {}, case.options)
+        work = [(s.forward_seconds or 0) + (s.backward_seconds or 0) for s in found.stages]
+        busy[objective] = (found.seconds, max(work))
+    assert busy["throughput"][0] < busy["bottleneck"][0]
+    assert busy["throughput"][1] > busy["bottleneck"][1]
