@@ -106,7 +106,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "a module": (
         "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
         "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs",
         "_backward_hooks",

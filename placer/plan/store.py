@@ -34,7 +34,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     for name in ("host", "loss", "batch_dims", "stored"):
         if not values[name]:
             del values[name]
-    if not plan.optimizer_seconds:
+    if plan.optimizer_seconds == 0:
         del values["optimizer_seconds"]
     return {"version": VERSION, "checksum": _checksum(values), **values}
 

@@ -107,7 +107,9 @@ class ReachableState:
     def defines(self, code: CodeType | None) -> bool:
         """Does the code define a function with this ``code`` outside of ``__init__``?"""
         later = (x for x in self.codes if x.co_name != "__init__")
-        return any(code in outer.co_consts for each in later for outer in _nested(each))
+        return code is not None and any(
+            code in outer.co_consts for each in later for outer in _nested(each)
+        )
 
 
 def find_reachable_state(model: nn.Module) -> ReachableState:

@@ -35,8 +35,7 @@ def test_the_largest_piece_needs_what_a_plan_says_of_its_stage(device: str, opti
     assert (largest.node, largest.with_loss) == ("_2", False)
     assert largest.nbytes == make(spec).stages[1].memory.peak
     if device == "cuda":
-        costs = CostEstimates(program)([x], kernels="cuda")
-        limits = measure_limits(program, costs, optimizer=optimizer, training=True)
+        limits = measure_limits(program, [x], spec, CostEstimates(program))
         assert limits.largest.peak == largest.nbytes
 
 
