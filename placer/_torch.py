@@ -25,6 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.errors import causes
@@ -60,6 +61,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._autograd._saved_tensors_hooks_enable",
         "torch._C._autograd._saved_tensors_hooks_disable",
         "torch._C.DisableTorchFunction",
+        "torch.overrides._get_current_function_mode_stack",
         "torch.nn.Module._apply",
         "torch._C._create_function_from_graph",
         "torch._C._set_grad_enabled",
@@ -495,6 +497,11 @@ def without_transforms() -> Iterator[None]:
 def without_torch_function() -> AbstractContextManager[object]:
     """A context in which all torch-function modes are disabled."""
     return torch._C.DisableTorchFunction()
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The torch-function modes that are in force, the outermost first. A backward has none of them."""
+    return _get_current_function_mode_stack()
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from placer.executor.place import Place, on
 from placer.executor.replica import Replica, caller_place
 from placer.executor.split_backward import SplitBackward
 from placer.executor.transfer import PendingGradients, gradient_root, receive, transfer
+from placer.program import unflatten
 from placer.schedule import Action
 
 TensorKey = tuple[str, int]  # the name of a value, and the index of one of its pytree leaves
@@ -289,7 +290,7 @@ class MicrobatchRun:
             elif isinstance(leaf, torch.Tensor):
                 leaf = transfer(leaf, home, place)
             read.append(leaf)
-        return tree_unflatten(read, spec)
+        return unflatten(read, spec)
 
     def _hold(self, key: TensorKey, place: Place, gradient: torch.Tensor) -> None:
         """Keep a gradient where it was computed; that of a caller's input goes to its device at once."""

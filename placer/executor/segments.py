@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from placer._torch import is_transformed
+from placer._torch import function_modes, is_transformed
 from placer.emit import SegmentCode, StageCode
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place, on
@@ -63,14 +63,15 @@ def _run_recomputed(
 ) -> tuple[Any, ...]:
     """Run the segment under ``torch.utils.checkpoint``, so that backward runs it again.
 
-    The second run uses the same random states and autocast. Buffers and parameters that the segment
-    writes are written once: the second run works on copies of their values before the first run.
+    The second run uses the same random states, torch-function modes and autocast. Buffers and parameters
+    that the segment writes are written once: the second run works on copies of their values before the first.
 
     ``checkpoint`` can restore random states too, but several threads that do so at once leave the CPU's
     generator in the state of one of the recomputations.
     """
     before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
     states = {device: random_state(device) for device in (_CPU, place.device)}
+    modes = function_modes()
     runs = 0
 
     def run(*arguments: Any) -> tuple[Any, ...]:
@@ -79,6 +80,8 @@ def _run_recomputed(
         with ExitStack() as stack:
             stack.enter_context(on(place))
             if runs > 1:
+                for mode in modes:
+                    stack.enter_context(mode)
                 stack.enter_context(_random_states_swapped(states))
                 stack.enter_context(_tensors_swapped(tree, before))
             return segment.forward(tree, place.device, list(arguments))

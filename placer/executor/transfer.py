@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten
 
 from placer._torch import is_batch_of_gradients, is_transformed, run_at_once, storage_key
 from placer.executor.place import Place, on
+from placer.program import unflatten
 
 _MIN_CHUNK_NBYTES = 2**20  # copying less takes hardly less time
 _MAX_CHUNKS = 64
@@ -161,7 +162,10 @@ def transfer(value: Any, source: Place, target: Place, *, defer_gradients: bool 
             return copied
         return target.device if isinstance(leaf, torch.device) else leaf
 
-    return move(value) if isinstance(value, torch.Tensor) else tree_map(move, value)
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    leaves, spec = tree_flatten(value)
+    return unflatten(map(move, leaves), spec)
 
 
 def has_backward(tensor: torch.Tensor) -> bool:

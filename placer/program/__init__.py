@@ -55,6 +55,7 @@ from placer.program.leaves import (
 )
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
+from placer.program.packed import unflatten
 from placer.program.result import flatten_result, result_tensors
 from placer.program.rows import Rows
 from placer.program.state import first_names, named_state
@@ -124,6 +125,7 @@ __all__ = [
     "store",
     "tensors_of",
     "training_flags",
+    "unflatten",
     "unflatten_output",
     "without_hooks",
 ]

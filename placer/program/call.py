@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path
 
 from placer.errors import CaptureError, nearest
 from placer.program.batch import BatchDim
 from placer.program.objects import Path, parts
+from placer.program.packed import unflatten
 from placer.program.result import ResultFormat, readable
 from placer.program.types import TENSOR, AnyNumber, CallFormat, Input
 
@@ -93,7 +94,7 @@ def rebuild_arguments(
 
 def call_arguments(call: BoundCall | CallFormat, leaves: Sequence[Any]) -> dict[str, Any]:
     """The arguments by parameter name, rebuilt from the flat list of their leaves."""
-    arguments: dict[str, Any] = tree_unflatten(list(leaves), call.in_spec)
+    arguments: dict[str, Any] = unflatten(leaves, call.in_spec)
     return arguments
 
 

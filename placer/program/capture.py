@@ -6,10 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from placer._torch import is_compiled
 from placer.errors import CaptureError
 from placer.garbage import only_new_garbage
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
@@ -21,6 +19,7 @@ from placer.program.call import (
     make_call_format,
     placeholder_names,
 )
+from placer.program.checks import check_model, whole_if_packed
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -45,7 +44,7 @@ from placer.program.rows import (
     is_norm_function,
     rows_by_size,
 )
-from placer.program.size_log import reads_rows
+from placer.program.size_log import reads_rows, varying_reading
 from placer.program.state import named_state
 from placer.program.stored import StateInput
 from placer.program.types import Conditions, Program, WholeModule, rows_of, training_flags
@@ -88,7 +87,7 @@ def capture_model(
     torch lacks what capture needs.
     """
     require("planning")
-    _check_model(model)
+    check_model(model)
     bound = bind_call(model, args, kwargs)
     converter = FakeConverter()
     with RECORDING:
@@ -122,7 +121,7 @@ class _Capture:
         self.model, self.bound, self.converter = setup.model, setup.bound, setup.converter
         self.inputs = self.converter.inputs(self.bound.tensors)
         self.names = placeholder_names(self.bound)
-        self.rules = rules
+        self.rules = whole_if_packed(rules, self.bound)
         self.held: tuple[StateInput, ...] = ()  # tensors of the state that are inputs
         self.numbers: tuple[StateInput, ...] = ()
         self.batch = Batch(dims=(None,) * len(self.inputs), doubled=None)
@@ -139,6 +138,7 @@ class _Capture:
         while True:
             try:
                 recording = self._run(self.inputs)
+                self._compare_lengths(recording)
                 self._compare_batches(recording)
             except TraceFailure as failure:
                 end_frames(failure)
@@ -165,12 +165,15 @@ class _Capture:
                 "this is a defect of placer; please report it with the model",
             ) from error
 
-    def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
+    def _run(
+        self, inputs: Sequence[Tensor], *, named: bool = True, shorter: int = 0
+    ) -> RecordedProgram:
         setup = replace(
             self.setup,
             numbers=self.numbers,
             whole=frozenset(self.whole),
             guess=self.guess,
+            shorter=shorter,
         )
         count = len(self.inputs)
         inputs, held = inputs[:count], inputs[count:]
@@ -185,7 +188,7 @@ class _Capture:
             end_frames(failure)
             if failure.guessed and self.guess:
                 self.guess = 0
-                return self._run(inputs, named=named)
+                return self._run(inputs, named=named, shorter=shorter)
             raise failure.as_error(
                 f"on these inputs ({describe_shapes(inputs)})",
                 _NO_VALUES if failure.guessed else _CHECK_INPUTS,
@@ -235,10 +238,43 @@ class _Capture:
         if other is None:
             self.fixed_batch_reason = reasons[0] if reasons else ""
             return
-        first, second = graph_lines(recording.graph), graph_lines(other.graph)
-        if first == second and recording.result == other.result:
+        found = self._first_difference(recording, other)
+        if found is None:
             self.reads_rows = reads_rows(recording.sizes, other.sizes)
             return
+        layer, location = found
+        reason = "it computes something else for another batch size"
+        if not layer or layer in self.whole or self._is_special(other):
+            self.fixed_batch_reason = f"{layer or 'the model itself'}: {reason} ({location})"
+            return
+        raise TraceFailure(layer, reason, location)
+
+    def _compare_lengths(self, recording: RecordedProgram) -> None:
+        """Compare the graph with that for packed sequences that are one step shorter.
+
+        Raises ``TraceFailure`` naming the module whose code depends on how long they are.
+        """
+        if not recording.packs:
+            return
+        try:
+            other = self._run(self.inputs, named=False, shorter=1)
+        except CaptureError:  # all sequences must have the full length
+            return
+        reason = "its Python code depends on the lengths of packed sequences"
+        found = self._first_difference(recording, other)
+        if found is not None:
+            raise TraceFailure(found[0], reason, found[1])
+        reading = varying_reading(recording.sizes, other.sizes)
+        if reading is not None:
+            raise TraceFailure(reading.layer, reason, "")
+
+    def _first_difference(
+        self, recording: RecordedProgram, other: RecordedProgram
+    ) -> tuple[str, str] | None:
+        """The module where the graph of ``other`` first differs, and the line; None if it does not."""
+        first, second = graph_lines(recording.graph), graph_lines(other.graph)
+        if first == second and recording.result == other.result:
+            return None
         nodes = list(recording.graph.nodes)
         index = next(
             (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
@@ -248,12 +284,7 @@ class _Capture:
         layer = recording.layer_of.get(node.name, "")
         if node.op == "call_module" or layer in self.whole:
             layer = layer.rpartition(".")[0]
-        location = recording.location_of.get(node.name, "")
-        reason = "it computes something else for another batch size"
-        if not layer or layer in self.whole or self._is_special(other):
-            self.fixed_batch_reason = f"{layer or 'the model itself'}: {reason} ({location})"
-            return
-        raise TraceFailure(layer, reason, location)
+        return layer, recording.location_of.get(node.name, "")
 
     def all_dims(self, recording: RecordedProgram) -> list[BatchDim]:
         """The batch's dimension in each input of the graph."""
@@ -405,42 +436,6 @@ class _Capture:
             return False
         more, _ = self._run_larger(grown(self.converter, self.inputs, dims, 4))
         return more is not None and graph_lines(more.graph) == graph_lines(other.graph)
-
-
-def _not_a_module(found: object) -> CaptureError:
-    name = getattr(found, "__name__", "")
-    if callable(found) and name.isidentifier():
-        kind = "class" if isinstance(found, type) else "function"
-        problem = f"is the {kind} {name!r}, not a torch.nn.Module"
-        return CaptureError("model", problem, f"call it: {name}()")
-    problem = f"is a {type(found).__name__}, not a torch.nn.Module"
-    return CaptureError("model", problem, "pass a module")
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise _not_a_module(model)
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                path or "the model",
-                "is TorchScript, whose tensors cannot be replaced by ones without data",
-                "use the Python module that it was made from",
-            )
-        if is_compiled(module):
-            name = path or "model"
-            raise CaptureError(
-                path or "the model",
-                "is compiled already (torch.compile), which hides its layers",
-                f"pass the module that was compiled: {name}._orig_mod instead of {name}",
-            )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise CaptureError(
-                name,
-                "is not initialized yet, so the model's shapes are unknown (a lazy module)",
-                "run the model once on a small input before you hand it to placer",
-            )
 
 
 def _assemble(

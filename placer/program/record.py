@@ -67,6 +67,7 @@ class RecordedProgram:
         bool | None
     )  # the answer given to ``torch.is_grad_enabled()``; None if forward never asked
     sizes: SizeLog
+    packs: bool  # forward packs sequences
     shapes: tuple[Any, ...]  # per node: the shape of its tensor, its number, or None
 
 
@@ -80,7 +81,7 @@ class Setup:
 
     Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
     read values of tensors, they get ``guess``. ``grad`` is the answer to ``torch.is_grad_enabled()`` in the
-    model's code.
+    model's code. Sequences that forward packs are assumed to end ``shorter`` steps before their end.
     """
 
     converter: FakeConverter
@@ -92,6 +93,7 @@ class Setup:
     ignore_device_moves: bool = False
     grad: bool = True
     numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph
+    shorter: int = 0
 
     def recorder(self) -> Recorder:
         return Recorder(
@@ -102,6 +104,7 @@ class Setup:
             self.guess,
             ignore_device_moves=self.ignore_device_moves,
             grad=self.grad,
+            shorter=self.shorter,
         )
 
 
@@ -147,6 +150,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
         sizes=sizes,
+        packs=recorder.packs,
         shapes=writer.shapes,
     )
 

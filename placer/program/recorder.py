@@ -12,7 +12,6 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from placer._torch import (
     REENTRANT_CHECKPOINT,
@@ -51,29 +50,28 @@ from placer.program.failure import (
     Untraceable,
     describe,
     leads_to,
-    locate,
     locate_caller,
 )
-from placer.program.fake import FakeConverter, GuessData
+from placer.program.fake import FakeConverter
 from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
-from placer.program.leaves import is_inside, is_torch_leaf, must_stay_whole, runs_own_hooks
+from placer.program.leaves import is_inside, is_torch_leaf, runs_own_hooks
 from placer.program.leaving import Left
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects import Path
-from placer.program.python_random import forbid_python_random, keep_random
+from placer.program.packed import PACKING, WithLengths
+from placer.program.python_random import forbid_python_random
 from placer.program.reached import Reached
-from placer.program.restore import Change, Snapshot, module_roots
+from placer.program.restore import Change
+from placer.program.single_node import call_single_node
 from placer.program.size_recorder import SizeRecorder
 from placer.program.stored import StateInput
 from placer.program.targets import (
     ApplyFunction,
-    CallInModes,
     CallMethod,
     Checkpointed,
     Modes,
     UnderModes,
-    call_module,
 )
 from placer.program.watch import watch_calls
 from placer.program.writer import CPU, GraphWriter, executable
@@ -96,7 +94,6 @@ _READS = (
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 _REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)
-_FLAG = 16  # elements of a buffer whose values may decide what a module does
 _READS_VALUES = "its Python code depends on the value of a tensor"
 
 
@@ -113,9 +110,12 @@ class Recorder(TorchFunctionMode):
         *,
         ignore_device_moves: bool = False,
         grad: bool = True,
+        shorter: int = 0,
     ) -> None:
         super().__init__()
         self.guess = guess
+        self.shorter = shorter  # how many steps before their end sequences are assumed to end
+        self.packs = False  # does forward pack sequences?
         self.grad = grad  # whether gradients are enabled, for code that asks
         self.grad_mode = True  # whether forward has left gradients enabled at this point
         self.asked_grad = False
@@ -278,6 +278,8 @@ class Recorder(TorchFunctionMode):
             return self.read(func, args, kwargs)
         if method and name in _HOOKS:
             raise Untraceable(f"it calls {name}() on an intermediate tensor")
+        if name in PACKING:
+            return self.pack(func, args)
         if func in _DIFFERENTIATORS:
             raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
         if method and name in _SIZES:
@@ -365,7 +367,7 @@ class Recorder(TorchFunctionMode):
             self.single_nodes.add(path)
             if checkpointed:
                 self.checkpointed.setdefault(path, locate_caller())
-            return self.call_whole(original, path, module, args, kwargs)
+            return call_single_node(self, original, path, module, args, kwargs)
         caller, self.writer.layer = self.writer.layer, path
         try:
             with forbid_python_random() if self.locate_draws else nullcontext():
@@ -376,94 +378,6 @@ class Recorder(TorchFunctionMode):
             raise
         finally:
             self.writer.layer = caller
-
-    def call_whole(
-        self, original: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
-        """Run the module at ``path`` without recording what it calls, and write one node for it."""
-        node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData(self.writer.converter.mode, self.guess)
-        self.paused = True
-        plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
-        before = None if plain_layer else Snapshot(module_roots(module, path), self.reachable)
-        try:
-            # Layers of torch draw random numbers from torch only, and none on fake tensors.
-            with guess, nullcontext() if is_torch_leaf(module) else keep_random():
-                self.reached.begin((args, kwargs))
-                value = original(module, *executable(args), **executable(kwargs))
-            if before is not None:
-                self.note_changes(before)
-            if guess.guessed:
-                self.try_other_values(original, module, args, kwargs)
-        except Exception as error:
-            location = locate(error) or locate_caller()
-            self.failed = ForwardFailure(path, location, guessed=guess.guessed)
-            self.failed.__cause__ = error
-            raise
-        finally:
-            self.paused = False
-        if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
-            with self.refusing():
-                raise Untraceable(f"{path} returns a number that depends on the values of tensors")
-        function: Any = None if is_torch_leaf(module) else self.checkpointing()
-        if function is not None and self.reentrant is not None:
-            own = set(map(id, tree_iter((args, kwargs))))
-            others = [x for x in self.reentrant if isinstance(x, Tensor) and id(x) not in own]
-            if any(x.requires_grad for x in others):
-                function = Checkpointed(use_reentrant=True, differentiated=True)
-        if function is None and Modes.current() != self.modes:
-            function = call_module
-        training = tuple(each.training for each in module.modules())
-        if training != tuple(
-            self.training.get(id(each), each.training) for each in module.modules()
-        ):
-            if function not in (None, call_module):
-                with self.refusing():
-                    raise Untraceable(f"it checkpoints {path}, whose mode it has changed")
-            function = CallInModes(training)
-        if function is not None:
-            reference = self.writer.node("get_attr", path, layer=path)
-            node_args = (reference, *node_args)
-            self.record("call_function", function, node_args, node_kwargs, value, layer=path)
-        else:
-            self.record("call_module", path, node_args, node_kwargs, value, layer=path)
-        self.written_inside |= self.reached.written
-        for tensor in tensors_of_tree(value):
-            if tensor not in self.reached:
-                self.writer.of_no_input.add(self.writer.node_of(tensor))
-        return value
-
-    def note_changes(self, before: Snapshot) -> None:
-        """Note what a single node has changed, except tensors that do not depend on its inputs."""
-        for change in before.changes():
-            tensors = tensors_of_tree(change.value)
-            if not tensors or any(tensor in self.reached for tensor in tensors):
-                self.changed_inside[change.root, change.path] = change
-            else:
-                self.changed_inside[change.root, change.path] = replace(change, value=None)
-
-    def try_other_values(
-        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-    ) -> None:
-        """Run a module that reads values of tensors with other ones, to see what it then writes.
-
-        These are the values that its buffers have, or other guesses for a model without data.
-        """
-        before = Snapshot(module_roots(module), self.reachable)
-        guess = GuessData(self.writer.converter.mode, 1 - self.guess)
-        for buffer in module.buffers():
-            real = self.writer.converter.original(buffer)
-            if real is not None and not real.is_meta and real.numel() <= _FLAG:
-                guess.know(buffer, real)
-        try:
-            with guess, keep_random(), without_torch_function():
-                copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-                self.reached.extend(copies)
-                original(module, *executable(copies[0]), **executable(copies[1]))
-        except Exception:  # these values may be impossible
-            pass
-        finally:
-            before.restore()
 
     def apply(self, original: Callable[..., Any], cls: Any, args: Any, kwargs: Any) -> Any:
         """Run the custom autograd function ``cls`` as one node."""
@@ -498,6 +412,16 @@ class Recorder(TorchFunctionMode):
         modes = Modes.current()._replace(grad=self.grad_mode)
         self.record("call_function", ApplyFunction(cls), node_args, {}, new, modes=modes)
         return new
+
+    def pack(self, func: Any, args: Any) -> Any:
+        """Record that sequences are packed, or padded again, whose lengths are assumed."""
+        self.packs = True
+        name = func.__name__
+        shorter = {"shorter": self.shorter} if name == "_pack_padded_sequence" else {}
+        data, counts = PACKING[name](*executable(args), **shorter)
+        value = data, torch.empty(len(counts), dtype=torch.int64)
+        self.record("call_function", WithLengths(func), args, {}, value)
+        return value
 
     def seed(self) -> None:
         """Refuse a forward that seeds torch's generator."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path
 
 from placer.program.failure import Untraceable
+from placer.program.packed import unflatten
 
 PLAIN = (  # types whose values may be arguments of a node as they are
     str,
@@ -80,7 +81,7 @@ class ResultFormat:
             count = 1 if packed is None else packed.leaves
             values.append(rest[0] if packed is None else _Unpickler(packed, rest[:count]).load())
             rest = rest[count:]
-        return tree_unflatten(values, self.spec)
+        return unflatten(values, self.spec)
 
 
 def flatten_result(

@@ -146,6 +146,10 @@ class _Flow:
         depends = any(source.depends for source in sources) or state_mixes
         shape, doubled = self._shapes[node]
         numbered = any(source.numbered for source in sources) or self._name(node) in _NUMBERING
+        if self._name(node) == "_pack_padded_sequence" and depends:
+            self._note(
+                node, "it packs the sequences of the batch, and the longest decides the sizes"
+            )
         if not isinstance(shape, torch.Size):
             self.rows[node] = self._other(shape, doubled, depends=depends, numbered=numbered)
         else:

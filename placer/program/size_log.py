@@ -39,18 +39,25 @@ class SizeLog:
 def reads_rows(log: SizeLog, doubled: SizeLog) -> bool:
     """Whether Python code reads sizes that depend on the batch size, and so may differ for a third one.
 
-    ``doubled`` is the log of a recording with twice the batch. Two sizes that are equal in both recordings
-    are assumed to be equal for every batch size.
+    ``doubled`` is the log of a recording with twice the batch.
     """
     if len(log.values) != len(doubled.values) or len(log.readings) != len(doubled.readings):
         return True
+    return varying_reading(log, doubled) is not None
+
+
+def varying_reading(log: SizeLog, other: SizeLog) -> Reading | None:
+    """The first reading of a size that differs between two recordings of the same operations, or None.
+
+    Two sizes that are equal in both recordings are assumed to be equal always.
+    """
     depends: list[bool] = []
-    for value, other, sources in zip(log.values, doubled.values, log.sources, strict=True):
-        depends.append(value != other or any(depends[source] for source in sources))
-    for first, second in zip(log.readings, doubled.readings, strict=True):
+    for value, changed, sources in zip(log.values, other.values, log.sources, strict=True):
+        depends.append(value != changed or any(depends[source] for source in sources))
+    for first, second in zip(log.readings, other.readings, strict=True):
         sizes = [operand for operand in first.operands if operand is not None]
         found_equal = (first.name, first.outcome) in (("eq", True), ("ne", False))
         always_equal = found_equal and first.outcome == second.outcome and len(sizes) == 2
         if not always_equal and any(depends[size] for size in sizes):
-            return True
-    return False
+            return first
+    return None

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec
 from torch.utils.checkpoint import checkpoint
 
 from placer._torch import without_modes
 from placer.program.copying import tensors_of
+from placer.program.packed import unflatten
 from placer.program.restore import Snapshot, module_roots
 from placer.program.result import flatten_result
 
@@ -192,7 +193,7 @@ class BuildTree:
         self.__module__ = __name__
 
     def __call__(self, *leaves: Any) -> Any:
-        return tree_unflatten(list(leaves), self.spec)
+        return unflatten(leaves, self.spec)
 
     def __repr__(self) -> str:
         return f"BuildTree({self.spec})"

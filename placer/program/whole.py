@@ -107,6 +107,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         checkpointed={},
         grad=None,
         sizes=SizeLog(),
+        packs=False,
         shapes=writer.shapes,
     )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from placer.autograd_graph import nodes_behind
 from placer.emit import StagedModel
@@ -28,7 +28,13 @@ from placer.executor.state import example_numbers
 from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import FakeConverter, copy_guarded_attributes, copy_module, tensors_of
+from placer.program import (
+    FakeConverter,
+    copy_guarded_attributes,
+    copy_module,
+    tensors_of,
+    unflatten,
+)
 from placer.schedule import Flow
 
 
@@ -66,7 +72,7 @@ class CrossingValue:
     def rebuild(self, tensors: Mapping[int, Tensor]) -> Any:
         """The value with the given ``tensors``, keyed by their index among the leaves."""
         leaves = [tensors.get(position, leaf) for position, leaf in enumerate(self.leaves)]
-        return tree_unflatten(leaves, self.spec)
+        return unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +310,7 @@ def _linked(value: Any, name: str, reader: int, links: dict[tuple[str, int, int]
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
             leaves[position] = leaf.clone()
             links[name, position, reader] = get_gradient_edge(leaves[position]).node
-    return tree_unflatten(leaves, spec)
+    return unflatten(leaves, spec)
 
 
 def _describe(

@@ -1,0 +1,72 @@
+"""Refuse models that cannot be captured, before anything is recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from placer._torch import is_compiled
+from placer.errors import CaptureError
+from placer.program.batch import SplitRules
+from placer.program.call import BoundCall
+from placer.program.objects import hidden_modules, spell
+from placer.program.packed import packed_places
+
+
+def _not_a_module(found: object) -> CaptureError:
+    name = getattr(found, "__name__", "")
+    if callable(found) and name.isidentifier():
+        kind = "class" if isinstance(found, type) else "function"
+        problem = f"is the {kind} {name!r}, not a torch.nn.Module"
+        return CaptureError("model", problem, f"call it: {name}()")
+    problem = f"is a {type(found).__name__}, not a torch.nn.Module"
+    return CaptureError("model", problem, "pass a module")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ``CaptureError`` if ``model`` is no module, or one that hides what it computes."""
+    if not isinstance(model, nn.Module):
+        raise _not_a_module(model)
+    hidden = ((spell(path), module) for path, module in hidden_modules(model).items())
+    for path, module in (*model.named_modules(), *hidden):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                path or "the model",
+                "is TorchScript, whose tensors cannot be replaced by ones without data",
+                "use the Python module that it was made from",
+            )
+        if is_compiled(module):
+            name = path or "model"
+            raise CaptureError(
+                path or "the model",
+                "is compiled already (torch.compile), which hides its layers",
+                f"pass the module that was compiled: {name}._orig_mod instead of {name}",
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                name,
+                "is not initialized yet, so the model's shapes are unknown (a lazy module)",
+                "run the model once on a small input before you hand it to placer",
+            )
+
+
+def whole_if_packed(rules: SplitRules, bound: BoundCall) -> SplitRules:
+    """``rules``, and that the tensors of packed sequences among the arguments are not split.
+
+    Raises ``CaptureError`` if the batch is to be split.
+    """
+    places = list(packed_places(bound.in_spec))
+    if places and rules.is_split:
+        raise CaptureError(
+            f"input {bound.leaf_names[places[0]].rpartition('.')[0]}",
+            "is a packed sequence, which cannot be split into slices of the batch",
+            "use 1 replica and 1 micro-batch; or pass padded sequences and their lengths, and pack them in "
+            "forward",
+        )
+    tensors = len(PackedSequence._fields)
+    names = {name: None for i in places for name in bound.leaf_names[i : i + tensors]}
+    return replace(rules, names={**rules.names, **names})

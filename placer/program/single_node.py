@@ -1,0 +1,136 @@
+"""Run a module that becomes a single node of the graph: what it calls is not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from placer._torch import without_torch_function
+from placer.operands import tensors_of_tree
+from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
+from placer.program.fake import GuessData
+from placer.program.leaves import is_torch_leaf, must_stay_whole
+from placer.program.packed import assume_sizes, packed_sequences
+from placer.program.python_random import keep_random
+from placer.program.restore import Snapshot, module_roots
+from placer.program.targets import CallInModes, Checkpointed, Modes, call_module
+from placer.program.writer import executable
+
+if TYPE_CHECKING:
+    from placer.program.recorder import Recorder
+
+_FLAG = 16  # elements of a buffer whose values may decide what a module does
+
+
+def call_single_node(
+    recorder: Recorder,
+    original: Callable[..., Any],
+    path: str,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Run the module at ``path``, and let ``recorder`` write one node for it."""
+    writer = recorder.writer
+    node_args, node_kwargs = writer.argument(args), writer.argument(kwargs)
+    guess = GuessData(writer.converter.mode, recorder.guess)
+    recorder.paused = True
+    plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
+    before = None if plain_layer else Snapshot(module_roots(module, path), recorder.reachable)
+    try:
+        # Layers of torch draw random numbers from torch only, and none on fake tensors.
+        with guess, nullcontext() if is_torch_leaf(module) else keep_random():
+            for packed in packed_sequences((args, kwargs)):
+                assume_sizes(packed)
+            recorder.reached.begin((args, kwargs))
+            value = original(module, *executable(args), **executable(kwargs))
+        if before is not None:
+            _note_changes(recorder, before)
+        if guess.guessed:
+            _try_other_values(recorder, original, module, args, kwargs)
+    except Exception as error:
+        location = locate(error) or locate_caller()
+        recorder.failed = ForwardFailure(path, location, guessed=guess.guessed)
+        recorder.failed.__cause__ = error
+        raise
+    finally:
+        recorder.paused = False
+    if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
+        with recorder.refusing():
+            raise Untraceable(f"{path} returns a number that depends on the values of tensors")
+    function = _way_of_calling(recorder, path, module, args, kwargs)
+    if function is not None:
+        reference = writer.node("get_attr", path, layer=path)
+        node_args = (reference, *node_args)
+        recorder.record("call_function", function, node_args, node_kwargs, value, layer=path)
+    else:
+        recorder.record("call_module", path, node_args, node_kwargs, value, layer=path)
+    recorder.written_inside |= recorder.reached.written
+    for tensor in tensors_of_tree(value):
+        if tensor not in recorder.reached:
+            writer.of_no_input.add(writer.node_of(tensor))
+    return value
+
+
+def _way_of_calling(
+    recorder: Recorder, path: str, module: nn.Module, args: Any, kwargs: Any
+) -> Callable[..., Any] | None:
+    """The target for a node that does not just call the module; None if it does."""
+    function: Any = None if is_torch_leaf(module) else recorder.checkpointing()
+    if function is not None and recorder.reentrant is not None:
+        own = set(map(id, tree_iter((args, kwargs))))
+        others = [x for x in recorder.reentrant if isinstance(x, Tensor) and id(x) not in own]
+        if any(x.requires_grad for x in others):
+            function = Checkpointed(use_reentrant=True, differentiated=True)
+    if function is None and Modes.current() != recorder.modes:
+        function = call_module
+    training = tuple(each.training for each in module.modules())
+    if training != tuple(
+        recorder.training.get(id(each), each.training) for each in module.modules()
+    ):
+        if function not in (None, call_module):
+            with recorder.refusing():
+                raise Untraceable(f"it checkpoints {path}, whose mode it has changed")
+        function = CallInModes(training)
+    found: Callable[..., Any] | None = function
+    return found
+
+
+def _note_changes(recorder: Recorder, before: Snapshot) -> None:
+    """Note what a single node has changed, except tensors that do not depend on its inputs."""
+    for change in before.changes():
+        tensors = tensors_of_tree(change.value)
+        if not tensors or any(tensor in recorder.reached for tensor in tensors):
+            recorder.changed_inside[change.root, change.path] = change
+        else:
+            recorder.changed_inside[change.root, change.path] = replace(change, value=None)
+
+
+def _try_other_values(
+    recorder: Recorder, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Run a module that reads values of tensors with other ones, to see what it then writes.
+
+    These are the values that its buffers have, or other guesses for a model without data.
+    """
+    before = Snapshot(module_roots(module), recorder.reachable)
+    converter = recorder.writer.converter
+    guess = GuessData(converter.mode, 1 - recorder.guess)
+    for buffer in module.buffers():
+        real = converter.original(buffer)
+        if real is not None and not real.is_meta and real.numel() <= _FLAG:
+            guess.know(buffer, real)
+    try:
+        with guess, keep_random(), without_torch_function():
+            copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+            recorder.reached.extend(copies)
+            original(module, *executable(copies[0]), **executable(copies[1]))
+    except Exception:  # these values may be impossible
+        pass
+    finally:
+        before.restore()
