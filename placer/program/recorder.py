@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from placer._torch import (
     REENTRANT_CHECKPOINT,
@@ -52,7 +52,7 @@ from placer.program.failure import (
     leads_to,
     locate_caller,
 )
-from placer.program.fake import FakeConverter
+from placer.program.fake import FakeConverter, GuessData
 from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
 from placer.program.leaves import is_inside, is_torch_leaf, runs_own_hooks
@@ -69,6 +69,7 @@ from placer.program.stored import StateInput
 from placer.program.targets import (
     ApplyFunction,
     CallMethod,
+    CallScript,
     Checkpointed,
     Modes,
     UnderModes,
@@ -412,6 +413,26 @@ class Recorder(TorchFunctionMode):
         modes = Modes.current()._replace(grad=self.grad_mode)
         self.record("call_function", ApplyFunction(cls), node_args, {}, new, modes=modes)
         return new
+
+    def call_script(
+        self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a function of TorchScript as one node."""
+        node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
+        guess = GuessData(self.writer.converter.mode, self.guess)
+        self.paused = True
+        try:
+            with self.refusing(), guess:
+                value = original(function, *executable(args), **executable(kwargs))
+        finally:
+            self.paused = False
+        if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
+            with self.refusing():
+                raise Untraceable(
+                    f"{function.name} returns a number that depends on values of tensors"
+                )
+        self.record("call_function", CallScript(function), node_args, node_kwargs, value)
+        return value
 
     def pack(self, func: Any, args: Any) -> Any:
         """Record that sequences are packed, or padded again, whose lengths are assumed."""

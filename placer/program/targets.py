@@ -184,6 +184,21 @@ class ApplyFunction:
         return f"ApplyFunction({self.function.__module__}.{self.function.__qualname__})"
 
 
+class CallScript:
+    """Calls a function of TorchScript, which branches on sizes and values by itself."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = str(function.name)
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"CallScript({self.__name__}, {self.function.code!r})"
+
+
 class BuildTree:
     """Builds a dataclass or other pytree from its leaves."""
 

@@ -15,6 +15,7 @@ from placer._torch_patches import (
     override_calls,
     override_function_forwards,
     override_grad_enabled,
+    override_script_functions,
 )
 
 # Recording patches torch for the whole process, so only one thread may record at a time.
@@ -38,6 +39,11 @@ class Watcher(Protocol):
         The first of ``args`` may be a context. Gradients are disabled, as always in such a forward.
         """
 
+    def call_script(
+        self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Return the result for ``original(function, ...)``, a call of a function of TorchScript."""
+
     def seed(self) -> None:
         """Called before the state of torch's generator is set."""
 
@@ -47,7 +53,7 @@ class Watcher(Protocol):
 
 @contextmanager
 def watch_calls(watcher: Watcher) -> Iterator[None]:
-    """In this block, ``watcher`` handles calls of modules and ``autograd.Function.apply`` in this thread.
+    """In this block, ``watcher`` handles calls of modules, ``autograd.Function.apply`` and TorchScript in this thread.
 
     Its ``seed`` is called when ``torch.manual_seed``, ``torch.random.fork_rng`` and the like set the
     state of torch's generator, and its ``grad_enabled`` answers ``torch.is_grad_enabled()`` in code
@@ -71,6 +77,11 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     def forward(original: Callable[..., Any], cls: Any, args: Any) -> Any:
         return watcher.apply_by_alias(original, cls, args) if is_watched() else original(*args)
 
+    def call_script(original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        if is_watched():
+            return watcher.call_script(original, function, args, kwargs)
+        return original(function, *args, **kwargs)
+
     def seed() -> None:
         if is_watched():
             watcher.seed()
@@ -84,6 +95,7 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     with (
         override_calls(call=call, apply=apply),
         override_function_forwards(forward),
+        override_script_functions(call_script),
         override_grad_enabled(grad_enabled),
         call_before_seeding(seed),
     ):
