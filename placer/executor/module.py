@@ -241,7 +241,7 @@ class PlacedModule(nn.Module):
         results = []
         with self._deferred_statistics():
             state = CallState(self._tree, call.leaves_by_name, batch.sizes)
-            for index, runs in enumerate(self._runs(programs, batch, state)):
+            for index, runs in enumerate(self._runs(call, batch, state)):
                 for run in runs:
                     result = run_forward(run)
                     results.append(transfer(result, run.replica.output_place, home))
@@ -268,7 +268,7 @@ class PlacedModule(nn.Module):
 
     def _runs(
         self,
-        programs: Programs,
+        call: Call,
         batch: ScatteredBatch,
         state: CallState,
         targets: Sequence[Any] = (),
@@ -281,7 +281,7 @@ class PlacedModule(nn.Module):
         All replicas read the weights before any of them runs, because the forward of the first
         replica may write to buffers.
         """
-        programs_of = programs.find_all(batch.slices)
+        programs_of = call.programs.find_all(batch.slices, call.leaves_by_name)
         runs: list[list[PlacedMicrobatch]] = []
         for index in range(len(batch.rows)):
             runs.append([])
@@ -417,7 +417,7 @@ class PlacedModule(nn.Module):
         hooked = self._tree.parameters() if in_parts else ()
         with self._deferred_statistics(), hooks_run_once(hooked):
             state = CallState(self._tree, call.leaves_by_name, batch.sizes, callers.cut)
-            for index, runs in enumerate(self._runs(programs, batch, state, targets, counts)):
+            for index, runs in enumerate(self._runs(call, batch, state, targets, counts)):
                 losses += self._replica_step(runs, loss_of, scale, kept)
                 if index == 0:
                     self._write_back(runs)

@@ -30,6 +30,7 @@ from placer.program.call import (
     bind_arguments,
     call_difference,
     call_tensors,
+    changed_numbers,
     flatten_call,
     placeholder_names,
     rebuild_arguments,
@@ -71,6 +72,7 @@ from placer.program.types import (
     training_flags,
 )
 from placer.program.validity import (
+    SameProgram,
     condition_key,
     row_counts,
     same_program,
@@ -90,6 +92,7 @@ __all__ = [
     "Path",
     "Program",
     "Rows",
+    "SameProgram",
     "SplitRules",
     "StateInput",
     "Stored",
@@ -99,6 +102,7 @@ __all__ = [
     "call_difference",
     "call_tensors",
     "capture_model",
+    "changed_numbers",
     "condition_key",
     "copy_guarded_attributes",
     "copy_module",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from placer.program.objects import Path, parts
 from placer.program.result import ResultFormat, readable
 from placer.program.types import TENSOR, AnyNumber, CallFormat, Input
 
+_NONE: Mapping[str, Any] = {}
 _RECAPTURE = "call it as it was captured, or compile it again with these arguments"
 
 
@@ -220,19 +221,45 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
     return None
 
 
+def changed_numbers(call: CallFormat, bound: BoundCall) -> set[str]:
+    """The names of all numbers that are others in ``bound`` than in ``call``, or that any may be.
+
+    Empty if the calls differ in something else too.
+    """
+    given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    example = dict(zip(call.leaf_names, call.constants, strict=True))
+    found = {name for name, c in example.items() if isinstance(c, AnyNumber)}
+    for name, value in given.items():
+        before = example.get(name)
+        if type(value) in (int, float) and type(before) is type(value) and before != value:
+            example[name] = value
+            found.add(name)
+    same = replace(call, constants=tuple(example.values()))
+    return found if call_difference(same, bound) is None else set()
+
+
 def rebuild_call(
-    call: BoundCall | CallFormat, tensors: Sequence[Tensor]
+    call: BoundCall | CallFormat, tensors: Sequence[Tensor], numbers: Mapping[str, Any] = _NONE
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The ``(args, kwargs)`` whose tensor leaves are ``tensors``; the inverse of `flatten_call`."""
-    return rebuild_arguments(call, call_leaves(call, tensors))
+    """The ``(args, kwargs)`` whose tensor leaves are ``tensors``; the inverse of `flatten_call`.
+
+    ``numbers`` are those that may be others in every call, by name; the default are the example's.
+    """
+    return rebuild_arguments(call, call_leaves(call, tensors, numbers))
 
 
-def call_leaves(call: BoundCall | CallFormat, tensors: Sequence[Tensor]) -> list[Any]:
-    """The leaves of a call with these ``tensors``, and with the numbers of the example."""
+def call_leaves(
+    call: BoundCall | CallFormat, tensors: Sequence[Tensor], numbers: Mapping[str, Any] = _NONE
+) -> list[Any]:
+    """The leaves of a call with these ``tensors`` and ``numbers``, as for `rebuild_call`."""
     remaining = iter(tensors)
     return [
-        next(remaining) if c is TENSOR else c.value if isinstance(c, AnyNumber) else c
-        for c in call.constants
+        next(remaining)
+        if constant is TENSOR
+        else numbers.get(name, constant.value)
+        if isinstance(constant, AnyNumber)
+        else constant
+        for name, constant in zip(call.leaf_names, call.constants, strict=True)
     ]
 
 

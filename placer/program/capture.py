@@ -72,6 +72,8 @@ def capture_model(
     ignore_device_moves: bool = False,
     grad: bool = True,
     rules: SplitRules | None = None,
+    numbers: Sequence[StateInput] = (),
+    changing: Collection[str] = (),
 ) -> Program:
     """The program of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
 
@@ -81,7 +83,9 @@ def capture_model(
     recordings as modules. A second recording with twice the batch finds out what depends on the
     batch size, and which inputs have a row per sample as far as ``rules`` do not say (`find_batch`).
     ``grad`` is what code of the model gets that asks whether gradients are enabled; the
-    graph holds in either case if none asks.
+    graph holds in either case if none asks. ``changing`` are names of arguments that are other numbers in
+    other calls; of ``numbers``, arguments and attributes, those become inputs of the graph at which no
+    Python code looks.
 
     Raises ``CaptureError`` when the model cannot be captured. A model whose forward moves tensors to
     several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
@@ -89,7 +93,7 @@ def capture_model(
     """
     require("planning")
     _check_model(model)
-    bound = bind_call(model, args, kwargs)
+    bound = replace(bind_call(model, args, kwargs), numbers=frozenset(changing))
     converter = FakeConverter()
     with RECORDING:
         setup = Setup(
@@ -99,6 +103,7 @@ def capture_model(
             bound=bound,
             ignore_device_moves=ignore_device_moves,
             grad=grad,
+            numbers=tuple(numbers),
         )
         capture = _Capture(setup, rules or SplitRules())
         recording = capture.record()
@@ -124,7 +129,6 @@ class _Capture:
         self.names = placeholder_names(self.bound)
         self.rules = rules
         self.held: tuple[StateInput, ...] = ()  # tensors of the state that are inputs
-        self.numbers: tuple[StateInput, ...] = ()
         self.batch = Batch(dims=(None,) * len(self.inputs), doubled=None)
         self.whole: dict[str, WholeModule] = {}
         self.guess = 1
@@ -148,12 +152,13 @@ class _Capture:
 
     def check(self, recording: RecordedProgram) -> Aliasing:
         """Run the graph by itself on fake tensors; this also finds out which nodes share memory."""
+        given = dict(zip(self.bound.leaf_names, self.bound.leaves, strict=True))
         try:
             return analyze_aliasing(
                 self.model,
                 recording.graph,
                 recording.constants,
-                [*self.bound.tensors, *(each.read(self.model, {}) for each in recording.state)],
+                [*self.bound.tensors, *(each.read(self.model, given) for each in recording.state)],
                 guess=self.guess,
             )
         except NodeFailure as failure:
@@ -168,7 +173,6 @@ class _Capture:
     def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
         setup = replace(
             self.setup,
-            numbers=self.numbers,
             whole=frozenset(self.whole),
             guess=self.guess,
         )
@@ -492,6 +496,8 @@ def _assemble(
             guards=recording.guards,
             stored=recording.stored,
             state=recording.state,
+            numbers=recording.numbers,
+            fixed=_fixed(bound, recording),
             repeats=recording.repeats,
             ignore_device_moves=capture.setup.ignore_device_moves,
             grad=recording.grad,
@@ -505,6 +511,13 @@ def _assemble(
         stored=recording.stored,
         state=capture.state(recording),
     )
+
+
+def _fixed(bound: BoundCall, recording: RecordedProgram) -> dict[str, int | float]:
+    """The changing numbers among the arguments that are part of the program, by name."""
+    free = {each.argument for each in recording.numbers}
+    pairs = zip(bound.leaf_names, bound.leaves, strict=True)
+    return {name: leaf for name, leaf in pairs if name in bound.numbers - free}
 
 
 def _unknown_store(name: str) -> CaptureError:

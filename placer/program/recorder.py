@@ -9,6 +9,7 @@ layer of ``torch.nn``, or a module that must stay whole, becomes one node), and 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -166,7 +167,7 @@ class Recorder(TorchFunctionMode):
         traced = {
             path: module
             for path, module in self.fake_model.named_modules()
-            if not is_torch_leaf(module) and not is_inside(self.whole, path)
+            if not is_inside(self.whole, path)
         }
         watched = watch_attributes(traced, self.read_attribute)
         with watch_calls(self), watched, self, _OperatorMode(self):
@@ -202,6 +203,13 @@ class Recorder(TorchFunctionMode):
     def reads_number(self, placeholder: fx.Node) -> bool:
         """Does Python code look at a number that is an input, or at one computed from it?"""
         return self.sizes.is_read(placeholder)
+
+    def fixes_number(self) -> bool:
+        """Does the graph hold a number that code in C has computed from a float that is an input?"""
+        held = [x for n in self.writer.graph.nodes for x in tree_iter((n.args, n.kwargs))]
+        return any(isinstance(x, float) and math.isnan(x) for x in held) or any(
+            x.is_floating_point() and bool(x.isnan().any()) for x in self.made_tensors
+        )
 
     def check(self) -> None:
         """Raise the exception of an operation that cannot be recorded, which forward may have caught."""

@@ -53,7 +53,7 @@ class CallFormat:
     leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
     constants: tuple[
         Any, ...
-    ]  # per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber``
+    ]  # per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber`` that differs between calls
     inputs: tuple[Input, ...]  # per tensor leaf
     result: ResultFormat  # how to rebuild forward's result from the flat list of leaves
 
@@ -82,6 +82,9 @@ class Conditions:
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     stored: tuple[Stored, ...]  # what forward leaves behind
     state: tuple[StateInput, ...]  # inputs that are not tensors of the call
+    numbers: tuple[StateInput, ...]  # numbers of which any will do
+    # By name, the numbers among the call's ``AnyNumber`` leaves of which only this one will do:
+    fixed: Mapping[str, int | float]
     repeats: bool  # does a call compute the same in the state that a call leaves?
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     grad: bool | None = (

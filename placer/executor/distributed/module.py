@@ -59,7 +59,7 @@ from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.place import Place
-from placer.executor.programs import Call, Programs
+from placer.executor.programs import Call
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target, unwrap_target
 from placer.executor.statistics import NormCall
@@ -203,11 +203,11 @@ class DistributedModule(PartialModule):
 
     def _run(self, call: Call) -> Any:
         """The result for the whole batch, on every rank."""
-        programs, leaves = call.programs, call.leaves
+        leaves = call.leaves
         check_inference(leaves, training=self.training)
         leaves = [leaf.detach() for leaf in leaves]
         with torch.no_grad(), self._own_random_state(), self.watch():
-            with self._ask(programs, "placed(x)", leaves):
+            with self._ask(call, "placed(x)", leaves):
                 share = self._take_share(call, leaves, grad=False)
             results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
@@ -215,7 +215,7 @@ class DistributedModule(PartialModule):
             staged, result = gather_result(
                 share.batch,
                 results,
-                programs,
+                call,
                 self._finder,
                 assignment=self.assignment,
                 broadcast=partial(dist.broadcast, group=self.process_groups.world),
@@ -246,7 +246,7 @@ class DistributedModule(PartialModule):
         else:
             counted = None
         agreement = self._ask(
-            programs,
+            call,
             "placed.step",
             leaves,
             target=target,
@@ -401,7 +401,7 @@ class DistributedModule(PartialModule):
 
     def _ask(
         self,
-        programs: Programs,
+        asked: Call,
         method: Method,
         leaves: Sequence[Tensor],
         *,
@@ -413,9 +413,11 @@ class DistributedModule(PartialModule):
         **options: object,
     ) -> CallCheck:
         """Start to check that all ranks make the same call; this rank can prepare in the meantime."""
-        call, staged = programs.call, programs.captured
-        captured = programs is self._programs  # if not, constants are plain values
-        options["arguments"] = None if captured else (call.leaf_names, call.constants)
+        call, staged = asked.programs.call, asked.programs.captured
+        captured = asked.programs is self._programs  # if not, constants are plain values
+        tensors = {each.name for each in call.inputs}
+        plain = [n for n in call.leaf_names if n not in tensors]
+        options["arguments"] = None if captured else [(n, asked.leaves_by_name[n]) for n in plain]
         called = CallDescription(
             method=method,
             inputs=leaves,
