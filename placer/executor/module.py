@@ -46,7 +46,6 @@ from placer.executor.scatter import (
     join_results,
     scatter_batch,
     split_target,
-    unwrap_target,
 )
 from placer.executor.signature import MethodWithSignature
 from placer.executor.slice_store import stored_for_slice
@@ -55,7 +54,15 @@ from placer.executor.statistics import DeferredStatistics, defers_statistics, up
 from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
 from placer.plan.types import Plan
-from placer.program import CallFormat, Target, rebuild_call, set_flags, store, unflatten_output
+from placer.program import (
+    CallFormat,
+    Target,
+    rebuild_call,
+    set_flags,
+    store,
+    unflatten_output,
+    unmarked,
+)
 from placer.schedule import one_process_order
 
 _SHARED_TABLES = tuple(name for name in vars(nn.Module()) if name != "training")
@@ -359,11 +366,12 @@ class PlacedModule(nn.Module):
         A ``reduction`` or ``normalizer`` that you pass is tried as well, once per function and shapes;
         there is a warning if it does not hold.
 
-        Tensors in ``target`` are split along dim 0 like the inputs; every slice gets the whole of a
-        ``placer.Whole(value)``. With ``own_rows`` the inputs and the target are only this process's
-        rows, in a job of several processes (`placer.executor.distributed`). ``scaler`` scales the loss,
-        as for fp16. Returns the unscaled loss of the whole batch, a detached scalar on
-        ``output_device``. Raises ``PlacerError`` before computing any gradient if a tensor of ``target``
+        Tensors in ``target`` are split along dim 0, and a ``placer.Batched(tensor, dim)`` along ``dim``;
+        every slice gets the whole of a ``placer.Whole(value)``. The same marks can be put around inputs.
+        With ``own_rows`` the inputs and the target are only this process's rows, in a job of several
+        processes (`placer.executor.distributed`). ``scaler`` scales the loss,
+        as for fp16. Returns the unscaled loss of the whole batch, a detached scalar on ``output_device``.
+        Raises ``PlacerError`` before computing any gradient if a tensor of ``target``
         does not have the batch's number of rows, or if it is not known how ``loss_fn`` combines rows.
         """
         refuse_compile()
@@ -524,7 +532,7 @@ class PlacedModule(nn.Module):
         """Begin the loss of a batch; returns what its normalizer counts in the target of each slice."""
         if len(targets) == 1:
             return [None]
-        whole, *counts = loss_of.count([unwrap_target(target), *targets])
+        whole, *counts = loss_of.count([unmarked(target), *targets])
         loss_of.begin(target, rows=total, total=total, counted=whole)
         if whole is not None:
             loss_of.require_count(sum(count or 0.0 for count in counts))

@@ -317,6 +317,7 @@ class Programs:
                     if name in bound.numbers
                 ],
                 changing=bound.numbers,
+                said=bound.said,
             )
             return Programs(self._model, self._plan, staged)
 
@@ -352,6 +353,7 @@ class Programs:
         grad: bool,
         numbers: Sequence[StateInput],
         changing: Collection[str] | None = None,
+        said: Mapping[str, BatchDim] | None = None,
     ) -> StagedModel:
         captured = self._captured
         return capture_for_plan(
@@ -362,7 +364,8 @@ class Programs:
             state_stage=captured.state_stage,
             ignore_device_moves=captured.conditions.ignore_device_moves,
             grad=grad,
-            batch_dims={each.name: each.batch_dim for each in captured.call.inputs},
+            batch_dims={each.name: each.batch_dim for each in captured.call.inputs}
+            | dict(said or {}),
             numbers=numbers,
             changing=example_numbers(captured) if changing is None else changing,
         )

@@ -54,6 +54,7 @@ from placer.program.leaves import (
     must_stay_whole,
     without_hooks,
 )
+from placer.program.marks import Batched, Whole, is_mark, marked_dims, unmarked
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
 from placer.program.result import flatten_result, result_tensors
@@ -84,6 +85,7 @@ __all__ = [
     "AnyNumber",
     "AttributeGuard",
     "BatchDim",
+    "Batched",
     "BoundCall",
     "CallFormat",
     "Conditions",
@@ -97,6 +99,7 @@ __all__ = [
     "StateInput",
     "Stored",
     "Target",
+    "Whole",
     "WholeModule",
     "bind_arguments",
     "call_difference",
@@ -114,7 +117,9 @@ __all__ = [
     "guarded_attributes_restored",
     "hook_count",
     "is_inside",
+    "is_mark",
     "is_torch_leaf",
+    "marked_dims",
     "must_stay_whole",
     "named_state",
     "placeholder_names",
@@ -129,5 +134,6 @@ __all__ = [
     "tensors_of",
     "training_flags",
     "unflatten_output",
+    "unmarked",
     "without_hooks",
 ]

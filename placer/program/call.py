@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from placer.errors import CaptureError, nearest
 from placer.program.batch import BatchDim
+from placer.program.marks import differing_mark, is_mark, marked_dims, unmarked
 from placer.program.objects import Path, parts
 from placer.program.result import ResultFormat, readable
 from placer.program.types import TENSOR, AnyNumber, CallFormat, Input
@@ -31,9 +32,9 @@ class BoundCall:
     leaf_names: tuple[str, ...]
     leaves: tuple[Any, ...]
     arguments: Mapping[str, Any]  # by parameter name, as the caller passed them
-    numbers: frozenset[str] = (
-        frozenset()
-    )  # names of leaves whose numbers may be others in other calls
+    # Names of leaves whose numbers may be others in other calls.
+    numbers: frozenset[str] = frozenset()
+    said: Mapping[str, BatchDim] = field(default_factory=dict)  # by the marks of the caller
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -138,6 +139,7 @@ def make_call_format(
     """The format of calls with arguments like ``bound`` and results of the format ``result``."""
     found = zip(placeholder_names(bound), bound.tensors, batch_dims, strict=True)
     return CallFormat(
+        said=bound.said,
         signature=bound.signature,
         in_spec=bound.in_spec,
         positional=bound.positional,
@@ -186,7 +188,7 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
     """An error for the first argument of ``bound`` that differs from the captured call, or None.
 
     An argument differs if it is missing, unknown or of another structure, if it is a tensor where a constant
-    was captured or vice versa, or if it is another constant.
+    was captured or vice versa, if it is another constant, or if a mark says that it is split otherwise.
     """
     given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
     if missing := [name for name in call.leaf_names if name not in given]:
@@ -218,6 +220,9 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
         else:
             continue
         return CaptureError(name, found, _RECAPTURE)
+    other = differing_mark(bound.said, {each.name: each.batch_dim for each in call.inputs})
+    if other is not None:
+        return CaptureError(other, "is split otherwise than it was captured", _RECAPTURE)
     return None
 
 
@@ -281,14 +286,20 @@ def bind_arguments(
         raise _mismatch(signature, kwargs, error) from None
     positional = {name: name not in kwargs for name in bound.arguments}
     bound.apply_defaults()
-    paths, in_spec = tree_flatten_with_path(dict(bound.arguments))
+    arguments, said = dict(bound.arguments), dict[str, BatchDim]()
+    paths, in_spec = tree_flatten_with_path(arguments)
+    if any(is_mark(leaf) for _, leaf in paths):
+        said = marked_dims(arguments)
+        paths, in_spec = tree_flatten_with_path(unmarked(arguments))
+        arguments = {k: v.value if is_mark(v) else v for k, v in arguments.items()}
     return BoundCall(
+        said=said,
         signature=signature,
         in_spec=in_spec,
         positional=positional,
         leaf_names=tuple(readable(path) for path, _ in paths),
         leaves=tuple(leaf for _, leaf in paths),
-        arguments=bound.arguments,
+        arguments=arguments,
     )
 
 

@@ -105,7 +105,7 @@ def capture_model(
             grad=grad,
             numbers=tuple(numbers),
         )
-        capture = _Capture(setup, rules or SplitRules())
+        capture = _Capture(setup, (rules or SplitRules()).with_marks(bound.said))
         recording = capture.record()
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
         unread = [n for n, node in zip(capture.names, inputs, strict=False) if not node.users]

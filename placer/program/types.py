@@ -56,6 +56,9 @@ class CallFormat:
     ]  # per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber`` that differs between calls
     inputs: tuple[Input, ...]  # per tensor leaf
     result: ResultFormat  # how to rebuild forward's result from the flat list of leaves
+    said: Mapping[str, BatchDim] = field(
+        default_factory=dict
+    )  # how the caller's marks split inputs
 
     @property
     def batch_dims(self) -> tuple[BatchDim, ...]:

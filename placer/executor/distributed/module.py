@@ -61,11 +61,11 @@ from placer.executor.loss import StepLoss
 from placer.executor.place import Place
 from placer.executor.programs import Call
 from placer.executor.scaling import scale_of
-from placer.executor.scatter import batch_size, check_target, unwrap_target
+from placer.executor.scatter import batch_size, check_target
 from placer.executor.statistics import NormCall
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import Program, named_state, unflatten_output
+from placer.program import Program, named_state, unflatten_output, unmarked
 
 
 class DistributedModule(PartialModule):
@@ -417,11 +417,18 @@ class DistributedModule(PartialModule):
         captured = asked.programs is self._programs  # if not, constants are plain values
         tensors = {each.name for each in call.inputs}
         plain = [n for n in call.leaf_names if n not in tensors]
-        options["arguments"] = None if captured else [(n, asked.leaves_by_name[n]) for n in plain]
+        options["arguments"] = (
+            None
+            if captured
+            else [
+                call.batch_dims,
+                *((n, asked.leaves_by_name[n]) for n in plain),
+            ]
+        )
         called = CallDescription(
             method=method,
             inputs=leaves,
-            target=unwrap_target(target),
+            target=unmarked(target),
             names=staged.graph_inputs,
             room=self._num_inputs,
             rows=batch_size(call, leaves),
@@ -455,7 +462,7 @@ class DistributedModule(PartialModule):
         try:
             check_target(target, rows)
             if self._has_losses:
-                return loss_of.count([unwrap_target(target)])[0], None
+                return loss_of.count([unmarked(target)])[0], None
         except PlacerError as error:
             return None, error
         return None, None
