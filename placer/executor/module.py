@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,6 +54,7 @@ from placer.executor.state import CallState
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
+from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
 from placer.program import (
     CallFormat,
@@ -151,15 +153,29 @@ class PlacedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
+        except AttributeError:
             tree = self.__dict__.get("_tree")
             if not hasattr(tree, name):
                 raise
             value = getattr(tree, name)
             if getattr(value, "__self__", None) is not tree:
                 return value
-            hint = "it is a method of the original model, which was not placed: call it there"
-            raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
+            return self._method(name, value)
+
+    def _method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the original that runs on the placed stages if it is given tensors.
+
+        It is captured at its first call, as other calls are. Without tensors it runs as it was written.
+        """
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if not tensors_of_tree((args, kwargs)):
+                return original(*args, **kwargs)
+            refuse_compile()
+            return self._run(self._calls.find(args, kwargs, method=name))
+
+        return method
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._FIELDS:

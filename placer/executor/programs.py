@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -318,6 +319,7 @@ class Programs:
                 ],
                 changing=bound.numbers,
                 said=bound.said,
+                method=bound.method,
             )
             return Programs(self._model, self._plan, staged)
 
@@ -354,6 +356,7 @@ class Programs:
         numbers: Sequence[StateInput],
         changing: Collection[str] | None = None,
         said: Mapping[str, BatchDim] | None = None,
+        method: str | None = None,
     ) -> StagedModel:
         captured = self._captured
         return capture_for_plan(
@@ -368,6 +371,7 @@ class Programs:
             | dict(said or {}),
             numbers=numbers,
             changing=example_numbers(captured) if changing is None else changing,
+            method=method or captured.call.method,
         )
 
 
@@ -383,11 +387,12 @@ def capture_for_plan(
     grad: bool = True,
     numbers: Sequence[StateInput] = (),
     changing: Collection[str] = (),
+    method: str = "forward",
 ) -> StagedModel:
     """The stages of ``plan`` for another program of its model, which has perhaps been changed since.
 
     ``state_stage`` says which stage each planned weight is on, where it stays, and ``batch_dims`` how inputs
-    of these names are split. The last three are as for `capture_model`. Raises ``CaptureError``.
+    of these names are split. The last four are as for `capture_model`. Raises ``CaptureError``.
     """
     program = capture_model(
         model,
@@ -398,6 +403,7 @@ def capture_for_plan(
         rules=plan_rules(plan).with_names(batch_dims),
         numbers=numbers,
         changing=changing,
+        method=method,
     )
     staged = emit_stages(program, follow_plan(plan, program))
     # Weights stay where they are; a weight that a parametrization added since goes to its reader.
@@ -454,10 +460,18 @@ class ProgramsByCall:
         """The module path and name of each number in an attribute that is an input of a program."""
         return [each for programs in self._known for each in programs.numbers]
 
-    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: bool = False) -> Call:
+    def find(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        step: bool = False,
+        method: str = "forward",
+    ) -> Call:
         """The programs for a call, its tensors and arguments; a new kind of call is captured.
 
-        ``step`` says whether ``placed.step`` was called or ``placed(x)``, for error messages.
+        ``method`` is that of the model which is called. ``step`` says whether ``placed.step`` was called or
+        ``placed(x)``, for error messages.
 
         A number that differs from an earlier call becomes an input of the program, if only arithmetic reads
         it. Raises ``CaptureError`` for arguments that ``forward`` does not accept or fails on, and for new
@@ -465,7 +479,10 @@ class ProgramsByCall:
         """
         captured = self._known[0]
         try:
-            bound = bind_arguments(captured.call.signature, args, kwargs)
+            signature = captured.call.signature
+            if method != "forward":
+                signature = inspect.signature(getattr(captured.model, method))
+            bound = bind_arguments(signature, args, kwargs, method)
         except CaptureError as error:
             unknown = [name for name in kwargs if name not in captured.call.signature.parameters]
             hint = _keyword_hint(unknown[0], kwargs[unknown[0]], step=step) if unknown else ""
@@ -476,9 +493,16 @@ class ProgramsByCall:
                 return _call(programs, bound)
         difference = call_difference(captured.call, bound)
         assert difference is not None
-        plain = all(isinstance(leaf, _PLAIN_TYPES) for leaf in bound.leaves)
-        if not plain:
+        named = zip(bound.leaf_names, bound.leaves, strict=True)
+        objects = [(n, leaf) for n, leaf in named if not isinstance(leaf, _PLAIN_TYPES)]
+        if objects and method == "forward":
             raise difference
+        if objects:
+            name, found = objects[0]
+            kind = type(found).__qualname__
+            raise CaptureError(
+                f"{method}, {name}", f"is an object of type {kind}", "pass tensors and plain values"
+            )
         for programs in self._known:
             if numbers := changed_numbers(programs.call, bound):
                 bound = replace(bound, numbers=frozenset(numbers))

@@ -35,6 +35,7 @@ class BoundCall:
     # Names of leaves whose numbers may be others in other calls.
     numbers: frozenset[str] = frozenset()
     said: Mapping[str, BatchDim] = field(default_factory=dict)  # by the marks of the caller
+    method: str = "forward"  # of the model, which is called
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -56,14 +57,18 @@ class BoundCall:
 
 
 def bind_call(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    method: str = "forward",
 ) -> BoundCall:
-    """Bind the arguments to ``model.forward``, apply defaults, and flatten them with pytree.
+    """Bind the arguments to a method of ``model``, apply defaults, and flatten them with pytree.
 
     Raises ``CaptureError`` if they do not fit the signature.
     """
     try:
-        return bind_arguments(inspect.signature(model.forward), args, kwargs or {})
+        signature = inspect.signature(getattr(model, method))
+        return bind_arguments(signature, args, kwargs or {}, method)
     except CaptureError as error:
         if args or kwargs:
             raise
@@ -139,6 +144,7 @@ def make_call_format(
     """The format of calls with arguments like ``bound`` and results of the format ``result``."""
     found = zip(placeholder_names(bound), bound.tensors, batch_dims, strict=True)
     return CallFormat(
+        method=bound.method,
         said=bound.said,
         signature=bound.signature,
         in_spec=bound.in_spec,
@@ -190,6 +196,9 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
     An argument differs if it is missing, unknown or of another structure, if it is a tensor where a constant
     was captured or vice versa, if it is another constant, or if a mark says that it is split otherwise.
     """
+    if call.method != bound.method:
+        found = f"the method {bound.method} is called where {call.method} was captured"
+        return CaptureError(bound.method, found, _RECAPTURE)
     given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
     if missing := [name for name in call.leaf_names if name not in given]:
         found = f"this argument is missing; the call has {sorted(given)}"
@@ -274,16 +283,19 @@ def unflatten_output(call: CallFormat, leaves: Sequence[Any]) -> Any:
 
 
 def bind_arguments(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    method: str = "forward",
 ) -> BoundCall:
-    """Bind arguments to ``signature``, apply defaults, and flatten them with pytree.
+    """Bind arguments to the ``signature`` of ``method``, apply defaults, and flatten them with pytree.
 
     Raises ``CaptureError`` if they do not fit.
     """
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise _mismatch(signature, kwargs, error) from None
+        raise _mismatch(signature, kwargs, error, method) from None
     positional = {name: name not in kwargs for name in bound.arguments}
     bound.apply_defaults()
     arguments, said = dict(bound.arguments), dict[str, BatchDim]()
@@ -293,6 +305,7 @@ def bind_arguments(
         paths, in_spec = tree_flatten_with_path(unmarked(arguments))
         arguments = {k: v.value if is_mark(v) else v for k, v in arguments.items()}
     return BoundCall(
+        method=method,
         said=said,
         signature=signature,
         in_spec=in_spec,
@@ -304,16 +317,16 @@ def bind_arguments(
 
 
 def _mismatch(
-    signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
+    signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError, method: str
 ) -> CaptureError:
     """The error for arguments that do not fit; it names an unknown keyword and the nearest valid one."""
     parameters = signature.parameters.values()
     unknown = [name for name in kwargs if name not in signature.parameters]
     if not unknown or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return CaptureError("arguments", f"{error}", f"forward takes {signature}")
+        return CaptureError("arguments", f"{error}", f"{method} takes {signature}")
     close = nearest(unknown[0], signature.parameters)
     hint = f"did you mean {close!r}? " if close else ""
-    problem = f"forward has no argument {unknown[0]!r}"
+    problem = f"{method} has no argument {unknown[0]!r}"
     return CaptureError("arguments", problem, f"{hint}it takes {signature}")
 
 

@@ -74,8 +74,9 @@ def capture_model(
     rules: SplitRules | None = None,
     numbers: Sequence[StateInput] = (),
     changing: Collection[str] = (),
+    method: str = "forward",
 ) -> Program:
-    """The program of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
+    """The program of a ``method`` of ``model`` called with ``args`` and ``kwargs``, in its present mode.
 
     Allocates no memory and does not change the model: a fake copy of it is run. The model and the
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
@@ -93,7 +94,7 @@ def capture_model(
     """
     require("planning")
     _check_model(model)
-    bound = replace(bind_call(model, args, kwargs), numbers=frozenset(changing))
+    bound = replace(bind_call(model, args, kwargs, method), numbers=frozenset(changing))
     converter = FakeConverter()
     with RECORDING:
         setup = Setup(
@@ -181,6 +182,8 @@ class _Capture:
         try:
             if "" in self.whole:
                 whole = self.whole[""]
+                if setup.bound.method != "forward":
+                    raise _not_captured(setup.bound.method, whole.reason, whole.location)
                 location = f", {whole.location}" if whole.location else ""
                 return record_whole(setup, inputs, whole.reason + location)
             with replaced_state(setup, self.held, held):
@@ -510,6 +513,14 @@ def _assemble(
         notes=(capture.mixing_note,) if capture.mixing_note else (),
         stored=recording.stored,
         state=capture.state(recording),
+    )
+
+
+def _not_captured(method: str, reason: str, location: str) -> CaptureError:
+    return CaptureError(
+        method,
+        f"this method cannot be captured: {reason}" + (f" ({location})" if location else ""),
+        "move the code that cannot be captured into a submodule, or let forward do what it does",
     )
 
 

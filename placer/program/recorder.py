@@ -361,6 +361,9 @@ class Recorder(TorchFunctionMode):
         path = self.path_of.get(id(module))
         if path is None:  # constructed in forward, such as nn.Softmax(dim=1)(x): part of its caller
             return original(module, *args, **kwargs)
+        if not path:
+            with self.refusing():
+                raise Untraceable("it calls the model itself")
         leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable)
         checkpointed = not leaf and self.checkpointing() is not None
         whole = path in self.whole or checkpointed

@@ -41,7 +41,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How to flatten the arguments of ``forward`` to the graph's inputs, and to rebuild its result.
+    """How to flatten the arguments of ``forward``, or another method, to the graph's inputs, and its result.
 
     Arguments are bound to the signature (defaults applied) and flattened with pytree. Leaves that are
     tensors become the graph's placeholders, in order; all other leaves are constants of the program.
@@ -56,9 +56,9 @@ class CallFormat:
     ]  # per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber`` that differs between calls
     inputs: tuple[Input, ...]  # per tensor leaf
     result: ResultFormat  # how to rebuild forward's result from the flat list of leaves
-    said: Mapping[str, BatchDim] = field(
-        default_factory=dict
-    )  # how the caller's marks split inputs
+    # How the caller's marks split inputs.
+    said: Mapping[str, BatchDim] = field(default_factory=dict)
+    method: str = "forward"  # of the model, which is called
 
     @property
     def batch_dims(self) -> tuple[BatchDim, ...]:

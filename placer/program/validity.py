@@ -65,7 +65,7 @@ def same_program(
     """
     if "" in conditions.whole:
         return None
-    bound = bind_call(model, args, kwargs)
+    bound = bind_call(model, args, kwargs, captured.method)
     converter = FakeConverter()
     inputs = converter.inputs(bound.tensors)
     try:
