@@ -526,9 +526,9 @@ class PlacedModule(nn.Module):
             raise
 
     def _loss_of_slice(
-        self, loss_of: StepLoss, given: PlacedMicrobatch, output: Any
+        self, loss_of: StepLoss, given: PlacedMicrobatch, output: Any, left: Sequence[Any] = ()
     ) -> torch.Tensor:
-        """The weighted loss of one micro-batch, whose last stage returned ``output``."""
+        """The weighted loss of one micro-batch, whose last stage returned ``output`` and ``left`` behind."""
         call, place = given.replica.staged.call, given.replica.output_place
         if self._forward_hooks:
             output = run_forward_hooks(self, *rebuild_call(call, given.leaves), output)
@@ -536,9 +536,11 @@ class PlacedModule(nn.Module):
         if not is_on(place.device, target):
             target = transfer(target, CALLER, place)
         rows = batch_size(call, given.leaves)
-        return self._call_loss(loss_of, output, target, rows=rows, counted=given.counted)
+        return self._call_loss(loss_of, output, target, left, rows=rows, counted=given.counted)
 
-    def _call_loss(self, loss_of: StepLoss, output: Any, target: Any, **given: Any) -> torch.Tensor:
+    def _call_loss(
+        self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
+    ) -> torch.Tensor:
         # A method of its own, because a rank of a job also checks what the loss depends on.
         return loss_of.of_slice(output, target, **given)
 

@@ -244,8 +244,9 @@ class _FakeReplica:
 
             def train() -> None:
                 reducer.prepare(len(slices))
+                share = 1 / len(slices)
                 pipeline.run(
-                    microbatches, lambda given, out: loss_of(out, given.target) * (1 / len(slices))
+                    microbatches, lambda given, out, _left: loss_of(out, given.target) * share
                 )
                 reducer.finish()
 

@@ -234,6 +234,7 @@ class DistributedModule(PartialModule):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
+        self._set_flags(call)
         programs, leaves = call.programs, call.leaves
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
@@ -302,6 +303,8 @@ class DistributedModule(PartialModule):
                     moments = self._share_moments(share.largest)
                     written = self._share_written(share.largest)
                     reducer.finish()
+                if share.largest.staged.stored and share.microbatches:
+                    self._store_of_step(call, share, results, own_rows=own_rows)
         except StageError as error:  # of a hook on this rank
             self._connection.fail(error)
         except PlacerError as error:
@@ -326,6 +329,22 @@ class DistributedModule(PartialModule):
                 moments.wait()
             losses.check()
             return loss
+
+    def _store_of_step(self, call: Call, share: Share, results: Results, *, own_rows: bool) -> None:
+        """Leave behind on every rank what forward would have left, for the rows that the rank was given."""
+        group = self.process_groups.pp if own_rows else self.process_groups.world
+        staged, leaves = gather_result(
+            share.batch,
+            results,
+            call,
+            self._finder,
+            assignment=self.assignment,
+            broadcast=partial(dist.broadcast, group=group),
+            own_rows=own_rows,
+            grad=True,
+        )
+        with torch.no_grad():
+            self._store(staged, leaves, call)
 
     def _hook_failure(self, parameter: Tensor, error: Exception) -> StageError:
         """The error for a hook on the gradient of ``parameter`` that raised ``error``."""
@@ -467,9 +486,11 @@ class DistributedModule(PartialModule):
             return None, error
         return None, None
 
-    def _call_loss(self, loss_of: StepLoss, output: Any, target: Any, **given: Any) -> Tensor:
-        before = gradient_nodes(output)
-        loss = super()._call_loss(loss_of, output, target, **given)
+    def _call_loss(
+        self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
+    ) -> Tensor:
+        before = gradient_nodes((output, left))
+        loss = super()._call_loss(loss_of, output, target, left, **given)
         if dist.get_world_size() > 1:
             refuse_other_leaves(loss, before, self, whole=self.assignment.num_devices == 1)
         return loss

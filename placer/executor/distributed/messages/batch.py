@@ -162,17 +162,21 @@ def gather_result(
     *,
     assignment: RankAssignment,
     broadcast: Callable[[Tensor, int], object],
+    own_rows: bool = False,
+    grad: bool = False,
 ) -> tuple[StagedModel, list[Any]]:
     """The leaves of the result for the whole batch, on every rank, and their stages; a collective call.
 
     ``results`` has the results of micro-batches whose last stage is on this rank. ``broadcast(tensor,
-    rank)`` sends a tensor from the given rank to all others.
+    rank)`` sends a tensor from the given rank to all others; with ``own_rows``, to those of its replica,
+    whose rows the batch has. ``grad`` is that of `take_share`.
     """
     gathered = []
-    for replica in range(len(batch.rows)):
+    for row in range(len(batch.rows)):
+        replica = assignment.replica_index if own_rows else row
         source = replica * assignment.num_devices + assignment.device_of[-1]
-        for index, position in enumerate(batch.of_replica(replica)):
-            crossings = finder.find(call, batch.slices[position], grad=False)
+        for index, position in enumerate(batch.of_replica(row)):
+            crossings = finder.find(call, batch.slices[position], grad=grad)
             given = results.leaves.get(index) if source == assignment.rank else None
             gathered.append(
                 _broadcast_leaves(crossings.result, given, source, finder.device, broadcast)
