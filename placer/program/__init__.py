@@ -10,9 +10,13 @@ whole, leaves              modules (or a whole model) that become a single node
 fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster than torch's
 packed                     (`packed`: packed sequences)
 constants                  values that the model's code may read although its tensors are fake
-caches, reachable          keep results of earlier calls (caches, global variables) out of the run
+objects, reachable,        what a model and its code hold; caches that a run must not fill
+caches
 alias                      find nodes that share memory, write to state or draw random numbers
-call, result               flatten arguments and results to lists of tensors, and rebuild them
+call, result, marks        flatten arguments and results to lists of tensors, and rebuild them
+batch, rows                which inputs have a row per sample, and how values depend on the rows
+forward, reached,          one run of forward, and what it leaves behind: found, written to the graph,
+leaving, stored, watched   and stored by a call of the placed model
 guards                     attributes that forward read; the graph is valid while they are unchanged
 moves                      devices that the model's own code names
 targets                    callables of graph nodes for which torch has no function
@@ -69,6 +73,7 @@ from placer.program.types import (
     Conditions,
     Program,
     WholeModule,
+    read_state,
     rows_of,
     training_flags,
 )
@@ -123,6 +128,7 @@ __all__ = [
     "must_stay_whole",
     "named_state",
     "placeholder_names",
+    "read_state",
     "rebuild_arguments",
     "rebuild_call",
     "result_tensors",

@@ -219,12 +219,12 @@ def _changed_number(left: Left) -> StateInput | None:
     if change is None or change.kind != "set" or change.root not in ("model", "code"):
         return None
     kind = type(change.before)
-    if kind not in (int, float) or not isinstance(change.value, kind) or len(change.path) > 2:
+    if kind not in (int, float) or not isinstance(change.value, kind):
         return None
     name = spell(change.path)
     if change.root == "model":
         return StateInput(name=name, path=change.path, kind=kind)
-    if isinstance(change.holder, Reference):
+    if isinstance(change.holder, Reference) and len(change.path) == 1:
         return StateInput(name=name, variable=change.holder, kind=kind)
     return None
 
@@ -288,8 +288,8 @@ def _compare_with_next(
         for tensor in tensors_of_tree(each.change.value) if each.change is not None else ():
             first.keep(tensor)
     reachable = setup.converter.reachable
-    before = Snapshot(module_roots(setup.fake_model), reachable)
     with watching(left, setup.fake_model, reachable) as containers:
+        before = Snapshot(module_roots(setup.fake_model), reachable)
         try:
             second = run_once(setup, inputs, before, locate_draws=False)
         except (TraceFailure, ForwardFailure, CaptureError) as failure:

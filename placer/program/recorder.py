@@ -188,6 +188,8 @@ class Recorder(TorchFunctionMode):
         What is in the containers at the paths ``unread`` does not matter, nor which numbers ``state`` has.
         """
         numbers = {each.path for each in state if each.kind is not Tensor}
+        inside = [path for path in numbers if len(path) > 2]
+        unread = [*unread, *inside]
         return make_guards(self.model, self.attributes - numbers, self.tensors_read, unread)
 
     def watch_flags(self, inputs: Sequence[Tensor]) -> Mapping[int, bool]:

@@ -138,6 +138,22 @@ class Program:
     state: tuple[StateInput, ...] = ()  # the inputs after those of the call
 
 
+def read_state(program: Program, rows: int | None) -> list[Any]:
+    """The present values of ``program.state`` for a slice of ``rows`` rows; numbers in the call are its own.
+
+    Tensors may have fewer rows, if they were left by a smaller batch.
+    """
+    pairs = zip(program.call.leaf_names, program.call.constants, strict=True)
+    leaves = {name: c.value for name, c in pairs if isinstance(c, AnyNumber)}
+    values = [each.read(program.model, leaves) for each in program.state]
+    return [
+        value
+        if each.batch_dim is None or rows is None or value.size(each.batch_dim) <= rows
+        else value.narrow(each.batch_dim, 0, rows)
+        for each, value in zip(program.state, values, strict=True)
+    ]
+
+
 def rows_of(dims: Sequence[BatchDim], shapes: Sequence[torch.Size]) -> int | None:
     """The size of the batch: that of the first shape along its dimension; None if there is no batch."""
     sizes = (shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None)
