@@ -154,7 +154,7 @@ class Pipeline:
             trees=[self._part] * len(staged.stages),
             leaves=given.leaves,
             inputs=given.inputs,
-            # A stage that writes to an input gets a copy, so the caller's tensor stays as it is.
+            # A stage that writes to an input gets a copy; the caller's tensor is written at the end.
             input_places={
                 name: place
                 for name in given.inputs
