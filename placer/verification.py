@@ -20,7 +20,7 @@ from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.executor.module import PlacedModule
 from placer.executor.place import CALLER
-from placer.executor.scatter import ScatteredBatch, join_results, scatter_batch, unwrap_target
+from placer.executor.scatter import ScatteredBatch, join_results, scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.plan.types import Plan
 from placer.precision import full_precision, precision_context
@@ -31,6 +31,7 @@ from placer.program import (
     rebuild_call,
     result_tensors,
     unflatten_output,
+    unmarked,
 )
 from placer.program.copying import copy_module
 from placer.program.python_random import keep_random
@@ -190,7 +191,7 @@ def _loss_on(loss_fn: Callable[..., Tensor], target: Any) -> Callable[[Any], Ten
     """``loss_fn`` with ``target``, which is moved to the device of the result."""
     if target is None:
         return loss_fn
-    target = unwrap_target(target)
+    target = unmarked(target)
 
     def run(result: Any) -> Tensor:
         (tensor, *_) = result_tensors(result)

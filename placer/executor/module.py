@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,7 +47,6 @@ from placer.executor.scatter import (
     join_results,
     scatter_batch,
     split_target,
-    unwrap_target,
 )
 from placer.executor.signature import MethodWithSignature
 from placer.executor.slice_store import stored_for_slice
@@ -54,8 +54,17 @@ from placer.executor.state import CallState
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
+from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
-from placer.program import CallFormat, Target, rebuild_call, set_flags, store, unflatten_output
+from placer.program import (
+    CallFormat,
+    Target,
+    rebuild_call,
+    set_flags,
+    store,
+    unflatten_output,
+    unmarked,
+)
 from placer.schedule import one_process_order
 
 _SHARED_TABLES = tuple(name for name in vars(nn.Module()) if name != "training")
@@ -144,15 +153,29 @@ class PlacedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
+        except AttributeError:
             tree = self.__dict__.get("_tree")
             if not hasattr(tree, name):
                 raise
             value = getattr(tree, name)
             if getattr(value, "__self__", None) is not tree:
                 return value
-            hint = "it is a method of the original model, which was not placed: call it there"
-            raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
+            return self._method(name, value)
+
+    def _method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the original that runs on the placed stages if it is given tensors.
+
+        It is captured at its first call, as other calls are. Without tensors it runs as it was written.
+        """
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if not tensors_of_tree((args, kwargs)):
+                return original(*args, **kwargs)
+            refuse_compile()
+            return self._run(self._calls.find(args, kwargs, method=name))
+
+        return method
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._FIELDS:
@@ -241,7 +264,7 @@ class PlacedModule(nn.Module):
         results = []
         with self._deferred_statistics():
             state = CallState(self._tree, call.leaves_by_name, batch.sizes)
-            for index, runs in enumerate(self._runs(programs, batch, state)):
+            for index, runs in enumerate(self._runs(call, batch, state)):
                 for run in runs:
                     result = run_forward(run)
                     results.append(transfer(result, run.replica.output_place, home))
@@ -268,7 +291,7 @@ class PlacedModule(nn.Module):
 
     def _runs(
         self,
-        programs: Programs,
+        call: Call,
         batch: ScatteredBatch,
         state: CallState,
         targets: Sequence[Any] = (),
@@ -281,7 +304,7 @@ class PlacedModule(nn.Module):
         All replicas read the weights before any of them runs, because the forward of the first
         replica may write to buffers.
         """
-        programs_of = programs.find_all(batch.slices)
+        programs_of = call.programs.find_all(batch.slices, call.leaves_by_name)
         runs: list[list[PlacedMicrobatch]] = []
         for index in range(len(batch.rows)):
             runs.append([])
@@ -359,11 +382,12 @@ class PlacedModule(nn.Module):
         A ``reduction`` or ``normalizer`` that you pass is tried as well, once per function and shapes;
         there is a warning if it does not hold.
 
-        Tensors in ``target`` are split along dim 0 like the inputs; every slice gets the whole of a
-        ``placer.Whole(value)``. With ``own_rows`` the inputs and the target are only this process's
-        rows, in a job of several processes (`placer.executor.distributed`). ``scaler`` scales the loss,
-        as for fp16. Returns the unscaled loss of the whole batch, a detached scalar on
-        ``output_device``. Raises ``PlacerError`` before computing any gradient if a tensor of ``target``
+        Tensors in ``target`` are split along dim 0, and a ``placer.Batched(tensor, dim)`` along ``dim``;
+        every slice gets the whole of a ``placer.Whole(value)``. The same marks can be put around inputs.
+        With ``own_rows`` the inputs and the target are only this process's rows, in a job of several
+        processes (`placer.executor.distributed`). ``scaler`` scales the loss,
+        as for fp16. Returns the unscaled loss of the whole batch, a detached scalar on ``output_device``.
+        Raises ``PlacerError`` before computing any gradient if a tensor of ``target``
         does not have the batch's number of rows, or if it is not known how ``loss_fn`` combines rows.
         """
         refuse_compile()
@@ -417,7 +441,7 @@ class PlacedModule(nn.Module):
         hooked = self._tree.parameters() if in_parts else ()
         with self._deferred_statistics(), hooks_run_once(hooked):
             state = CallState(self._tree, call.leaves_by_name, batch.sizes, callers.cut)
-            for index, runs in enumerate(self._runs(programs, batch, state, targets, counts)):
+            for index, runs in enumerate(self._runs(call, batch, state, targets, counts)):
                 losses += self._replica_step(runs, loss_of, scale, kept)
                 if index == 0:
                     self._write_back(runs)
@@ -502,9 +526,9 @@ class PlacedModule(nn.Module):
             raise
 
     def _loss_of_slice(
-        self, loss_of: StepLoss, given: PlacedMicrobatch, output: Any
+        self, loss_of: StepLoss, given: PlacedMicrobatch, output: Any, left: Sequence[Any] = ()
     ) -> torch.Tensor:
-        """The weighted loss of one micro-batch, whose last stage returned ``output``."""
+        """The weighted loss of one micro-batch, whose last stage returned ``output`` and ``left`` behind."""
         call, place = given.replica.staged.call, given.replica.output_place
         if self._forward_hooks:
             output = run_forward_hooks(self, *rebuild_call(call, given.leaves), output)
@@ -512,9 +536,11 @@ class PlacedModule(nn.Module):
         if not is_on(place.device, target):
             target = transfer(target, CALLER, place)
         rows = batch_size(call, given.leaves)
-        return self._call_loss(loss_of, output, target, rows=rows, counted=given.counted)
+        return self._call_loss(loss_of, output, target, left, rows=rows, counted=given.counted)
 
-    def _call_loss(self, loss_of: StepLoss, output: Any, target: Any, **given: Any) -> torch.Tensor:
+    def _call_loss(
+        self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
+    ) -> torch.Tensor:
         # A method of its own, because a rank of a job also checks what the loss depends on.
         return loss_of.of_slice(output, target, **given)
 
@@ -524,7 +550,7 @@ class PlacedModule(nn.Module):
         """Begin the loss of a batch; returns what its normalizer counts in the target of each slice."""
         if len(targets) == 1:
             return [None]
-        whole, *counts = loss_of.count([unwrap_target(target), *targets])
+        whole, *counts = loss_of.count([unmarked(target), *targets])
         loss_of.begin(target, rows=total, total=total, counted=whole)
         if whole is not None:
             loss_of.require_count(sum(count or 0.0 for count in counts))

@@ -358,6 +358,6 @@ def test_a_model_that_does_not_ask_has_one_program_for_both_answers() -> None:
     x = torch.randn(6, 3, 4)
     placed = placer.compile(model, {"devices": ["cpu"]}, x)
     assert placed._staged.conditions.grad is None
-    captured = placed._programs.find([x])
+    captured = placed._programs.find([x], {})
     with torch.no_grad():
-        assert placed._programs.find([x]) is captured
+        assert placed._programs.find([x], {}) is captured

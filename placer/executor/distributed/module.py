@@ -59,13 +59,13 @@ from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.place import Place
-from placer.executor.programs import Call, Programs
+from placer.executor.programs import Call
 from placer.executor.scaling import scale_of
-from placer.executor.scatter import batch_size, check_target, unwrap_target
+from placer.executor.scatter import batch_size, check_target
 from placer.executor.statistics import NormCall
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import Program, named_state, unflatten_output
+from placer.program import Program, named_state, unflatten_output, unmarked
 
 
 class DistributedModule(PartialModule):
@@ -203,11 +203,11 @@ class DistributedModule(PartialModule):
 
     def _run(self, call: Call) -> Any:
         """The result for the whole batch, on every rank."""
-        programs, leaves = call.programs, call.leaves
+        leaves = call.leaves
         check_inference(leaves, training=self.training)
         leaves = [leaf.detach() for leaf in leaves]
         with torch.no_grad(), self._own_random_state(), self.watch():
-            with self._ask(programs, "placed(x)", leaves):
+            with self._ask(call, "placed(x)", leaves):
                 share = self._take_share(call, leaves, grad=False)
             results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
@@ -215,7 +215,7 @@ class DistributedModule(PartialModule):
             staged, result = gather_result(
                 share.batch,
                 results,
-                programs,
+                call,
                 self._finder,
                 assignment=self.assignment,
                 broadcast=partial(dist.broadcast, group=self.process_groups.world),
@@ -234,6 +234,7 @@ class DistributedModule(PartialModule):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
+        self._set_flags(call)
         programs, leaves = call.programs, call.leaves
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
@@ -246,7 +247,7 @@ class DistributedModule(PartialModule):
         else:
             counted = None
         agreement = self._ask(
-            programs,
+            call,
             "placed.step",
             leaves,
             target=target,
@@ -302,6 +303,8 @@ class DistributedModule(PartialModule):
                     moments = self._share_moments(share.largest)
                     written = self._share_written(share.largest)
                     reducer.finish()
+                if share.largest.staged.stored and share.microbatches:
+                    self._store_of_step(call, share, results, own_rows=own_rows)
         except StageError as error:  # of a hook on this rank
             self._connection.fail(error)
         except PlacerError as error:
@@ -326,6 +329,22 @@ class DistributedModule(PartialModule):
                 moments.wait()
             losses.check()
             return loss
+
+    def _store_of_step(self, call: Call, share: Share, results: Results, *, own_rows: bool) -> None:
+        """Leave behind on every rank what forward would have left, for the rows that the rank was given."""
+        group = self.process_groups.pp if own_rows else self.process_groups.world
+        staged, leaves = gather_result(
+            share.batch,
+            results,
+            call,
+            self._finder,
+            assignment=self.assignment,
+            broadcast=partial(dist.broadcast, group=group),
+            own_rows=own_rows,
+            grad=True,
+        )
+        with torch.no_grad():
+            self._store(staged, leaves, call)
 
     def _hook_failure(self, parameter: Tensor, error: Exception) -> StageError:
         """The error for a hook on the gradient of ``parameter`` that raised ``error``."""
@@ -401,7 +420,7 @@ class DistributedModule(PartialModule):
 
     def _ask(
         self,
-        programs: Programs,
+        asked: Call,
         method: Method,
         leaves: Sequence[Tensor],
         *,
@@ -413,13 +432,22 @@ class DistributedModule(PartialModule):
         **options: object,
     ) -> CallCheck:
         """Start to check that all ranks make the same call; this rank can prepare in the meantime."""
-        call, staged = programs.call, programs.captured
-        captured = programs is self._programs  # if not, constants are plain values
-        options["arguments"] = None if captured else (call.leaf_names, call.constants)
+        call, staged = asked.programs.call, asked.programs.captured
+        captured = asked.programs is self._programs  # if not, constants are plain values
+        tensors = {each.name for each in call.inputs}
+        plain = [n for n in call.leaf_names if n not in tensors]
+        options["arguments"] = (
+            None
+            if captured
+            else [
+                call.batch_dims,
+                *((n, asked.leaves_by_name[n]) for n in plain),
+            ]
+        )
         called = CallDescription(
             method=method,
             inputs=leaves,
-            target=unwrap_target(target),
+            target=unmarked(target),
             names=staged.graph_inputs,
             room=self._num_inputs,
             rows=batch_size(call, leaves),
@@ -453,14 +481,16 @@ class DistributedModule(PartialModule):
         try:
             check_target(target, rows)
             if self._has_losses:
-                return loss_of.count([unwrap_target(target)])[0], None
+                return loss_of.count([unmarked(target)])[0], None
         except PlacerError as error:
             return None, error
         return None, None
 
-    def _call_loss(self, loss_of: StepLoss, output: Any, target: Any, **given: Any) -> Tensor:
-        before = gradient_nodes(output)
-        loss = super()._call_loss(loss_of, output, target, **given)
+    def _call_loss(
+        self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
+    ) -> Tensor:
+        before = gradient_nodes((output, left))
+        loss = super()._call_loss(loss_of, output, target, left, **given)
         if dist.get_world_size() > 1:
             refuse_other_leaves(loss, before, self, whole=self.assignment.num_devices == 1)
         return loss
