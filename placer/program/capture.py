@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from placer.errors import CaptureError
 from placer.garbage import only_new_garbage
@@ -198,7 +199,7 @@ class _Capture:
                 return self._run(inputs, named=named, shorter=shorter)
             raise failure.as_error(
                 f"on these inputs ({describe_shapes(inputs)})",
-                _NO_VALUES if failure.guessed else _CHECK_INPUTS,
+                _NO_VALUES if failure.guessed else _remedy(failure.__cause__),
             ) from with_own_lines(failure.__cause__)
 
     def _keep_whole(self, failure: TraceFailure) -> None:
@@ -443,6 +444,12 @@ class _Capture:
             return False
         more, _ = self._run_larger(grown(self.converter, self.inputs, dims, 4))
         return more is not None and graph_lines(more.graph) == graph_lines(other.graph)
+
+
+def _remedy(error: BaseException | None) -> str:
+    if isinstance(error, UnsupportedOperatorException):
+        return "torch cannot run this operator without data; use another one (padding, for a nested tensor)"
+    return _CHECK_INPUTS
 
 
 def _assemble(

@@ -67,7 +67,10 @@ def run_forward(
     flags = recorder.watch_flags(inputs)
     try:
         with forbid_python_random():
-            result = getattr(model, bound.method)(*args, **kwargs)
+            if isinstance(model, nn.TransformerEncoder):
+                result = recorder.call_encoder(type(model).forward, model, args, kwargs)
+            else:
+                result = getattr(model, bound.method)(*args, **kwargs)
         leaves, form = flatten_result(result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat))
         with without_torch_function():
             shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]

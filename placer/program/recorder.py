@@ -45,6 +45,7 @@ from placer.program.constants import (
     replace_numpy_indices,
     tensor_from_numpy,
 )
+from placer.program.encoder import fill_padding, find_padding
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -385,6 +386,8 @@ class Recorder(TorchFunctionMode):
         caller, self.writer.layer = self.writer.layer, path
         try:
             with forbid_python_random() if self.locate_draws else nullcontext():
+                if isinstance(module, nn.TransformerEncoder):
+                    return self.call_encoder(original, module, args, kwargs)
                 return original(module, *args, **kwargs)
         except Exception as error:
             if self.failed_in is None or not leads_to(error, self.failed_in[0]):
@@ -446,6 +449,27 @@ class Recorder(TorchFunctionMode):
                 )
         self.record("call_function", CallScript(function), node_args, node_kwargs, value)
         return value
+
+    def call_encoder(
+        self, original: Callable[..., Any], module: nn.TransformerEncoder, args: Any, kwargs: Any
+    ) -> Any:
+        """Run an encoder, with zeros for the padding where its fast path would make them."""
+        padding = find_padding(module, args, kwargs, self.grad_enabled)
+        if padding is None:
+            return original(module, *args, **kwargs)
+        norm, module.norm = module.norm, None
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            module.norm = norm
+        given = output, padding, getattr(module, "mask_check", True)
+        self.paused = True
+        try:
+            filled = fill_padding(*given)
+        finally:
+            self.paused = False
+        self.record("call_function", fill_padding, given, {}, filled)
+        return filled if norm is None else norm(filled)
 
     def pack(self, func: Any, args: Any) -> Any:
         """Record that sequences are packed, or padded again, whose lengths are assumed."""

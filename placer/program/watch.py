@@ -53,7 +53,9 @@ class Watcher(Protocol):
 
 @contextmanager
 def watch_calls(watcher: Watcher) -> Iterator[None]:
-    """In this block, ``watcher`` handles calls of modules, ``autograd.Function.apply`` and TorchScript in this thread.
+    """In this block, ``watcher`` handles calls of modules, of ``autograd.Function.apply`` and of TorchScript.
+
+    Only calls in this thread are handled.
 
     Its ``seed`` is called when ``torch.manual_seed``, ``torch.random.fork_rng`` and the like set the
     state of torch's generator, and its ``grad_enabled`` answers ``torch.is_grad_enabled()`` in code
