@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from placer._torch import DispatchMode, storage_key
 from placer.operands import tensors_of_tree
-from placer.program.fake import FakeConverter
+from placer.program.fake import FakeConverter, Guess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def analyze_aliasing(
     constants: Mapping[str, Tensor],
     inputs: Sequence[Any],
     *,
-    guess: int = 1,
+    guess: Guess,
 ) -> Aliasing:
     """Run ``graph`` on fake copies of the inputs and of the model's state; nothing is allocated.
 

@@ -29,7 +29,7 @@ from placer.program.failure import (
     locate_function,
     with_own_lines,
 )
-from placer.program.fake import FakeConverter
+from placer.program.fake import FakeConverter, Guess
 from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf, runs_own_hooks
@@ -132,7 +132,7 @@ class _Capture:
         self.held: tuple[StateInput, ...] = ()  # tensors of the state that are inputs
         self.batch = Batch(dims=(None,) * len(self.inputs), doubled=None)
         self.whole: dict[str, WholeModule] = {}
-        self.guess = 1
+        self.guess = Guess()
         self.fixed_batch_reason = ""
         self.reads_rows = False
         self.mixing_note = ""
@@ -194,8 +194,9 @@ class _Capture:
                 return record_model(setup, inputs, named=named)
         except ForwardFailure as failure:
             end_frames(failure)
-            if failure.guessed and self.guess:
-                self.guess = 0
+            guess = self.guess.following(failure.places)
+            if failure.guessed and guess is not None:
+                self.guess = guess
                 return self._run(inputs, named=named, shorter=shorter)
             raise failure.as_error(
                 f"on these inputs ({describe_shapes(inputs)})",

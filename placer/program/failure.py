@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from types import CodeType, FrameType, TracebackType
 
@@ -16,8 +17,11 @@ from placer.errors import CaptureError, causes, first_line
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
 WHOLE_TRACEBACKS = "PLACER_TRACEBACK"  # a variable: show the lines of torch and placer, too
-_RUNS_MODELS = "placer.program.record"
+_RUNS_MODELS = "placer.program.record", "placer.program.whole"
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
+
+Place = tuple[str, tuple[int | None, ...]]
+"""A piece of source code: a file, and the lines and columns of its beginning and end."""
 
 
 def end_frames(failure: Exception) -> None:
@@ -62,13 +66,15 @@ class Untraceable(Exception):
 class ForwardFailure(Exception):
     """The model's forward raised an exception of its own, which is ``__cause__``."""
 
-    def __init__(self, layer: str, location: str, *, guessed: bool = False) -> None:
+    def __init__(
+        self, layer: str, location: str, *, guessed: bool = False, places: Sequence[Place] = ()
+    ) -> None:
         super().__init__(layer, location)
         self.layer = layer
         self.location = location
-        self.guessed = (
-            guessed  # it read guessed values of tensors; with real ones it might not fail
-        )
+        self.places = places  # where it read guessed values of tensors
+        # Did it? Then with real values it might not fail.
+        self.guessed = guessed
 
     def as_error(self, situation: str, remedy: str) -> CaptureError:
         """The error for the user: "forward fails ``situation``", with the line of the user's code."""
@@ -129,13 +135,30 @@ def locate_caller() -> str:
     Frames of torch and placer do not count, nor do those that called placer: a model made only of torch's
     layers has no code of its own.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _RUNS_MODELS:
-        code: CodeType = frame.f_code
-        if _is_users(code.co_filename):
-            return f"{code.co_filename}:{frame.f_lineno}"
+    frame = _calling_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def calling_place() -> Place | None:
+    """The piece of source code that this frame is executing."""
+    frame = _calling_frame()
+    if frame is None:
+        return None
+    return frame.f_code.co_filename, _positions(frame.f_code)[frame.f_lasti // 2]
+
+
+@functools.cache
+def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
+    return list(code.co_positions())
+
+
+def _calling_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") not in _RUNS_MODELS:
+        if _is_users(frame.f_code.co_filename):
+            return frame
         frame = frame.f_back
-    return ""
+    return None
 
 
 @functools.cache

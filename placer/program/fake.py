@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from placer._torch_patches import override_conversion, override_script_functions
 from placer.errors import CaptureError
 from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
-from placer.program.failure import Untraceable
+from placer.program.failure import Place, Untraceable, calling_place
 from placer.program.fake_mode import FakeMode
 from placer.program.packed import PACKING, RECURRENT, run_recurrent
 from placer.program.python_random import keep_random
@@ -100,11 +101,11 @@ class FakeConverter:
         return self._originals.get(id(fake))
 
     @contextmanager
-    def running(self, guess: int = 1) -> Iterator[None]:
+    def running(self, guess: Guess | None = None) -> Iterator[None]:
         """In this block, code runs on fake tensors and gets ``guess`` where it reads values (`GuessData`)."""
         with (
             self.mode,
-            GuessData(self.mode, guess),
+            GuessData(self.mode, guess or Guess()),
             fake_execution(),
             self.isolated_caches(),
             restored(Snapshot((), self.reachable)),
@@ -219,20 +220,43 @@ def _call_script_function(
     return original(function, *args, **kwargs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """What code gets where it reads values of fake tensors: ``value``; at ``others`` the other of 1 and 0."""
+
+    value: int = 1
+    others: frozenset[Place] = frozenset()
+
+    def at(self, place: Place | None) -> int:
+        """The value that code at ``place`` gets."""
+        return 1 - self.value if place in self.others else self.value
+
+    def following(self, places: Sequence[Place]) -> Guess | None:
+        """Another guess, after forward has failed, having read values at ``places``; None at the end.
+
+        What an assertion wants is the opposite of what the last place got. All 1 is tried first.
+        """
+        for place in reversed(places):
+            if place not in self.others and len(self.others) < _MOST_OTHERS:
+                return replace(self, others=self.others | {place})
+        return Guess(value=0) if self.value else None
+
+
 class GuessData:
     """In this context, code that reads values of fake tensors of ``mode`` gets guesses.
 
-    A scalar is ``value``: 1 or 0 (True or False). A loop that waits for another value would never end, so
-    too many reads in one run are an error. Operators that select elements select as many as possible; numpy
-    arrays are filled with ``value``. All packed sequences have the full length, so values computed from
-    their lengths are known. ``guessed`` says whether any guess was made; if so, the run is one of several
-    possible runs.
+    A scalar is 1 or 0 (True or False), as ``guess`` says, and so are all elements of a numpy array. A loop
+    that waits for another value would never end, so too many reads in one run are an error. Operators that
+    select elements select as many as possible. All packed sequences have the full length, so values computed
+    from their lengths are known. ``guessed`` says whether any guess was made; if so, the run is one of
+    several possible runs.
     """
 
-    def __init__(self, mode: FakeMode, value: int = 1) -> None:
-        self.value = value
+    def __init__(self, mode: FakeMode, guess: Guess) -> None:
+        self.guess = guess
         self.guessed = False
-        self._reads_left = _MOST_READS[value]
+        self.places: dict[Place, None] = {}  # where values were read, the last at the end
+        self._reads_left = _MOST_READS[guess.value]
         self.mode = mode
         self._before = mode.guess
         self._reads = _GuessReads(self)
@@ -275,6 +299,14 @@ class GuessData:
         """Let ``fake`` have this value, until it is written."""
         self._values[fake] = value
 
+    def number(self) -> int:
+        """The number that the running code of the model gets."""
+        place = calling_place()
+        if place is not None:
+            self.places.pop(place, None)
+            self.places[place] = None
+        return self.guess.at(place)
+
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
         """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""
         self.guessed = True
@@ -285,17 +317,18 @@ class GuessData:
         elif func is torch.ops.aten._local_scalar_dense.default:
             self._reads_left -= 1
             if self._reads_left < 0:
-                most = _MOST_READS[self.value]
+                most = _MOST_READS[self.guess.value]
                 raise RuntimeError(
-                    f"a run read {most} values of tensors, and got {self.value} for each: a loop that "
-                    "waits for another value does not end"
+                    f"a run read {most} values of tensors, and got guesses: a loop that waits for another "
+                    "value does not end"
                 ) from refused
-            return _number(args[0].dtype, self.value)
+            return _number(args[0].dtype, self.number())
         elif func is torch.ops.aten.equal.default:
-            return bool(self.value)
+            return bool(self.number())
         raise refused
 
 
+_MOST_OTHERS = 16  # places where another value is tried than elsewhere
 # Guess -> reads of single values in one run. A capture tries 1 first and then 0, so 1 is given up early.
 # (Mask R-CNN reads 1,400 for each image, and runs with 0.)
 _MOST_READS = {1: 1_000, 0: 50_000}
@@ -338,7 +371,7 @@ class _GuessReads(TorchFunctionMode):
             return format(tensor.item(), args[1]) if not tensor.dim() else func(*args)
         self.guess.guessed = True
         dtype = str(tensor.dtype).removeprefix("torch.")
-        values = np.full(tensor.shape, self.guess.value, dtype=dtype)
+        values = np.full(tensor.shape, self.guess.number(), dtype=dtype)
         return values.tolist() if name == "tolist" else values
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from placer.program.failure import (
     leads_to,
     locate,
 )
-from placer.program.fake import FakeConverter, fake_execution
+from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.forward import ForwardRun, run_forward
 from placer.program.guards import AttributeGuard, tensor_paths
 from placer.program.leaving import Left, written_tensor
@@ -90,7 +90,7 @@ class Setup:
     fake_model: nn.Module
     bound: BoundCall
     whole: frozenset[str] = frozenset()
-    guess: int = 1
+    guess: Guess = field(default_factory=Guess)
     ignore_device_moves: bool = False
     grad: bool = True
     numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph

@@ -54,7 +54,7 @@ from placer.program.failure import (
     leads_to,
     locate_caller,
 )
-from placer.program.fake import FakeConverter, GuessData
+from placer.program.fake import FakeConverter, Guess, GuessData
 from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
 from placer.program.leaves import is_inside, is_torch_leaf, runs_own_hooks
@@ -109,7 +109,7 @@ class Recorder(TorchFunctionMode):
         model: nn.Module,
         fake_model: nn.Module,
         whole: frozenset[str],
-        guess: int,
+        guess: Guess,
         *,
         ignore_device_moves: bool = False,
         grad: bool = True,

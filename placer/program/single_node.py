@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from placer._torch import without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
-from placer.program.fake import GuessData
+from placer.program.fake import Guess, GuessData
 from placer.program.leaves import is_torch_leaf, must_stay_whole
 from placer.program.packed import assume_sizes, packed_sequences
 from placer.program.python_random import keep_random
@@ -55,7 +55,9 @@ def call_single_node(
             _try_other_values(recorder, original, module, args, kwargs)
     except Exception as error:
         location = locate(error) or locate_caller()
-        recorder.failed = ForwardFailure(path, location, guessed=guess.guessed)
+        recorder.failed = ForwardFailure(
+            path, location, guessed=guess.guessed, places=tuple(guess.places)
+        )
         recorder.failed.__cause__ = error
         raise
     finally:
@@ -120,7 +122,7 @@ def _try_other_values(
     """
     before = Snapshot(module_roots(module), recorder.reachable)
     converter = recorder.writer.converter
-    guess = GuessData(converter.mode, 1 - recorder.guess)
+    guess = GuessData(converter.mode, Guess(value=1 - recorder.guess.value))
     for buffer in module.buffers():
         real = converter.original(buffer)
         if real is not None and not real.is_meta and real.numel() <= _FLAG:

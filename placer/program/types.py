@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
 from placer.program.batch import BatchDim
+from placer.program.fake import Guess
 from placer.program.guards import AttributeGuard
 from placer.program.objects import Path
 from placer.program.result import ResultFormat
@@ -80,7 +81,7 @@ class Conditions:
     reads_rows: bool  # might the graph differ for a third batch size?
     readings: tuple[Reading, ...]  # where Python code read sizes
     whole: frozenset[str]  # paths of the modules that are a single node
-    guess: int  # 0 or 1: the value that these modules get where they read values of fake tensors
+    guess: Guess  # what these modules get where they read values of fake tensors
     lines: tuple[str, ...]  # the graph as text, a line per node
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     stored: tuple[Stored, ...]  # what forward leaves behind

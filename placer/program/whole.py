@@ -69,7 +69,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     except CaptureError:
         raise
     except Exception as error:
-        raise ForwardFailure("", locate(error), guessed=guesses.guessed) from error
+        places = tuple(guesses.places)
+        raise ForwardFailure("", locate(error), guessed=guesses.guessed, places=places) from error
     finally:
         snapshot.restore()
     writer = GraphWriter(converter, fake_model)
