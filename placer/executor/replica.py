@@ -41,9 +41,9 @@ class Replica:
         self.precision = precision
         self.statistics = statistics
         self._last_reads: dict[frozenset[int], Mapping[str, int]] = {}
-        self._constants: dict[tuple[str, Place], torch.Tensor] = {}
-        # Constants that are attributes of the model, which may change: tensor and version.
-        self._attributes: dict[str, tuple[torch.Tensor, int]] = {}
+        # Copies of constants; each with the tensor of which it is one, and the version of that.
+        self._constants: dict[tuple[str, Place], tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._attributes: dict[str, torch.Tensor] = {}  # constants that are attributes of the model
         self._at_home = tuple(  # whether all weights of a stage are on its own place
             all(self.homes[staged.state_stage[name]] == place for name in stage.state)
             for stage, place in zip(staged.stages, self.places, strict=True)
@@ -114,24 +114,20 @@ class Replica:
         """Update constants of the program that are attributes of ``model`` to their present values."""
         for name, path in self.staged.constant_paths.items():
             value = find_tensor(model, path)
-            if value is None or value.is_meta:
-                continue
-            version = 0 if value.is_inference() else value._version
-            known = self._attributes.get(name)
-            if known is None or known[0] is not value or known[1] != version:
-                self._attributes[name] = value, version
-                for key in [key for key in self._constants if key[0] == name]:
-                    del self._constants[key]
+            if value is not None and not value.is_meta:
+                self._attributes[name] = value
 
     def constant(self, name: str, place: Place) -> torch.Tensor:
-        """The program's constant tensor ``name``, copied to ``place``."""
+        """The program's constant tensor ``name``, copied to ``place``; anew if it was written since."""
         key = (name, place)
-        if key not in self._constants:
-            found = self._attributes.get(name)
-            tensor = self.staged.constants[name] if found is None else found[0]
+        tensor = self._attributes.get(name, self.staged.constants[name])
+        version = 0 if tensor.is_inference() else tensor._version
+        known = self._constants.get(key)
+        if known is None or known[1] is not tensor or known[2] != version:
             with torch.inference_mode(False):
-                self._constants[key] = copy_to(place, tensor.detach())
-        return self._constants[key]
+                known = copy_to(place, tensor.detach()), tensor, version
+            self._constants[key] = known
+        return known[0]
 
 
 def caller_place(leaf: Any) -> Place:

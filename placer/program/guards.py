@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from placer._torch_patches import override_getattribute
 from placer.program.constants import digest
 from placer.program.objects import Path, at, module_parts, walk
+from placer.program.reachable import ReachableState, Reference
 from placer.program.result import PLAIN
 
 _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
@@ -70,6 +71,52 @@ class AttributeGuard:
             return True
         frozen = freezer.freeze(now, values_read=self.values_read, unread=self.unread)
         return bool(frozen == self.frozen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariableGuard(AttributeGuard):
+    """A variable of the model's code that holds a tensor, itself or at ``keys``. ``path`` means nothing.
+
+    ``frozen`` are the values of the tensor, if ``values_read``.
+    """
+
+    variable: Reference
+    keys: Path
+
+    def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
+        """Does it still hold the same tensor?"""
+        now = _part(self.variable.read(), self.keys)
+        return now is self.value and (not self.values_read or _values(now) == self.frozen)
+
+
+def variable_guards(
+    model: nn.Module,
+    code: ReachableState,
+    tensors: Collection[Tensor],
+    values_read: Collection[Tensor],
+) -> tuple[VariableGuard, ...]:
+    """Guards for those of ``tensors`` that are not in ``model``, but in variables of its ``code``."""
+    wanted = {id(tensor): tensor for tensor in tensors}
+    for _, value in walk(module_parts(model)) if wanted else ():
+        wanted.pop(id(value), None)
+    looked = set(map(id, values_read))
+    guards = []
+    roots = [*code.variables, *code.containers, *code.objects] if wanted else []
+    for (index, *keys), value in walk(((i,), each.read()) for i, each in enumerate(roots)):
+        if id(value) in wanted:
+            is_read = id(value) in looked
+            guards.append(
+                VariableGuard(
+                    path="a variable",
+                    name=roots[index].name,
+                    value=value,
+                    frozen=_values(value) if is_read else None,
+                    values_read=is_read,
+                    variable=roots[index],
+                    keys=tuple(keys),
+                )
+            )
+    return tuple(guards)
 
 
 def failed_guard(

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from placer.program.objects import is_object
+
 CACHED: type = type(functools.lru_cache(lambda: None))
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FOREIGN = tuple(
@@ -89,12 +91,13 @@ class ReachableState:
 
     ``cached`` are references to ``functools.lru_cache`` functions, ``variables`` those of variables (global,
     of a closure, or of a class) that are None, tensors, numbers or strings, ``containers`` those of dicts,
-    lists and sets, ``codes`` the code of functions.
+    lists and sets, ``objects`` those of variables that are other objects, ``codes`` the code of functions.
     """
 
     cached: list[Reference] = field(default_factory=list)
     variables: list[Reference] = field(default_factory=list)
     containers: list[Reference] = field(default_factory=list)
+    objects: list[Reference] = field(default_factory=list)
     codes: list[CodeType] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
@@ -102,6 +105,7 @@ class ReachableState:
         self.cached += other.cached
         self.variables += other.variables
         self.containers += other.containers
+        self.objects += other.objects
         self.codes += other.codes
 
     def defines(self, code: CodeType | None) -> bool:
@@ -225,6 +229,8 @@ class _Search:
         self.look(holder, key, value)
         if isinstance(value, _VALUES):
             self.found.variables.append(Reference(holder, key, value))
+        elif is_object(value):
+            self.found.objects.append(Reference(holder, key, value))
 
     def _module(self, module: ModuleType, names: set[str]) -> None:
         if _is_foreign(module):

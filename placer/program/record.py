@@ -28,7 +28,7 @@ from placer.program.failure import (
 )
 from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.forward import ForwardRun, run_forward
-from placer.program.guards import AttributeGuard, tensor_paths
+from placer.program.guards import AttributeGuard, tensor_paths, variable_guards
 from placer.program.leaving import Left, written_tensor
 from placer.program.objects import Path, attribute_of, spell
 from placer.program.python_random import PythonRandomDraw
@@ -134,6 +134,11 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
     finally:
         snapshot.restore()
     names = {node.name for node in graph.nodes}
+    made = set(map(id, recorder.made_tensors))
+    held = [each.tensor for each in state if each.tensor is not None]
+    found = [
+        x for x in (*writer.constants.values(), *held, *recorder.tensors_read) if id(x) not in made
+    ]
     return RecordedProgram(
         graph=graph,
         layer_of={k: v for k, v in writer.layer_of.items() if k in names},
@@ -148,7 +153,10 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         numbers=setup.numbers,
         independent=writer.independent,
         repeats=following.repeats,
-        guards=recorder.guards(following.unread, setup.numbers),
+        guards=(
+            *recorder.guards(following.unread, setup.numbers),
+            *variable_guards(setup.model, setup.converter.reachable, found, recorder.tensors_read),
+        ),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
         sizes=sizes,

@@ -12,7 +12,7 @@ from placer.program.call import bind_call, describe_shapes
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
-from placer.program.guards import AttributeGuard
+from placer.program.guards import AttributeGuard, VariableGuard, failed_guard
 from placer.program.record import Setup, record_model
 from placer.program.types import CallFormat, Conditions
 from placer.program.watch import RECORDING
@@ -63,7 +63,8 @@ def same_program(
     always differs, because the node has a copy of its attributes and modes. ``grad`` is as in
     `capture_model`. Raises ``CaptureError`` if the model itself fails.
     """
-    if "" in conditions.whole:
+    variables = [each for each in conditions.guards if isinstance(each, VariableGuard)]
+    if "" in conditions.whole or failed_guard(variables, {}) is not None:
         return None
     bound = bind_call(model, args, kwargs, captured.method)
     converter = FakeConverter()
