@@ -59,6 +59,7 @@ from placer.plan.types import Plan
 from placer.program import (
     CallFormat,
     Target,
+    VariableGuard,
     rebuild_call,
     set_flags,
     store,
@@ -137,6 +138,8 @@ class PlacedModule(nn.Module):
         # Does not use __reduce__: code and plan never change, so copies share them.
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
+        variables = [each for each in self._calls.guards if isinstance(each, VariableGuard)]
+        memo |= {id(each.value): each.value for each in variables}  # not the model's own
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 

@@ -63,7 +63,7 @@ def _run_recomputed(
 ) -> tuple[Any, ...]:
     """Run the segment under ``torch.utils.checkpoint``, so that backward runs it again.
 
-    The second run uses the same random states, torch-function modes and autocast. Buffers and parameters
+    The second run uses the same random states and modes (of torch, and of modules). Buffers and parameters
     that the segment writes are written once: the second run works on copies of their values before the first.
 
     ``checkpoint`` can restore random states too, but several threads that do so at once leave the CPU's
@@ -72,6 +72,7 @@ def _run_recomputed(
     before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
     states = {device: random_state(device) for device in (_CPU, place.device)}
     modes = function_modes()
+    training = {module: module.training for module in _modules(segment, tree)}
     runs = 0
 
     def run(*arguments: Any) -> tuple[Any, ...]:
@@ -84,6 +85,7 @@ def _run_recomputed(
                     stack.enter_context(mode)
                 stack.enter_context(_random_states_swapped(states))
                 stack.enter_context(_tensors_swapped(tree, before))
+                stack.enter_context(_training_swapped(training))
             return segment.forward(tree, place.device, list(arguments))
 
     arguments = tuple(inputs)
@@ -106,6 +108,22 @@ def _random_states_swapped(states: Mapping[torch.device, Tensor]) -> Iterator[No
         finally:
             for device, state in held.items():
                 set_random_state(device, state)
+
+
+@contextmanager
+def _training_swapped(training: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """In this block, modules are in these modes; forward, or its caller, may have changed them since."""
+    held = {module: module.training for module in training}
+    _set_training(training)
+    try:
+        yield
+    finally:
+        _set_training(held)
+
+
+def _set_training(training: Mapping[nn.Module, bool]) -> None:
+    for module, flag in training.items():
+        module.training = flag
 
 
 @contextmanager
@@ -141,17 +159,18 @@ def _table(tree: Any, name: str) -> tuple[dict[str, Any], str]:
 
 def _state(segment: SegmentCode, tree: Any) -> Iterator[Tensor]:
     """The parameters and buffers that the segment reads."""
-    for path in segment.modules:
-        module = tree
-        for part in path.split("."):
-            module = getattr(module, part)
-        yield from _all_tensors(module)
+    for module in _modules(segment, tree):
+        for table in (module._parameters, module._buffers):
+            yield from (tensor for tensor in table.values() if tensor is not None)
     for _, tensor in tensors_at(tree, segment.attributes):
         if isinstance(tensor, Tensor):
             yield tensor
 
 
-def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
-    for child in module.modules():
-        for table in (child._parameters, child._buffers):
-            yield from (tensor for tensor in table.values() if tensor is not None)
+def _modules(segment: SegmentCode, tree: Any) -> Iterator[nn.Module]:
+    """The modules that the segment calls, and those inside them."""
+    for path in segment.modules:
+        module = tree
+        for part in path.split("."):
+            module = getattr(module, part)
+        yield from module.modules()

@@ -62,6 +62,12 @@ def placement_notes(
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
         for whole in program.whole_modules
     ]
+    if spec.checkpoint or spec.offload:
+        notes += [
+            f"{layer} is neither recomputed nor offloaded, because it changes attributes or variables, which "
+            "a second run would do again"
+            for layer in sorted(program.changing)
+        ]
     return (*notes, *program.notes)
 
 

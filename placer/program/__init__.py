@@ -46,6 +46,7 @@ from placer.program.copying import copy_module, tensors_of
 from placer.program.fake import FakeConverter
 from placer.program.guards import (
     AttributeGuard,
+    VariableGuard,
     copy_guarded_attributes,
     failed_guard,
     find_tensor,
@@ -105,6 +106,7 @@ __all__ = [
     "StateInput",
     "Stored",
     "Target",
+    "VariableGuard",
     "Whole",
     "WholeModule",
     "bind_arguments",

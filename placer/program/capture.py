@@ -512,6 +512,7 @@ def _assemble(
             ),
         ),
         results=capture.result_rows(recording, flow),
+        changing=recording.changing,
         fixed_batch_reason=capture.fixed_batch_reason,
         notes=(capture.mixing_note,) if capture.mixing_note else (),
         stored=recording.stored,

@@ -27,9 +27,10 @@ def copy_module(
 ) -> nn.Module:
     """A copy of ``model``; ``memo`` maps ids of its tensors to their replacements in the copy.
 
-    With ``keep_objects`` the copy has the very objects of the user that ``model`` has: hooks, callables that
-    stand for a ``forward``, and whatever attributes hold (lists, configurations, trackers), unless there is a
-    module or a tensor in it. Without, it has copies of them, so that nothing that it does is seen outside.
+    With ``keep_objects`` the copy has the very objects of the user that ``model`` has: hooks; callables that
+    stand for a ``forward``, unless they hold a part of the model; and whatever attributes hold (lists,
+    configurations, trackers), unless there is a module or a tensor in it. Without, it has copies of them, so
+    that nothing that it does is seen outside.
 
     Where ``copy.deepcopy`` would refuse, or keep what belongs to ``model``, this does not: tensors that a
     forward computed become clones; functions whose closures or defaults hold a part of ``model``, and weak
@@ -74,8 +75,10 @@ def _owned(model: nn.Module) -> set[int]:
 def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
     """Add to ``known`` the objects that a copy shares with ``model``."""
     for module in model.modules():
-        callables = [vars(module).get("forward")]
-        callables += [hook for name in HOOK_TABLES for hook in vars(module)[name].values()]
+        callables = [hook for name in HOOK_TABLES for hook in vars(module)[name].values()]
+        forward = vars(module).get("forward")
+        if not any(id(x) in owned for _, x in walk([((), forward)], functions=True)):
+            callables.append(forward)
         for value in callables:
             owner = value.__self__ if isinstance(value, MethodType) else value
             if not isinstance(owner, nn.Module | FunctionType | functools.partial):

@@ -83,6 +83,9 @@ class VariableGuard(AttributeGuard):
     variable: Reference
     keys: Path
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> VariableGuard:
+        return self
+
     def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
         """Does it still hold the same tensor?"""
         now = _part(self.variable.read(), self.keys)

@@ -24,10 +24,12 @@ _CONTAINERS = (
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
-    """Is ``module`` a layer of ``torch.nn`` that becomes one node of the graph?"""
-    return type(module).__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(
-        module, _CONTAINERS
-    )
+    """Is ``module`` a layer of ``torch.nn`` that becomes one node of the graph?
+
+    One with a ``forward`` of its own, such as a wrapper of torch's, is not: it may compute anything.
+    """
+    is_layer = type(module).__module__.startswith(("torch.nn", "torch.ao.nn"))
+    return is_layer and not isinstance(module, _CONTAINERS) and "forward" not in vars(module)
 
 
 def is_inside(paths: Collection[str], path: str) -> bool:

@@ -52,12 +52,16 @@ def _accelerator(value: Any) -> torch.device | None:
 
 
 class NamedDevices:
-    """The devices that forward names, with the lines. Two with an index mean a split by hand."""
+    """The devices that forward names, with the lines.
+
+    Two with an index mean a split by hand, and so does one other than the first, on which inputs come.
+    """
 
     def __init__(self, *, ignored: bool) -> None:
         self.ignored = ignored
         self.error: CaptureError | None = None
         self._lines: dict[torch.device, str] = {}
+        self._layer = ""
 
     def note(self, device: torch.device, layer: str, line: str) -> None:
         """Note that the code of ``layer`` names ``device`` at ``line``.
@@ -67,16 +71,28 @@ class NamedDevices:
         if self.ignored or device.index is None:
             return
         self._lines.setdefault(device, line)
+        self._layer = layer
         if len(self._lines) > 1:
-            places = " and ".join(f"{where} ({line})" for where, line in self._lines.items())
-            self.error = CaptureError(
-                layer or "the model",
-                f"forward itself moves tensors to {places}; in a placed model the plan decides on "
-                "which device they are",
-                "have these moves ignored: --ignore-device-moves on the command line, "
-                "ignore_device_moves=True in Python; or take them out of forward",
-            )
+            self.refuse()
+
+    def check(self) -> None:
+        """Raise ``CaptureError`` at the end of forward, if it names a device other than the first."""
+        if self.error is not None:
             raise self.error
+        if any(device.index for device in self._lines):
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raise ``CaptureError``, which names the devices and the lines."""
+        places = " and ".join(f"{where} ({line})" for where, line in self._lines.items())
+        self.error = CaptureError(
+            self._layer or "the model",
+            f"forward itself moves tensors to {places}; in a placed model the plan decides on which device "
+            "they are",
+            "have these moves ignored: --ignore-device-moves on the command line, ignore_device_moves=True "
+            "in Python; or take them out of forward",
+        )
+        raise self.error
 
 
 class IgnoreDeviceMoves(TorchFunctionMode):

@@ -54,6 +54,9 @@ class Reference:
     value: Any
     wrap: Callable[[Any], Any] = _itself  # staticmethod or classmethod, for an attribute of a class
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reference:
+        return self
+
     def read(self) -> Any:
         """The current value, or None."""
         try:

@@ -56,6 +56,7 @@ class RecordedProgram:
     state: tuple[StateInput, ...]  # inputs of the graph after those of the call
     stored: tuple[Stored, ...]  # what forward leaves behind; its leaves follow those of the result
     changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
+    changing: frozenset[str]  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
     numbers: tuple[StateInput, ...]  # numbers of which any will do
     independent: tuple[
@@ -149,6 +150,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         state=state,
         stored=tuple(each.stored for each in left),
         changed_inside=tuple(recorder.changed_inside.values()),
+        changing=frozenset(recorder.changing),
         written_inside=recorder.written_inside,
         numbers=setup.numbers,
         independent=writer.independent,

@@ -132,6 +132,7 @@ class Recorder(TorchFunctionMode):
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
         self.changed_inside: dict[tuple[str, Path], Change] = {}
+        self.changing: set[str] = set()  # paths of the single nodes that do
         self.written_inside: dict[
             str, bool
         ] = {}  # state they write -> does it depend on their inputs?
@@ -217,8 +218,7 @@ class Recorder(TorchFunctionMode):
 
     def check(self) -> None:
         """Raise the exception of an operation that cannot be recorded, which forward may have caught."""
-        if self.devices.error is not None:
-            raise self.devices.error
+        self.devices.check()
         if self.refused is not None:  # forward took another path
             raise self.refused
         self.check_constants()
@@ -417,7 +417,7 @@ class Recorder(TorchFunctionMode):
         inputs = args[1:] if args and isinstance(args[0], FunctionCtx) else args
         with self.refusing():
             node_args = self.writer.argument(inputs)
-        self.paused = True
+        self.paused, grad = True, self.grad_mode  # torch disables gradients in such a forward
         try:
             value = forward(*args)
             # For an input that is returned as it is, torch would make an alias that is unknown here.
@@ -426,7 +426,8 @@ class Recorder(TorchFunctionMode):
             new = tree_map_only(Tensor, lambda x: x.view_as(x) if id(x) in given else x, value)
         finally:
             self.paused = False
-        modes = Modes.current()._replace(grad=self.grad_mode)
+        self.grad_mode = grad
+        modes = Modes.current()._replace(grad=grad)
         self.record("call_function", ApplyFunction(cls), node_args, {}, new, modes=modes)
         return new
 

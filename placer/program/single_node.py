@@ -50,7 +50,7 @@ def call_single_node(
             recorder.reached.begin((args, kwargs))
             value = original(module, *executable(args), **executable(kwargs))
         if before is not None:
-            _note_changes(recorder, before)
+            _note_changes(recorder, path, before)
         if guess.guessed:
             _try_other_values(recorder, original, module, args, kwargs)
     except Exception as error:
@@ -103,11 +103,12 @@ def _way_of_calling(
     return found
 
 
-def _note_changes(recorder: Recorder, before: Snapshot) -> None:
+def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> None:
     """Note what a single node has changed, except tensors that do not depend on its inputs."""
     for change in before.changes():
         tensors = tensors_of_tree(change.value)
         if not tensors or any(tensor in recorder.reached for tensor in tensors):
+            recorder.changing.add(path)
             recorder.changed_inside[change.root, change.path] = change
         else:
             recorder.changed_inside[change.root, change.path] = replace(change, value=None)

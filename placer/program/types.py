@@ -131,6 +131,8 @@ class Program:
     conditions: Conditions
     # How each leaf of the output node depends on the rows of the batch: of the result, then of ``stored``.
     results: tuple[Rows, ...]
+    # Paths of the single nodes that change attributes or variables, so that they must run once.
+    changing: frozenset[str] = frozenset()
     fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
     constant_paths: Mapping[str, Path] = field(default_factory=dict)

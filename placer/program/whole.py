@@ -101,6 +101,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         state=(),
         stored=(),
         changed_inside=(),
+        changing=frozenset(),
         written_inside={},
         numbers=(),
         independent=(False,) * len(writer.shapes),

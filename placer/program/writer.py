@@ -58,6 +58,7 @@ class GraphWriter:
             id(tensor): name
             for name, tensor in (*fake_model.named_buffers(), *fake_model.named_parameters())
         }
+        self._modules = {id(module): path for path, module in fake_model.named_modules() if path}
         self._attributes = {
             id(value): f"{path}.{name}".lstrip(".")
             for path, module in fake_model.named_modules()
@@ -268,6 +269,9 @@ class GraphWriter:
             return self._container(value)
         if isinstance(value, range):
             return value
+        if isinstance(value, nn.Module) and id(value) in self._modules:
+            path = self._modules[id(value)]
+            return self.node("get_attr", path, layer=path)
         if type(value) in SUPPORTED_NODES or isinstance(value, tuple):
             leaves, spec = tree_flatten(value)
             target = BuildTree(spec, type(value))

@@ -68,11 +68,16 @@ def _no_region_ends(program: Program) -> Callable[[Sequence[int], int], bool]:
 
 
 def _groups(program: Program) -> tuple[list[list[int]], set[int]]:
-    """Groups of nodes that share written memory, and the nodes of the groups that read an input."""
+    """Groups of nodes that share written memory, and nodes that must run once.
+
+    These are the groups that read an input, and modules that change attributes or variables.
+    """
     position = {name: i for i, name in enumerate(program.order)}
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
-    unsafe: set[int] = set()
+    unsafe = {
+        i for i, name in enumerate(program.order) if program.layer_of[name] in program.changing
+    }
     for names in program.colocated:
         if any(source.name in inputs for n in names for source in nodes[n].all_input_nodes):
             unsafe |= {position[name] for name in names}
@@ -88,7 +93,7 @@ def whole_groups(program: Program, keys: Sequence[RegionKey | None]) -> Keys:
     exception: a recomputed region may have the first nodes of a group if the others are not recomputed,
     because it allocates the memory anew when it runs again (for example a ``BatchNorm`` in the region and an
     in-place ``ReLU`` after it). A group that reads the model's inputs is in no region, since it may write to
-    them.
+    them, and neither is a module that changes attributes or variables.
     """
     groups, unsafe = _groups(program)
     cannot_end = _no_region_ends(program)

@@ -130,6 +130,16 @@ def test_a_single_device_is_that_of_the_stage(name: str) -> None:
         torch.testing.assert_close(placed(x), model(x))
 
 
+def test_a_single_device_other_than_the_first_names_its_line() -> None:
+    x = torch.randn(4, 4, dtype=torch.float64)
+    with pytest.raises(
+        CaptureError, match=r"moves tensors to cuda:1 \(.*test_device_moves.py:"
+    ) as error:
+        placer.compile(OneDevice("cuda:1").double(), SPEC, (x,))
+    assert "ignore_device_moves=True" in error.value.remedy
+    placer.compile(OneDevice("cuda:1").double(), SPEC, (x,), ignore_device_moves=True)
+
+
 def test_a_device_of_the_cpu_is_no_split() -> None:
     class OnTheCPU(nn.Module):
         def __init__(self) -> None:

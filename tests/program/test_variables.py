@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 
 import pytest
 import torch
-from other_inputs import WAYS, Arguments, assert_equal_calls
+from other_inputs import WAYS, Arguments, assert_equal_calls, compile_way
 from torch import Tensor, nn
 
 D = torch.float64
@@ -67,6 +68,15 @@ def call() -> Arguments:
 @pytest.mark.parametrize("change", [write, assign, assign_in_containers, flip])
 def test_the_present_values_are_used(change: Callable[[], None], way: str) -> None:
     assert_equal_calls(Net, [call] * 3, way, between=change)
+
+
+def test_a_deep_copy_uses_the_variables_too() -> None:
+    net = Net().double()
+    placed = copy.deepcopy(compile_way(net, call(), "stages"))
+    for change in (write, assign):
+        (x,) = call()
+        change()
+        assert torch.allclose(placed(x), net(x))
 
 
 def test_a_tensor_in_a_closure() -> None:
