@@ -14,12 +14,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path
 from placer.errors import CaptureError, nearest
 from placer.program.batch import BatchDim
 from placer.program.marks import differing_mark, is_mark, marked_dims, unmarked
-from placer.program.objects import Path, parts
+from placer.program.objects import Path, is_object, parts
 from placer.program.packed import unflatten
 from placer.program.result import ResultFormat, readable
 from placer.program.types import TENSOR, AnyNumber, CallFormat, Input
 
 _NONE: Mapping[str, Any] = {}
+_UNPACK = (
+    "pass its tensors and values in a tuple, list, dict or named tuple, or register its class with "
+    "torch.utils._pytree (register_dataclass, register_pytree_node)"
+)
 _RECAPTURE = "call it as it was captured, or compile it again with these arguments"
 
 
@@ -222,6 +226,10 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
             )
         elif not isinstance(value, Tensor) and constant is TENSOR:
             found = f"{_spell(value)} is given where a tensor was captured"
+        elif constant is not TENSOR and value is not constant and is_object(value):
+            kind = type(value).__qualname__
+            found = f"is an object of type {kind}, but not the captured one, and placer does not look into it"
+            return CaptureError(name, found, _UNPACK)
         elif constant is not TENSOR and not _same_constant(value, constant):
             found = (
                 f"{_spell(value)} is given, but {_spell(constant)} was captured and is part of the "

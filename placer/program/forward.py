@@ -97,6 +97,7 @@ def run_forward(
                 left.append(flag_of("input", (index,), tensor.requires_grad))
         left += _changed_flags(model, flags)
     finally:
+        passed.restore()  # objects that pytree does not flatten are the caller's own
         with without_torch_function():
             for parameter in model.parameters():
                 parameter.requires_grad_(flags.get(id(parameter), parameter.requires_grad))

@@ -92,19 +92,53 @@ class VariableGuard(AttributeGuard):
         return now is self.value and (not self.values_read or _values(now) == self.frozen)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectGuard(AttributeGuard):
+    """An object among the arguments, ``value``, that pytree does not flatten; ``path`` means nothing."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObjectGuard:
+        return self
+
+    def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
+        """Does it have the same plain values?"""
+        return bool(Freezer(modules).freeze(self.value) == self.frozen)
+
+
+def object_guards(
+    model: nn.Module, objects: Collection[Reference], changed: Collection[Path]
+) -> tuple[ObjectGuard, ...]:
+    """Guards for ``objects`` among the arguments, except those in which forward has ``changed`` something."""
+    modules, skipped = dict(model.named_modules()), {path[0] for path in changed}
+    return tuple(
+        ObjectGuard(
+            path="an argument",
+            name=each.key,
+            value=each.value,
+            frozen=Freezer(modules).freeze(each.value),
+            values_read=False,
+        )
+        for each in objects
+        if each.key.partition(".")[0] not in skipped
+    )
+
+
 def variable_guards(
     model: nn.Module,
     code: ReachableState,
+    arguments: Collection[Reference],
     tensors: Collection[Tensor],
     values_read: Collection[Tensor],
 ) -> tuple[VariableGuard, ...]:
-    """Guards for those of ``tensors`` that are not in ``model``, but in variables of its ``code``."""
+    """Guards for those of ``tensors`` that are not in ``model``, but in variables of its ``code``.
+
+    Or in objects among the ``arguments``.
+    """
     wanted = {id(tensor): tensor for tensor in tensors}
     for _, value in walk(module_parts(model)) if wanted else ():
         wanted.pop(id(value), None)
     looked = set(map(id, values_read))
     guards = []
-    roots = [*code.variables, *code.containers, *code.objects] if wanted else []
+    roots = [*arguments, *code.variables, *code.containers, *code.objects] if wanted else []
     for (index, *keys), value in walk(((i,), each.read()) for i, each in enumerate(roots)):
         if id(value) in wanted:
             is_read = id(value) in looked

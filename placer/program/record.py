@@ -28,9 +28,9 @@ from placer.program.failure import (
 )
 from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.forward import ForwardRun, run_forward
-from placer.program.guards import AttributeGuard, tensor_paths, variable_guards
+from placer.program.guards import AttributeGuard, object_guards, tensor_paths, variable_guards
 from placer.program.leaving import Left, written_tensor
-from placer.program.objects import Path, attribute_of, spell
+from placer.program.objects import Path, attribute_of, is_object, spell
 from placer.program.python_random import PythonRandomDraw
 from placer.program.reachable import Reference
 from placer.program.recorder import Recorder
@@ -135,6 +135,12 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
     finally:
         snapshot.restore()
     names = {node.name for node in graph.nodes}
+    objects = [
+        Reference({name: leaf}, name, leaf)
+        for name, leaf in zip(setup.bound.leaf_names, setup.bound.leaves, strict=True)
+        if is_object(leaf)
+    ]
+    changed = [each.stored.path for each in left if each.stored.root == "call"]
     made = set(map(id, recorder.made_tensors))
     held = [each.tensor for each in state if each.tensor is not None]
     found = [
@@ -157,7 +163,10 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         repeats=following.repeats,
         guards=(
             *recorder.guards(following.unread, setup.numbers),
-            *variable_guards(setup.model, setup.converter.reachable, found, recorder.tensors_read),
+            *object_guards(setup.model, objects, changed),
+            *variable_guards(
+                setup.model, setup.converter.reachable, objects, found, recorder.tensors_read
+            ),
         ),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,

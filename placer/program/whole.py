@@ -64,8 +64,11 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
             given = Snapshot(arguments_roots(bound, arguments), root="call")
             args, kwargs = place_arguments(bound, arguments)
-            leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
-            _refuse_changes([*snapshot.changes(), *given.changes()], type(model), reason)
+            try:
+                leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
+                _refuse_changes([*snapshot.changes(), *given.changes()], type(model), reason)
+            finally:
+                given.restore()
     except CaptureError:
         raise
     except Exception as error:
