@@ -1,0 +1,287 @@
+"""The table of docs/any-model.md: for every row, a model for which it is tried."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pages
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import placer
+from placer import CaptureError
+from placer.program import capture_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
+
+Case = Callable[["Inner", Tensor], Tensor]
+SCALE = torch.ones(8)
+
+
+class Inner(nn.Module):
+    """``case`` is what its forward does."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.linear, self.tied, self.rnn = nn.Linear(8, 8), nn.Linear(8, 8), nn.GRU(8, 8)
+        self.tied.weight = self.linear.weight
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.drop, self.case = nn.Dropout(), case
+        forward = self.tied.forward
+        self.tied.forward = lambda x: -forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.case(self, x)
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return -module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return None, torch.autograd.grad(ctx.module(x), x, gradient)[0] * -3
+
+
+def padded(net: Inner, x: Tensor) -> Tensor:
+    lengths = (x.flatten(1).amax(1) > 0).long() + 1
+    steps = torch.stack([x, x, x])
+    packed = pack_padded_sequence(steps, lengths, enforce_sorted=False)
+    return pad_packed_sequence(net.rnn(packed)[0])[0]
+
+
+def longest(net: Inner, x: Tensor) -> Tensor:
+    states = padded(net, x)
+    total = states[0]
+    for step in range(1, states.size(0)):
+        total = total + states[step]
+    return total
+
+
+def modes(net: Inner, x: Tensor) -> Tensor:
+    net.drop.eval()
+    x = net.drop(net.linear(x))
+    net.drop.train()
+    return net.tied(x)
+
+
+def differentiated(net: Inner, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x.detach().requires_grad_()
+        return x + torch.autograd.grad(net.linear(y).tanh().sum(), y)[0]
+
+
+def seeded(net: Inner, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return net.linear(x + torch.rand_like(x))
+
+
+def asserting(net: Inner, x: Tensor) -> Tensor:
+    assert torch.isfinite(x).all() and not torch.isnan(x).any()
+    return net.linear(x)
+
+
+def through_numpy(net: Inner, x: Tensor) -> Tensor:
+    return net.linear(x) * torch.from_numpy(x.detach().numpy() * 2)
+
+
+def called_with(net: Inner, x: Tensor) -> Tensor:
+    state = {name: 1.5 * value for name, value in net.linear.named_parameters()}
+    return torch.func.functional_call(net.linear, state, (x,))
+
+
+def scripted(net: Inner, x: Tensor) -> Tensor:
+    return net.linear(_tripled(x))
+
+
+def _script(x: Tensor) -> Tensor:
+    if x.size(0) > 4:
+        return x * 3
+    return x
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # TorchScript is deprecated
+    _tripled = torch.jit.script(_script)
+
+# What is tried for each row: a part of the model's forward. By the row's outcome, see `OUTCOMES`.
+ROWS: dict[str, list[Case]] = {
+    "`if`, `for` over shapes, flags and constants": [
+        lambda net, x: net.linear(x) if x.size(1) == 8 and net.training else x,
+        lambda net, x: sum((net.linear(x[:, :8]) for _ in range(x.dim())), x),
+    ],
+    "`if` or `assert` on the value of a tensor, `.item()`, numpy on tensors": [
+        lambda net, x: net.linear(x) if x.sum() > 0 else net.linear(-x),
+        asserting,
+        lambda net, x: net.linear(x) * x.amax().item(),
+        through_numpy,
+    ],
+    "seeding, or differentiating, inside `forward`": [seeded, differentiated],
+    "`if torch.is_grad_enabled()`": [
+        lambda net, x: net.linear(x) if torch.is_grad_enabled() else x
+    ],
+    "`if torch.is_autocast_enabled()`, `if x.requires_grad`": [
+        lambda net, x: net.linear(x) if x.requires_grad else x
+    ],
+    "constants made from numpy or lists": [
+        lambda net, x: net.linear(x) * torch.from_numpy(np.arange(8.0, dtype=np.float32)),
+        lambda net, x: net.linear(x) * torch.tensor([1.0, 2.0] * 4),
+    ],
+    "tensors in global variables, closures or objects": [lambda net, x: net.linear(x) * SCALE],
+    "packed sequences, tied parameters, `functional_call`": [
+        padded,
+        lambda net, x: net.linear(x) * net.tied(x),
+        called_with,
+    ],
+    "`if`, `for` over the length of the longest packed sequence": [longest],
+    "`train()` and `eval()` on submodules, a wrapped `forward`": [modes],
+    "a custom `autograd.Function`, also one that calls a module in its backward": [
+        lambda net, x: Negated.apply(net.linear, x)
+    ],
+    "recomputation with `torch.utils.checkpoint`": [
+        lambda net, x: checkpoint(net.linear, x, use_reentrant=False),
+        lambda net, x: net.tied(checkpoint(net.block, x, use_reentrant=False)),
+    ],
+    "functions of TorchScript": [scripted],
+    "TorchScript modules": [lambda net, x: net.scripted(x)],
+    "nested tensors": [
+        lambda net, x: torch.nested.as_nested_tensor([x, x[:1]]).to_padded_tensor(0.0)[0]
+    ],
+    '`x.to("cuda:1")`': [lambda net, x: net.linear(x.to("cuda:1"))],
+}
+
+
+def table() -> dict[str, str]:
+    """The rows of the page's table."""
+    text = (pages.ROOT / "docs" / "any-model.md").read_text(encoding="utf-8")
+    rows = text.partition("| in `forward` | what happens |\n| --- | --- |\n")[2].partition("\n\n")[
+        0
+    ]
+    return {
+        cells[1].strip(): cells[2].strip() for row in rows.splitlines() if (cells := row.split("|"))
+    }
+
+
+def model(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Inner(case), nn.Linear(8, 8))
+
+
+def assert_equal(placed: nn.Module, case: Case, rows: int = 4) -> None:
+    """Compare with the plain model on new inputs: results and gradients."""
+    plain, x = model(case), torch.randn(rows, 8)
+    results = []
+    for module in (placed, plain):
+        module.zero_grad()
+        torch.manual_seed(1)
+        results.append(module(x))
+        if results[-1].requires_grad:
+            results[-1].square().sum().backward()
+    assert torch.allclose(*results, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(placed.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.allclose(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
+def compiled(case: Case) -> placer.PlacedModule:
+    spec = {"devices": ["cuda:0", "cuda:1"], "layers": {"0": "cuda:0", "2": "cuda:1"}}
+    return placer.compile(model(case), spec, torch.randn(4, 8), run_on="cpu")
+
+
+def whole_layers(case: Case) -> list[str]:
+    return [each.layer for each in capture_model(model(case), (torch.randn(4, 8),)).whole_modules]
+
+
+def is_recorded(case: Case) -> None:
+    assert not whole_layers(case)
+    placed = compiled(case)
+    for rows in (4, 4, 6):
+        assert_equal(placed, case, rows)
+
+
+def uses_the_present(case: Case) -> None:
+    assert not whole_layers(case)
+    placed = compiled(case)
+    for _ in range(2):
+        SCALE.add_(1)
+        assert_equal(placed, case)
+
+
+def stays_whole(case: Case) -> None:
+    assert whole_layers(case) == ["1"]
+    placed = compiled(case)
+    for _ in range(2):
+        assert_equal(placed, case)
+
+
+def part_stays_whole(case: Case) -> None:
+    (layer,) = whole_layers(case)
+    assert layer in ("1", "1.block")
+    placed = compiled(case)
+    for _ in range(2):
+        assert_equal(placed, case)
+
+
+def for_each_answer(case: Case) -> None:
+    placed = compiled(case)
+    assert_equal(placed, case)
+    with torch.no_grad():
+        assert_equal(placed, case)
+    assert_equal(placed, case)
+
+
+def uses_the_first(case: Case) -> None:
+    frozen = nn.Sequential(Inner(case))
+    placed = placer.compile(frozen, {"devices": ["cpu"]}, torch.randn(4, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    assert torch.equal(placed(x), x) and not torch.equal(frozen(x), x)
+
+
+def is_an_error(case: Case) -> None:
+    given = model(case)
+    if "scripted" in case.__code__.co_names:
+        given[1].scripted = torch.jit.script(nn.Linear(8, 8))
+    with pytest.raises(CaptureError, match=r"TorchScript|test_any_model.py:"):
+        placer.compile(given, {"devices": ["cpu"]}, torch.randn(4, 8))
+
+
+OUTCOMES: dict[str, Callable[[Case], None]] = {
+    "recorded": is_recorded,
+    "recorded as constants": is_recorded,
+    "recorded as one operation": is_recorded,
+    "recorded, with its backward": is_recorded,
+    "recorded; each call uses the present ones": uses_the_present,
+    "recorded for each answer": for_each_answer,
+    "that module stays whole": stays_whole,
+    "what is recomputed stays whole": part_stays_whole,
+    "the answer of the first call is used for all": uses_the_first,
+    "an error": is_an_error,
+    "an error that names the line; see below": is_an_error,
+}
+
+
+def test_every_row_is_tried() -> None:
+    assert list(table()) == list(ROWS)
+    assert set(table().values()) <= set(OUTCOMES)
+
+
+@pytest.mark.parametrize(
+    ("row", "index"),
+    [(row, i) for row, cases in ROWS.items() for i in range(len(cases))],
+    ids=lambda part: re.sub(r"\W+", " ", str(part)).strip(),
+)
+def test_what_happens_is_what_the_row_says(row: str, index: int) -> None:
+    OUTCOMES[table()[row]](ROWS[row][index])
