@@ -501,7 +501,8 @@ def without_torch_function() -> AbstractContextManager[object]:
 
 def function_modes() -> list[TorchFunctionMode]:
     """The torch-function modes that are in force, the outermost first. A backward has none of them."""
-    return _get_current_function_mode_stack()
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    return modes
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

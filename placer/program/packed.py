@@ -63,7 +63,8 @@ def _by_step(data: Tensor, steps: int, batch: int | None) -> Tensor:
     missing = steps * batch - data.size(0)
     if missing:
         data = pad_tensor(data, (*[0, 0] * (data.dim() - 1), 0, missing))
-    return data.unflatten(0, (steps, batch))
+    by_step: Tensor = data.unflatten(0, (steps, batch))
+    return by_step
 
 
 PACKING: dict[str, Callable[..., tuple[Tensor, list[int]]]] = {
