@@ -324,6 +324,7 @@ class PlacedModule(nn.Module):
                         inputs=state.inputs(staged, inputs, position),
                         target=targets[position] if targets else None,
                         counted=counts[position] if counts else None,
+                        numbers=call.leaves_by_name,
                     )
                 )
         return runs
@@ -531,7 +532,8 @@ class PlacedModule(nn.Module):
         """The weighted loss of one micro-batch, whose last stage returned ``output`` and ``left`` behind."""
         call, place = given.replica.staged.call, given.replica.output_place
         if self._forward_hooks:
-            output = run_forward_hooks(self, *rebuild_call(call, given.leaves), output)
+            args, kwargs = rebuild_call(call, given.leaves, given.numbers)
+            output = run_forward_hooks(self, args, kwargs, output)
         target = given.target
         if not is_on(place.device, target):
             target = transfer(target, CALLER, place)

@@ -127,6 +127,7 @@ def take_share(
             leaves=slices[position],
             target=targets[index],
             counted=counts[index],
+            numbers=called.leaves_by_name,
         )
         for index, position in enumerate(own)
     ]
