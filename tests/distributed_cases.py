@@ -26,6 +26,7 @@ from placer.executor.distributed.failures.broadcast import failure_told
 from placer.executor.distributed.job.assignment import find_job
 from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
+from placer.executor.distributed.partial import runtime_of_rank
 from placer.executor.place import CALLER
 from placer.program import Program, capture_model
 from placer.simulation.ranks import RankLedger
@@ -147,7 +148,8 @@ def _compile_all(
     with failure_told(job) as failures:
         trained = [launch(model, program, plan, job, failures=failures) for plan in plans]
     for placed in trained[1:]:
-        placed._finder = trained[0]._finder  # the stages are the same, and so is what crosses
+        # The stages are the same, and so is what crosses.
+        runtime_of_rank(placed).finder = runtime_of_rank(trained[0]).finder
     return trained
 
 
@@ -676,7 +678,7 @@ def list_part(spec: placer.PlacementSpec) -> dict[str, list[str]]:
     placed = placer.compile(models.ConvNet(), spec, torch.randn(4, 1, 8, 8))
     return {
         "modules": [name for name, _ in placed.named_children()],
-        "owned": sorted(placed.owned_names),
+        "owned": sorted(runtime_of_rank(placed).owned_names),
     }
 
 
@@ -700,7 +702,7 @@ def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
     placed = placer.compile(models.ConvNet(), spec, x)
     placed.load_state_dict(state)
     own = placed.state_dict()
-    assert own.keys() == placed.tensor_names.keys()
+    assert own.keys() == runtime_of_rank(placed).tensor_names.keys()
     for name, tensor in own.items():
         assert torch.equal(tensor, state[name])
     old = nn.Sequential(Versioned(4, 4), Versioned(4, 4))
