@@ -678,7 +678,7 @@ def list_part(spec: placer.PlacementSpec) -> dict[str, list[str]]:
     placed = placer.compile(models.ConvNet(), spec, torch.randn(4, 1, 8, 8))
     return {
         "modules": [name for name, _ in placed.named_children()],
-        "owned": sorted(runtime_of_rank(placed).owned_names),
+        "owned": sorted(placed.owned_names),
     }
 
 
@@ -702,7 +702,7 @@ def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
     placed = placer.compile(models.ConvNet(), spec, x)
     placed.load_state_dict(state)
     own = placed.state_dict()
-    assert own.keys() == runtime_of_rank(placed).tensor_names.keys()
+    assert own.keys() == placed.tensor_names.keys()
     for name, tensor in own.items():
         assert torch.equal(tensor, state[name])
     old = nn.Sequential(Versioned(4, 4), Versioned(4, 4))

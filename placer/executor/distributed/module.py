@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -53,6 +53,16 @@ class DistributedModule(PartialModule):
     def stage_indices(self) -> tuple[int, ...]:
         """The stages that this rank runs."""
         return runtime_of_rank(self).stage_indices
+
+    @property
+    def tensor_names(self) -> Mapping[str, str]:
+        """For each name of a tensor on this rank, the first of the tensor's names in the model."""
+        return runtime_of_rank(self).tensor_names
+
+    @property
+    def owned_names(self) -> frozenset[str]:
+        """The first names of the tensors that this rank saves; each has one owner in the job."""
+        return runtime_of_rank(self).owned_names
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; if it has none, an empty one, because optimizers require one."""
