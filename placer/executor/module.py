@@ -66,6 +66,11 @@ class PlacedModule(nn.Module):
         """The device of results: that of the first replica's last stage; under torchrun, the rank's own."""
         return runtime_of(self).output_device
 
+    @property
+    def own_share(self) -> tuple[int, int]:
+        """``(index, number of shares)``: which share of a batch's rows this process loads."""
+        return runtime_of(self).own_share
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
 

@@ -96,7 +96,7 @@ def launch(
             ownership=ownership,
             assignment=assignment,
             device=device,
-            mesh=make_mesh(plan, assignment, device),
+            mesh=make_mesh(assignment, device),
             name=name,
         )
         return make_distributed(runtime)

@@ -97,9 +97,8 @@ class PartialModule(PlacedModule):
         """``error``, extended by the ranks of this replica that have the model's part at ``path``."""
         runtime = runtime_of_rank(self)
         assignment = runtime.assignment
-        first = assignment.rank - assignment.device_index
         ranks = [
-            first + index
+            assignment.grid.rank(dp=assignment.replica_index, pp=index)
             for index, names in enumerate(runtime.ownership.names)
             if any(f"{name}.".startswith(f"{path}.") for name in names)
         ]

@@ -95,7 +95,7 @@ class DistributedRuntime(Runtime):
         )
         # Those of the whole model; this rank's part cannot be captured.
         self.calls = self.finder.calls
-        groups = make_groups(mesh, ownership, device)
+        groups = make_groups(mesh, assignment.grid, ownership, device)
         connect(groups, find_pairs(staged, assignment.device_of), device)
         self._connection = Connection(
             groups,
@@ -384,7 +384,7 @@ class DistributedRuntime(Runtime):
     ) -> CallCheck:
         return CallCheck(
             called,
-            num_devices=self.assignment.num_devices,
+            grid=self.assignment.grid,
             readers=readers,
             last_device=self._last_device,
             world=self.process_groups.world,
