@@ -26,7 +26,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """``replicas`` x ``devices`` x ``shards`` ranks, numbered along ``order``: its last axis is the inner one.
+    """``replicas`` x ``devices`` x ``shards`` ranks, numbered along ``order``, whose last axis is inner.
 
     >>> grid = Grid(replicas=2, devices=3)
     >>> grid.rank(dp=1, pp=2)
