@@ -17,7 +17,7 @@ from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.device_map import map_devices
 from placer.executor.distributed.job.assignment import Job, find_job
 from placer.executor.loss.call import require_function
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, check_names
 from placer.executor.place_model import place_model
 from placer.plan.check import check_pinned, check_plan, require_fit
 from placer.plan.types import Plan
@@ -100,6 +100,9 @@ def compile(
     def plan_here() -> tuple[Program, Plan]:
         wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
         require("running" if job is None else "a process per device")
+        _refuse_placed(model)
+        if isinstance(model, nn.Module):
+            check_names(model)
         program, leaves = _capture(
             model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
         )

@@ -18,7 +18,7 @@ from placer.api import SpecSource, compile, example_call
 from placer.cost import find_loss, mean_square
 from placer.emit import StagedModel
 from placer.errors import PlacerError
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, runtime_of
 from placer.executor.place import CALLER
 from placer.executor.scatter import ScatteredBatch, join_results, scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
@@ -245,14 +245,14 @@ def _run_plain(
     Also returns the number of slices, which is lower than the plan's if the batch has few rows.
     """
     args, kwargs = _fresh((args, kwargs))
-    call, plan = placed.staged.call, placed.plan
+    call, plan = runtime_of(placed).staged.call, placed.plan
     leaves = flatten_call(call, args, kwargs)
     batch = scatter_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
     if batch.total is None or plan.replicas * plan.microbatches == 1:
         output = _call_plain(plain, args, kwargs, plan.precision)
     else:
         statistics = DeferredStatistics() if defers_statistics(plan) else None
-        output = _run_slices(plain, placed.staged, batch, statistics, plan.precision)
+        output = _run_slices(plain, runtime_of(placed).staged, batch, statistics, plan.precision)
     loss = loss_fn(output)
     loss.backward()
     return _collect(plain, output, loss, (args, kwargs)), len(batch.slices)

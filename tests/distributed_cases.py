@@ -26,6 +26,7 @@ from placer.executor.distributed.failures.broadcast import failure_told
 from placer.executor.distributed.job.assignment import find_job
 from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
+from placer.executor.distributed.partial import runtime_of_rank
 from placer.executor.place import CALLER
 from placer.program import Program, capture_model
 from placer.simulation.ranks import RankLedger
@@ -147,7 +148,8 @@ def _compile_all(
     with failure_told(job) as failures:
         trained = [launch(model, program, plan, job, failures=failures) for plan in plans]
     for placed in trained[1:]:
-        placed._finder = trained[0]._finder  # the stages are the same, and so is what crosses
+        # The stages are the same, and so is what crosses.
+        runtime_of_rank(placed).finder = runtime_of_rank(trained[0]).finder
     return trained
 
 
@@ -332,6 +334,8 @@ def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, group: Any = None, **options: Any) -> Any:
+            if len(args) > 2:  # the probe of a rank that waits for others, in compile
+                return function(*args, **options)
             other = options.get("group_dst", options.get("group_src"))
             used[None if group is None else group.group_name, other] = None
             return function(*args, group=group, **options)

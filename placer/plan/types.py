@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
+from placer.grid import Grid
 from placer.regions.types import Region
 from placer.schedule import ranks_of
 from placer.spec.fields import (
@@ -293,9 +294,14 @@ class Plan:
         return ranks_of([stage.devices[0] for stage in self.stages])
 
     @property
+    def grid(self) -> Grid:
+        """The grid of the devices, one rank each."""
+        return Grid(replicas=self.replicas, devices=max(self.device_of) + 1)
+
+    @property
     def num_devices(self) -> int:
         """The number of devices of a replica."""
-        return max(self.device_of) + 1
+        return self.grid.devices
 
     @property
     def tightest(self) -> DevicePeak:

@@ -43,6 +43,7 @@ from placer.program.call import (
 )
 from placer.program.capture import capture_model
 from placer.program.copying import copy_module, tensors_of
+from placer.program.failure import MethodNotCaptured
 from placer.program.fake import FakeConverter
 from placer.program.guards import (
     AttributeGuard,
@@ -98,6 +99,7 @@ __all__ = [
     "Conditions",
     "FakeConverter",
     "IgnoreDeviceMoves",
+    "MethodNotCaptured",
     "Path",
     "Program",
     "Rows",

@@ -27,6 +27,7 @@ from placer.program.failure import (
     describe,
     end_frames,
     locate_function,
+    method_not_captured,
     with_own_lines,
 )
 from placer.program.fake import FakeConverter, Guess
@@ -187,7 +188,7 @@ class _Capture:
             if "" in self.whole:
                 whole = self.whole[""]
                 if setup.bound.method != "forward":
-                    raise _not_captured(setup.bound.method, whole.reason, whole.location)
+                    raise method_not_captured(setup.bound.method, whole.reason, whole.location)
                 location = f", {whole.location}" if whole.location else ""
                 return record_whole(setup, inputs, whole.reason + location)
             with replaced_state(setup, self.held, held):
@@ -517,14 +518,6 @@ def _assemble(
         notes=(capture.mixing_note,) if capture.mixing_note else (),
         stored=recording.stored,
         state=capture.state(recording),
-    )
-
-
-def _not_captured(method: str, reason: str, location: str) -> CaptureError:
-    return CaptureError(
-        method,
-        f"this method cannot be captured: {reason}" + (f" ({location})" if location else ""),
-        "move the code that cannot be captured into a submodule, or let forward do what it does",
     )
 
 

@@ -71,6 +71,8 @@ def run_forward(
                 result = recorder.call_encoder(type(model).forward, model, args, kwargs)
             else:
                 result = getattr(model, bound.method)(*args, **kwargs)
+        if bound.method != "forward" and recorder.calls_model:
+            raise TraceFailure("", "it calls the model itself", "")
         leaves, form = flatten_result(result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat))
         with without_torch_function():
             shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]

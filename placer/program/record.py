@@ -25,6 +25,7 @@ from placer.program.failure import (
     end_frames,
     leads_to,
     locate,
+    method_not_captured,
 )
 from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.forward import ForwardRun, run_forward
@@ -181,6 +182,25 @@ def run_once(
 ) -> ForwardRun:
     """Run and record the model once; ``before`` has its state. The model keeps what forward changes."""
     recorder = setup.recorder()
+    try:
+        return _run(recorder, setup, inputs, before, locate_draws=locate_draws)
+    except TraceFailure as failure:
+        method = setup.bound.method
+        if method == "forward" or failure.layer:
+            raise
+        raise method_not_captured(
+            method, failure.reason, failure.location, calls_layers=recorder.calls_layers
+        ) from failure.__cause__
+
+
+def _run(
+    recorder: Recorder,
+    setup: Setup,
+    inputs: Sequence[Tensor],
+    before: Snapshot,
+    *,
+    locate_draws: bool,
+) -> ForwardRun:
     recorder.locate_draws = locate_draws
     given = setup.converter.copies(inputs)
     try:

@@ -146,6 +146,8 @@ class Recorder(TorchFunctionMode):
         self.modes = Modes(True, False, ())  # those in which the run began
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
         self.reentrant: Sequence[Any] | None = None  # inputs of the reentrant checkpoint we are in
+        self.calls_model = False  # has a method of the model called the model?
+        self.calls_layers = False  # has it called layers before that?
         self.checkpointed: dict[str, str] = {}  # path of a checkpointed module -> source line
         # Constants whose values forward read -> module and line, and the model's tensors for them.
         self.values_read: dict[fx.Node, tuple[str, str]] = {}
@@ -368,8 +370,9 @@ class Recorder(TorchFunctionMode):
         if path is None:  # constructed in forward, such as nn.Softmax(dim=1)(x): part of its caller
             return original(module, *args, **kwargs)
         if not path:
-            with self.refusing():
-                raise Untraceable("it calls the model itself")
+            self.calls_model = True
+        elif not self.calls_model:
+            self.calls_layers = True
         leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable)
         checkpointed = not leaf and self.checkpointing() is not None
         whole = path in self.whole or checkpointed

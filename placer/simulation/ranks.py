@@ -140,7 +140,7 @@ def rank_timelines(
     once = once and not any(leaf.requires_grad for leaf in replica.leaves)
     names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
     for index, name in enumerate(names):
-        job = Job(rank=index, world_size=plan.replicas * len(names), local_rank=0)
+        job = Job(rank=index, world_size=plan.grid.size, local_rank=0)
         timeline = replica.run_rank(
             assign_rank(plan, job),
             run_on or name,

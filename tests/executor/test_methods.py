@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -40,6 +41,13 @@ class Coder(nn.Module):
     def peek(self, x: Tensor) -> Tensor:
         return self.enc(x) if x.sum() > 0 else -self.enc(x)
 
+    def mixed(self, x: Tensor) -> Tensor:
+        return self(self.enc(x)[:, :6])
+
+    def late(self, x: Tensor) -> Tensor:
+        found: Tensor = self.enc(x)
+        return found if found.sum() > 0 else -found
+
     def forward(self, x: Tensor) -> Tensor:
         mean, log = self.encode(x)
         return self.decode(mean * log.exp())["image"]
@@ -70,6 +78,36 @@ def test_methods_run_on_the_placed_stages(spec: dict[str, Any]) -> None:
         torch.testing.assert_close(placed(inputs), plain(inputs))
 
 
+def test_methods_that_call_no_layers_before_they_look_at_values_run_as_they_were_written() -> None:
+    placed, plain, x = _pair(SPLIT)
+    for inputs in (x, -x):
+        torch.testing.assert_close(placed.sample_twice(inputs), plain.sample_twice(inputs))
+        torch.testing.assert_close(placed.peek(inputs), plain.peek(inputs))
+
+
+def test_a_placed_model_is_one_of_the_models_class() -> None:
+    placed, plain, x = _pair(STAGES)
+    assert isinstance(placed, Coder)
+    assert isinstance(placed, placer.PlacedModule)
+    assert type(placed).__name__ == "Coder"
+    assert type(type(placed)()) is Coder
+    placed.note = "set on the placed module"
+    for other in (copy.deepcopy(placed), pickle.loads(pickle.dumps(placed))):
+        assert type(other) is type(placed)
+        assert other.note == placed.note
+        other.note = "another"
+        torch.testing.assert_close(other(x), plain(x))
+    assert placed.note == "set on the placed module"
+
+
+def test_a_name_of_ours_in_the_class_is_an_error() -> None:
+    class Steps(Coder):
+        def step(self) -> None: ...
+
+    with pytest.raises(placer.CaptureError, match=r"Steps\.step: placed modules have an attribute"):
+        placer.compile(Steps(), STAGES, torch.randn(8, 6), run_on="cpu")
+
+
 def test_a_method_keeps_its_name_and_documentation() -> None:
     placed, _, _ = _pair(STAGES)
     assert placed.encode.__name__ == "encode"
@@ -79,12 +117,12 @@ def test_a_method_keeps_its_name_and_documentation() -> None:
 
 def test_a_method_that_cannot_be_captured_is_an_error_that_names_the_line() -> None:
     placed, plain, x = _pair(STAGES)
+    with pytest.raises(placer.CaptureError, match=r"mixed: .* calls the model itself"):
+        placed.mixed(x)
     with pytest.raises(
-        placer.CaptureError, match=r"peek: .*value of a tensor \(.*test_methods.py:4"
+        placer.CaptureError, match=r"late: .*value of a tensor \(.*test_methods.py:4"
     ):
-        placed.peek(x)
-    with pytest.raises(placer.CaptureError, match=r"sample_twice: .* calls the model itself"):
-        placed.sample_twice(x)
+        placed.late(x)
     with pytest.raises(placer.CaptureError, match=r"encode has no argument 'scal'(.|\n)*'scale'"):
         placed.encode(x, scal=1.0)
     with pytest.raises(placer.CaptureError, match=r"encode, scale: is an object of type object"):

@@ -178,3 +178,14 @@ def test_numbers_in_both_modes() -> None:
     for value in (0.5, 0.75, 2.0, 3.0, 0.25, 1.5):
         for mode in (True, False):
             torch.testing.assert_close(placed.train(mode)(x, value), plain.train(mode)(x, value))
+
+
+def test_hooks_get_the_numbers_of_the_call() -> None:
+    model = Net(ARITHMETIC["product"])
+    x, seen = torch.randn(4, 6), list[float]()
+    placed = placer.compile(model, STAGES, (x, 0.5), run_on="cpu")
+    placed.register_forward_hook(lambda module, args, out: seen.append(args[1]))
+    for value in (0.5, 0.75, 1.5):
+        placed.step(x, value, loss_fn=lambda out: out.square().mean())
+        placed(x, value)
+    assert seen == [0.5, 0.5, 0.75, 0.75, 1.5, 1.5]

@@ -17,7 +17,7 @@ from torch import nn
 import placer
 from placer.catalogue import CATALOGUE, PeakMemory, Profile
 from placer.cli.profile import _memory_table, memory_rows
-from placer.executor.module import PlacedModule
+from placer.executor.runtime import Runtime
 from placer.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import memory
 from placer.profiling.memory import ComparedMemory, compare_memory
@@ -59,15 +59,15 @@ def test_peaks_are_of_the_steps_and_beside_the_plans(
     program = capture_model(model, (x,))
     fake = Torch(monkeypatch, expandable=expandable)
     steps: list[str] = []
-    for name in ("step_leaves", "run_leaves"):
-        run = getattr(PlacedModule, name)
+    for name in ("step_leaves", "call_leaves"):
+        run = getattr(Runtime, name)
 
         def noted(placed: Any, leaves: Any, run: Any = run, name: str = name, **given: Any) -> Any:
             if type(leaves[0]) is torch.Tensor:  # not in the plan's dry run
                 steps.append(name)
             return run(placed, leaves, **given)
 
-        monkeypatch.setattr(PlacedModule, name, noted)
+        monkeypatch.setattr(Runtime, name, noted)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     found = compare_memory(
         program, model, flatten_call(program.call, (x,), {}),
@@ -77,7 +77,7 @@ def test_peaks_are_of_the_steps_and_beside_the_plans(
     assert fake.asked.index("empty_cache") < fake.asked.index("memory_reserved")
     assert fake.asked.index("memory_reserved") < fake.asked.index("reset_peak_memory_stats")
     assert fake.asked.index("reset_peak_memory_stats") < fake.asked.index("max_memory_reserved")
-    assert steps == ["step_leaves" if training else "run_leaves"] * 3
+    assert steps == ["step_leaves" if training else "call_leaves"] * 3
     allocator = "expandable" if expandable else "default"
     spec = {"devices": [{"name": "cuda:0", "allocator": allocator}], "training": training}
     assert found.predicted == placer.make_plan(model, spec, (x,)).devices[0]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from placer.errors import DeviceError, PlacerError
 from placer.executor.device_map import SimulatedDeviceWarning, device_count, torch_type
+from placer.grid import Grid
 from placer.plan.types import Plan
 
 
@@ -27,24 +28,29 @@ class Job:
 class RankAssignment:
     """What one rank runs of a plan. ``device_of[stage]`` is the index of a stage's device in a replica."""
 
-    replica_index: int
-    device_index: int
+    rank: int  # in the job
+    grid: Grid
     device_of: tuple[int, ...]
+
+    @property
+    def replica_index(self) -> int:
+        """The replica that the rank belongs to."""
+        return self.grid.coordinates(self.rank).dp
+
+    @property
+    def device_index(self) -> int:
+        """The device of the replica that the rank is."""
+        return self.grid.coordinates(self.rank).pp
 
     @property
     def num_devices(self) -> int:
         """The number of devices of a replica."""
-        return max(self.device_of) + 1
+        return self.grid.devices
 
     @property
     def stage_indices(self) -> tuple[int, ...]:
         """The stages that this rank runs."""
         return tuple(s for s, device in enumerate(self.device_of) if device == self.device_index)
-
-    @property
-    def rank(self) -> int:
-        """The rank in the job."""
-        return self.replica_index * self.num_devices + self.device_index
 
 
 def find_job() -> Job | None:
@@ -71,27 +77,17 @@ def _is_launched() -> bool:
 
 
 def assign_rank(plan: Plan, job: Job) -> RankAssignment:
-    """The assignment of this rank: rank ``r * P + p`` is device ``p`` of replica ``r``.
-
-    ``P`` is the number of devices of a replica. Raises ``PlacerError`` if the job does not have one
-    process per device.
-    """
-    num_devices = plan.num_devices
-    needed = plan.replicas * num_devices
-    if job.world_size != needed:
+    """The assignment of this rank. Raises ``PlacerError`` if the job has not one process per device."""
+    grid = plan.grid
+    if job.world_size != grid.size:
         raise PlacerError(
             "world size",
-            f"the job has {job.world_size} processes, the plan needs {needed}: {plan.replicas} "
-            f"replicas x {num_devices} devices, one process each",
-            f"torchrun with {needed} processes in all (--nproc-per-node, --nnodes), or change "
+            f"the job has {job.world_size} processes, the plan needs {grid.size}: {grid.replicas} "
+            f"replicas x {grid.devices} devices, one process each",
+            f"torchrun with {grid.size} processes in all (--nproc-per-node, --nnodes), or change "
             "devices and replicas of the spec",
         )
-    replica_index, device_index = divmod(job.rank, num_devices)
-    return RankAssignment(
-        replica_index=replica_index,
-        device_index=device_index,
-        device_of=plan.device_of,
-    )
+    return RankAssignment(rank=job.rank, grid=grid, device_of=plan.device_of)
 
 
 def choose_device(plan: Plan, job: Job, run_on: str | None) -> torch.device:

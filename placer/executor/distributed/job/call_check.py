@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import PlacerError
+from placer.grid import Grid
 
 Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
 _METHODS: tuple[Method, ...] = get_args(Method)
@@ -97,7 +98,7 @@ class CallCheck:
     if the calls do not match, every rank raises the same ``PlacerError``, in place of any exception of
     the block. That is the case if ranks make different calls, if any rank has found a fault, or if
     ``count`` refuses the rows of the replicas. The number of rows and the shapes of inputs must be the
-    same on all ranks, or with ``own_rows`` on all ranks of a replica (``num_devices`` each).
+    same on all ranks, or with ``own_rows`` on all ranks of a replica of the ``grid``.
 
     ``readers`` has for each of the model's inputs the devices of a replica whose stages read it;
     ``last_device`` is the device that computes losses. The values of inputs are compared by a sample.
@@ -110,7 +111,7 @@ class CallCheck:
         self,
         called: CallDescription,
         *,
-        num_devices: int,
+        grid: Grid,
         readers: Mapping[str, Sequence[int]],
         last_device: int,
         world: dist.ProcessGroup,
@@ -118,7 +119,7 @@ class CallCheck:
         count: Callable[[Sequence[int]], int | None] | None = None,
     ) -> None:
         self._called = called
-        self._num_devices = num_devices
+        self._grid = grid
         self._readers = readers
         self._last_device = last_device
         self._world = world
@@ -172,11 +173,11 @@ class CallCheck:
         _compare(options, method, f"has other options ({given})", _REMEDY)
         _compare(own_rows, "own_rows", "is different", _REMEDY)
         _compare(training, "mode (placed.train(), placed.eval())", "is different", _REMEDY)
-        whole = self._num_devices if self._called.own_rows else len(ranks)
-        for first in range(0, len(ranks), whole):
-            part = slice(first, first + whole)
-            _compare(rows[part], "batch", "has another number of rows", _SAME_BATCH, first)
-            _compare(shapes[part], "inputs", "have other shapes or types", _SAME_BATCH, first)
+        replicas = self._grid.groups("pp")
+        alike = replicas if self._called.own_rows else self._grid.groups("dp", "pp")
+        for group in alike:
+            _compare(rows, "batch", "has another number of rows", _SAME_BATCH, group)
+            _compare(shapes, "inputs", "have other shapes or types", _SAME_BATCH, group)
         if not self._called.fits:  # all ranks make the same call, so they all come here
             more, work = self._exchange(self._called.input_numbers())
             self._wait(work)
@@ -197,34 +198,34 @@ class CallCheck:
             faulty = name_ranks([r for r, fault in enumerate(faults) if fault])
             raise PlacerError(method, f"was refused on {faulty}", "see the error of that rank")
         for name, samples in zip(inputs, values, strict=True):
-            for first in range(0, len(ranks), self._num_devices):
-                self._compare_samples(name, samples, targets, first)
+            for group in replicas:
+                self._compare_samples(name, samples, targets, group)
         counts = [_from_bits(bits) for bits in counted if bits != _NOTHING]
         if counts:  # one per replica; without ``own_rows`` all replicas have the same target
             self.counted = sum(counts) if self._called.own_rows else counts[0]
         rank = dist.get_rank(self._world)
-        first = rank - rank % whole
+        first = next(group[0] for group in alike if rank in group)
         if any(samples[rank] != samples[first] for samples in values):
             warnings.warn(
                 f"rank {rank} was given other inputs than rank {first}: {_SAME_BATCH}", stacklevel=5
             )
-        return list(rows[:: self._num_devices])
+        return [rows[group[0]] for group in replicas]
 
     def _compare_samples(
-        self, name: str, samples: Sequence[int], targets: Sequence[int], first: int
+        self, name: str, samples: Sequence[int], targets: Sequence[int], ranks: Sequence[int]
     ) -> None:
         """Raise ``PlacerError`` if the replica would compute with rows of different batches.
 
-        ``first`` is the first rank of the replica. This is certain if ranks that read the input have
+        ``ranks`` are those of the replica's devices. This is certain if ranks that read the input have
         different values of it, or if the rank that computes losses has another input and another target
         than a rank that reads the input. (A tensor with only one value may be a placeholder for an
         input that the rank does not use, so it is not compared.)
         """
-        readers = [first + device for device in self._readers[name]]
+        readers = [ranks[device] for device in self._readers[name]]
         if not readers:
             return
         odd = [rank for rank in readers if samples[rank] != samples[readers[0]]]
-        last = first + self._last_device
+        last = ranks[self._last_device]
         if last not in readers and all(
             given[last] != given[readers[0]] and _varies(given[last]) and _varies(given[readers[0]])
             for given in (samples, targets)
@@ -247,9 +248,16 @@ def _compare_methods(methods: Sequence[str]) -> None:
         raise PlacerError("call", f"is not the same on all ranks: {said}", _REMEDY)
 
 
-def _compare(values: Sequence[int], what: str, problem: str, remedy: str, first: int = 0) -> None:
-    """Raise ``PlacerError`` if ``values``, of the ranks from ``first`` on, are not all equal."""
-    odd = [first + i for i, value in enumerate(values) if value != values[0]]
+def _compare(
+    values: Sequence[int],
+    what: str,
+    problem: str,
+    remedy: str,
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Raise ``PlacerError`` if the ``values`` of these ranks, or of all, are not equal."""
+    first, *others = range(len(values)) if ranks is None else ranks
+    odd = [rank for rank in others if values[rank] != values[first]]
     if odd:
         raise PlacerError(what, f"{problem} on {name_ranks(odd)} than on rank {first}", remedy)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import abort_group, default_timeout
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.ownership import Ownership
-from placer.plan.types import Plan
+from placer.grid import Grid
 
 _T = TypeVar("_T")
 _UNUSED_TAG = 2**31 - 1  # the tag of a message that nobody sends
@@ -46,37 +46,30 @@ class Groups:
         return list(dict.fromkeys((self.world, self.pp, self.dp, *self.tied.values())))
 
 
-def make_mesh(plan: Plan, assignment: RankAssignment, device: torch.device) -> DeviceMesh:
+def make_mesh(assignment: RankAssignment, device: torch.device) -> DeviceMesh:
     """The mesh of replicas x devices; a collective call."""
-    ranks = torch.arange(plan.replicas * assignment.num_devices).view(
-        plan.replicas, assignment.num_devices
-    )
-    columns = [_make_group(column, device) for column in ranks.T.tolist()]
-    rows = [_make_group(row, device) for row in ranks.tolist()]
-    own = [columns[assignment.device_index], rows[assignment.replica_index]]
+    grid = assignment.grid
+    columns = {ranks: _make_group(ranks, device) for ranks in grid.groups("dp")}
+    rows = {ranks: _make_group(ranks, device) for ranks in grid.groups("pp")}
+    own = [columns[grid.group(assignment.rank, "dp")], rows[grid.group(assignment.rank, "pp")]]
+    ranks = torch.arange(grid.size).view(grid.replicas, grid.devices)
     return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=("dp", "pp"))
 
 
-def make_groups(mesh: DeviceMesh, ownership: Ownership, device: torch.device) -> Groups:
+def make_groups(mesh: DeviceMesh, grid: Grid, ownership: Ownership, device: torch.device) -> Groups:
     """The groups of ``mesh``, and those for tied weights; a collective call.
 
     If the mesh has only one row or column, that is also the world group, which saves threads.
     """
-    replicas, num_devices = mesh.shape
     dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
-    if num_devices == 1:
+    if grid.devices == 1:
         world = dp
-    elif replicas == 1:
+    elif grid.replicas == 1:
         world = pp
     else:
-        world = _make_group(range(replicas * num_devices), device)
+        world = _make_group(range(grid.size), device)
     shared = sorted({holders for holders in ownership.holders.values() if len(holders) > 1})
-    tied = {
-        holders: _make_group(
-            [r * num_devices + d for r in range(replicas) for d in holders], device
-        )
-        for holders in shared
-    }
+    tied = {holders: _make_group(grid.ranks_of(holders), device) for holders in shared}
     return Groups(dp=dp, pp=pp, world=world, tied=tied)
 
 

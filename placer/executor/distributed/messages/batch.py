@@ -127,6 +127,7 @@ def take_share(
             leaves=slices[position],
             target=targets[index],
             counted=counts[index],
+            numbers=called.leaves_by_name,
         )
         for index, position in enumerate(own)
     ]
@@ -174,7 +175,7 @@ def gather_result(
     gathered = []
     for row in range(len(batch.rows)):
         replica = assignment.replica_index if own_rows else row
-        source = replica * assignment.num_devices + assignment.device_of[-1]
+        source = assignment.grid.rank(dp=replica, pp=assignment.device_of[-1])
         for index, position in enumerate(batch.of_replica(row)):
             crossings = finder.find(call, batch.slices[position], grad=grad)
             given = results.leaves.get(index) if source == assignment.rank else None

@@ -25,7 +25,7 @@ class Microbatch:
 
     ``leaves`` are all inputs of the model, on the devices where the caller has them; ``inputs`` are
     those that the stages of this rank read, by name. ``counted`` is what the loss's normalizer counts
-    in ``target``.
+    in ``target``. ``numbers`` are leaves of the call by name.
     """
 
     inputs: Mapping[str, Tensor]
@@ -34,6 +34,7 @@ class Microbatch:
     leaves: Sequence[Tensor] = ()
     target: Any = None
     counted: float | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 LossOf = Callable[[PlacedMicrobatch, Any, Sequence[Any]], Tensor]
@@ -162,4 +163,5 @@ class Pipeline:
             },
             target=given.target,
             counted=given.counted,
+            numbers=given.numbers,
         )
