@@ -6,7 +6,10 @@ Start reading at `capture`, which records the model and checks the graph.
 record, recorder, writer   run the model once, intercept every call, write the graph
 watch, sizes,              intercept what torch's own hooks miss: module calls, arithmetic on sizes
 size_recorder
-whole, leaves              modules (or a whole model) that become a single node
+whole, leaves,             modules (or a whole model) that become a single node
+single_node
+encoder                    what torch's ``TransformerEncoder`` does without gradients
+checks                     what a capture refuses
 fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster than torch's
 packed                     (`packed`: packed sequences)
 constants                  values that the model's code may read although its tensors are fake

@@ -20,7 +20,7 @@ from placer.program.call import (
     make_call_format,
     placeholder_names,
 )
-from placer.program.checks import check_model, whole_if_packed
+from placer.program.checks import check_model, store_of_whole, unknown_store, whole_if_packed
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -34,9 +34,7 @@ from placer.program.fake import FakeConverter, Guess
 from placer.program.fingerprint import fingerprint_graph, graph_lines
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf, runs_own_hooks
-from placer.program.objects import spell
 from placer.program.record import RecordedProgram, Setup, record_model, replaced_state
-from placer.program.restore import Change
 from placer.program.rows import (
     Mixing,
     RowFlow,
@@ -424,10 +422,10 @@ class _Capture:
         if self.rules.is_split:
             for name, row in list(zip(names, rows, strict=True))[len(recording.result.names) :]:
                 if not row.is_known:
-                    raise _unknown_store(name)
+                    raise unknown_store(name)
             for change in recording.changed_inside:
                 if not isinstance(change.value, bool | str | type(None)):
-                    raise _store_of_whole(change)
+                    raise store_of_whole(change)
         return tuple(rows)
 
     def _run_larger(self, inputs: Sequence[Tensor]) -> tuple[RecordedProgram | None, str]:
@@ -526,24 +524,6 @@ def _fixed(bound: BoundCall, recording: RecordedProgram) -> dict[str, int | floa
     free = {each.argument for each in recording.numbers}
     pairs = zip(bound.leaf_names, bound.leaves, strict=True)
     return {name: leaf for name, leaf in pairs if name in bound.numbers - free}
-
-
-def _unknown_store(name: str) -> CaptureError:
-    return CaptureError(
-        name,
-        "is stored by forward and has no row per sample, and it is not known how that of the batch follows "
-        "from those of its slices",
-        f'say it in the spec: "stored": {{"{name}": "mean"}}, "sum" or "concatenate"; or use 1 replica and 1 '
-        "micro-batch",
-    )
-
-
-def _store_of_whole(change: Change) -> CaptureError:
-    return CaptureError(
-        spell(change.path),
-        "is set by a module that stays whole, which would set it for every slice of the batch",
-        "use 1 replica and 1 micro-batch, or return the value",
-    )
 
 
 def _state_of(

@@ -1,4 +1,4 @@
-"""Refuse models that cannot be captured, before anything is recorded."""
+"""What a capture refuses: models, arguments, and what forward stores."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from placer.program.batch import SplitRules
 from placer.program.call import BoundCall
 from placer.program.objects import hidden_modules, spell
 from placer.program.packed import packed_places
+from placer.program.restore import Change
 
 
 def _not_a_module(found: object) -> CaptureError:
@@ -70,3 +71,23 @@ def whole_if_packed(rules: SplitRules, bound: BoundCall) -> SplitRules:
     tensors = len(PackedSequence._fields)
     names = {name: None for i in places for name in bound.leaf_names[i : i + tensors]}
     return replace(rules, names={**rules.names, **names})
+
+
+def unknown_store(name: str) -> CaptureError:
+    """The error for a stored value of which slices do not tell that of the batch."""
+    return CaptureError(
+        name,
+        "is stored by forward and has no row per sample, and it is not known how that of the batch follows "
+        "from those of its slices",
+        f'say it in the spec: "stored": {{"{name}": "mean"}}, "sum" or "concatenate"; or use 1 replica and 1 '
+        "micro-batch",
+    )
+
+
+def store_of_whole(change: Change) -> CaptureError:
+    """The error for a value that a single node stores, once for every slice."""
+    return CaptureError(
+        spell(change.path),
+        "is set by a module that stays whole, which would set it for every slice of the batch",
+        "use 1 replica and 1 micro-batch, or return the value",
+    )
