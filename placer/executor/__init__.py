@@ -3,7 +3,8 @@
 =====================  ===========================================================================
 module                 `PlacedModule`, the result: an instance of the model's own class
 runtime                runs it: splits a batch (`scatter`), runs it on every replica, joins the results
-programs, numbers      finds the stages for a call; captures the model anew for other modes and sizes
+call_cache,            find the stages for a call; capture the model anew for other kinds of calls,
+program_cache          modes and sizes; `numbers` that differ between calls become inputs
 state, slice_store     tensors and numbers that calls keep; what forward stores, for a slice's loss
 execute                runs micro-batches by a schedule's actions; `split_backward` runs a backward in
                        two halves

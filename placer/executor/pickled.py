@@ -15,7 +15,7 @@ from torch import nn
 
 from placer.emit import StagedModel, emit_stages
 from placer.errors import CaptureError, PlacerError
-from placer.executor.programs import capture_for_plan, isolated_from_caller, plan_rules
+from placer.executor.program_cache import capture_for_plan, isolated_from_caller, plan_rules
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
 from placer.program import (

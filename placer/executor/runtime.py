@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from placer.emit import StagedModel
+from placer.executor.call_cache import Call, CallCache
 from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
 from placer.executor.gradient_hooks import hooks_run_once
@@ -25,7 +26,7 @@ from placer.executor.pickled import (
     model_signature,
 )
 from placer.executor.place import CALLER, Place, is_on
-from placer.executor.programs import Call, Programs, ProgramsByCall
+from placer.executor.program_cache import ProgramCache
 from placer.executor.replica import Replica
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import (
@@ -83,7 +84,7 @@ class Runtime:
         self.replicas = tuple(
             Replica(staged, row, places[0], plan.precision, self.statistics) for row in places
         )
-        self.calls = ProgramsByCall(Programs(tree, plan, staged))
+        self.calls = CallCache(ProgramCache(tree, plan, staged))
         self.signature = model_signature(tree)  # of the model that was planned
         self.combination = CombinationFinder()
         self._as_written: dict[str, MethodNotCaptured] = {}  # names of methods -> why not captured
@@ -100,7 +101,7 @@ class Runtime:
         self._module = weakref.ref(module)
 
     @property
-    def programs(self) -> Programs:
+    def programs(self) -> ProgramCache:
         """The programs for the call with which the model was placed."""
         return self.calls.captured
 

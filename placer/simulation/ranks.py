@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from placer.cost import Loss, device_type, updates_together
 from placer.emit import StagedModel, emit_stages
 from placer.executor.attribution import Attribution
+from placer.executor.call_cache import Call
 from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
 from placer.executor.distributed.job.ownership import Ownership, build_part, find_ownership
 from placer.executor.distributed.messages.batch import gather_result
@@ -21,7 +22,6 @@ from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
 from placer.executor.distributed.messages.transport import NoChannel
 from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
 from placer.executor.place import CALLER, HOST, Place, current_place
-from placer.executor.programs import Call
 from placer.executor.replica import Replica
 from placer.executor.scatter import scatter_batch, split_target
 from placer.executor.state import CallState, refuse_held_tensors

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.executor import programs
+from placer.executor import program_cache as programs
 
 
 class Base(nn.Module):

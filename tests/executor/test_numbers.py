@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.executor import programs
+from placer.executor import program_cache as programs
 from placer.executor.numbers import RecaptureWarning
 
 STAGES = {"devices": ["cuda:0", "cuda:1"], "layers": {"first": "cuda:0", "last": "cuda:1"}}

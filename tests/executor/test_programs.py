@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import placer
 from placer import PlacementSpec
-from placer.executor import programs
+from placer.executor import program_cache as programs
 from placer.executor.module import runtime_of
 from placer.program import capture_model
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-import placer.executor.programs
+import placer.executor.program_cache
 import placer.program.record
 from placer.program import capture_model
 
@@ -155,9 +155,9 @@ def test_a_placed_model_equals_the_plain_one_whatever_was_called_before(
     placed = placer.compile(model, SPEC, batch(4, 6, 8))
     recorded: list[None] = []
     for name in ("capture_model", "same_program"):
-        original = getattr(placer.executor.programs, name)
+        original = getattr(placer.executor.program_cache, name)
         monkeypatch.setattr(
-            placer.executor.programs,
+            placer.executor.program_cache,
             name,
             lambda *args, original=original, **kwargs: (
                 recorded.append(None) or original(*args, **kwargs)

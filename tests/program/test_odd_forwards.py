@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.executor import programs
+from placer.executor import program_cache as programs
 from placer.program import capture_model, fake
 
 SPEC = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "objective": "memory", "reserve": 0}

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import default_timeout
 from placer.emit import StagedModel
 from placer.errors import PlacerError, StageError
+from placer.executor.call_cache import Call
 from placer.executor.caller_graph import CallerGraph
 from placer.executor.distributed.checks import (
     check_inference,
@@ -54,7 +55,6 @@ from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.place import Place
-from placer.executor.programs import Call
 from placer.executor.runtime import Runtime
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target

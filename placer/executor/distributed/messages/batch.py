@@ -11,12 +11,12 @@ from torch import Tensor
 
 from placer.emit import StagedModel
 from placer.errors import PlacerError
+from placer.executor.call_cache import Call
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.executor.distributed.messages.pipeline import Microbatch, Results
 from placer.executor.place import is_on
-from placer.executor.programs import Call
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,

@@ -20,9 +20,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from placer.autograd_graph import nodes_behind
 from placer.emit import StagedModel
 from placer.errors import PlacerError
+from placer.executor.call_cache import Call, CallCache
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.place import Place
-from placer.executor.programs import Call, Programs, ProgramsByCall
+from placer.executor.program_cache import ProgramCache
 from placer.executor.replica import Replica
 from placer.executor.state import example_numbers
 from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
@@ -171,8 +172,8 @@ class CrossingFinder:
         self._copies = [dict(model.named_modules()) for model in (self._shadow, self._fake)]
         self.part = part
         self._ownership = ownership
-        programs = Programs(self._shadow, plan, staged)
-        self.calls = ProgramsByCall(programs, before_capture=self.follow)
+        programs = ProgramCache(self._shadow, plan, staged)
+        self.calls = CallCache(programs, before_capture=self.follow)
         places = [self._place] * len(staged.stages)
         self._statistics = DeferredStatistics() if defers_statistics(plan) else None
         self._replica = Replica(staged, places, places, plan.precision, self._statistics)

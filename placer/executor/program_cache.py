@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from placer._torch import saved_tensor_hooks, without_modes, without_transforms
 from placer.emit import StagedModel, emit_stages
-from placer.errors import CaptureError
 from placer.executor.numbers import ENOUGH, ChangingNumbers, Recaptures
 from placer.executor.state import example_numbers
 from placer.plan.types import Plan
@@ -27,11 +25,7 @@ from placer.program import (
     SameProgram,
     SplitRules,
     StateInput,
-    bind_arguments,
-    call_difference,
-    call_tensors,
     capture_model,
-    changed_numbers,
     condition_key,
     failed_guard,
     hook_count,
@@ -46,26 +40,10 @@ from placer.program import (
 _MAX_GUARDS = (
     64  # programs kept per mode and size, for different values of attributes and arguments
 )
-_MAX_CALLS = 64  # kinds of call that are kept, for different values of arguments
 _MAX_REFERENCES = 8  # captured programs with which a new recording is compared
-_STEP_ARGUMENTS = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
-_PLAIN_TYPES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
-def _keyword_hint(name: str, value: Any, *, step: bool) -> str:
-    """A hint where to pass a keyword that ``forward`` does not accept."""
-    if step:
-        shown = repr(value) if isinstance(value, bool | int | float | str) else "…"
-        return (
-            "step passes other keywords to forward; if it is for the loss, bind it: "
-            f"functools.partial(loss_fn, {name}={shown})"
-        )
-    if name == "own_rows":
-        return "own_rows is an argument of step; inference takes the whole batch on every rank"
-    return f"{name} is an argument of step" if name in _STEP_ARGUMENTS else ""
-
-
-class _KnownProgram(NamedTuple):
+class _CachedProgram(NamedTuple):
     """Stages, and the values of plain attributes for which they compute what the model does.
 
     ``grad`` says with which answer, if the model asks whether gradients are enabled (None: it does not).
@@ -90,7 +68,7 @@ class _KnownProgram(NamedTuple):
             yield f"{guard.path}.{guard.name}".lstrip(".")
 
 
-class Programs:
+class ProgramCache:
     """Finds the stages that compute what ``model`` computes in its present mode for given inputs.
 
     A captured graph holds for one call format, one mode, and the input sizes that it was found not to
@@ -117,7 +95,7 @@ class Programs:
         example = self.latest
         condition = condition_key(staged.call, staged.conditions.modes, example)
         # By the conditions, and by the rows of a call if the program is not for every batch size.
-        self._known: dict[Hashable, list[_KnownProgram]] = {}
+        self._known: dict[Hashable, list[_CachedProgram]] = {}
         self._remember(condition, self._whole, example, self._as_known(staged, {}))
 
     @property
@@ -190,10 +168,10 @@ class Programs:
         leaves: Mapping[str, Any],
     ) -> StagedModel:
         grad = torch.is_grad_enabled()
-        others: list[_KnownProgram] = []  # for other values
+        others: list[_CachedProgram] = []  # for other values
         for rows in (None, row_counts(self.call, inputs)):
             key = condition, rows, whole, self._structure
-            known: list[_KnownProgram] = self._known.get(key, [])
+            known: list[_CachedProgram] = self._known.get(key, [])
             for each in known[::-1]:
                 if each.grad not in (None, grad):
                     continue
@@ -216,7 +194,7 @@ class Programs:
 
     def _serves(
         self,
-        known: _KnownProgram,
+        known: _CachedProgram,
         inputs: Sequence[Tensor],
         leaves: Mapping[str, Any],
         *,
@@ -230,7 +208,7 @@ class Programs:
         if not values or values in known.seen or len(known.seen) >= ENOUGH:
             return True
         with isolated_from_caller():
-            found = self._same(known.staged, _without_data(inputs), leaves, grad=grad)
+            found = self._same(known.staged, without_data(inputs), leaves, grad=grad)
         known.seen.add(values)
         return found is not None
 
@@ -242,10 +220,10 @@ class Programs:
         leaves: Mapping[str, Any],
         *,
         grad: bool,
-    ) -> _KnownProgram:
+    ) -> _CachedProgram:
         """A program for new conditions or values: a captured one if the recording is the same."""
         with isolated_from_caller():
-            shaped = _without_data(inputs)
+            shaped = without_data(inputs)
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             comparable = whole == self._whole and self._buffers == self._captured_buffers
             like = [x for x in reversed(self._references) if x.conditions.modes == modes]
@@ -279,10 +257,10 @@ class Programs:
             self._model, reference.conditions, reference.call, args, kwargs, grad=grad
         )
 
-    def _as_known(self, staged: StagedModel, leaves: Mapping[str, Any]) -> _KnownProgram:
+    def _as_known(self, staged: StagedModel, leaves: Mapping[str, Any]) -> _CachedProgram:
         conditions = staged.conditions
         leaves = {**example_numbers(self._captured), **leaves}
-        return _KnownProgram(
+        return _CachedProgram(
             guards=conditions.guards,
             staged=staged,
             grad=conditions.grad,
@@ -296,18 +274,18 @@ class Programs:
         condition: Hashable,
         whole: tuple[tuple[int, int], ...],
         inputs: Sequence[Tensor],
-        program: _KnownProgram,
+        program: _CachedProgram,
     ) -> None:
         rows = None if program.any_rows else row_counts(self.call, inputs)
         known = self._known.setdefault((condition, rows, whole, self._structure), [])
         known.append(program)
         del known[:-_MAX_GUARDS]
 
-    def for_call(self, bound: BoundCall) -> Programs:
+    def for_call(self, bound: BoundCall) -> ProgramCache:
         """The programs for a call with other arguments or other constants."""
         grad = torch.is_grad_enabled()
         with isolated_from_caller():
-            args, kwargs = rebuild_arguments(bound, _without_data(bound.leaves))
+            args, kwargs = rebuild_arguments(bound, without_data(bound.leaves))
             staged = self._capture(
                 args,
                 kwargs,
@@ -321,7 +299,7 @@ class Programs:
                 said=bound.said,
                 method=bound.method,
             )
-            return Programs(self._model, self._plan, staged)
+            return ProgramCache(self._model, self._plan, staged)
 
     def _note_modules(self) -> None:
         self._module_at = dict(self._model.named_modules())
@@ -415,106 +393,6 @@ def plan_rules(plan: Plan) -> SplitRules:
     return SplitRules.of(plan.batch_dims, plan.stored, plan.replicas, plan.microbatches)
 
 
-class Call(NamedTuple):
-    """A call of a placed model: its programs, its tensors, and its arguments as the caller passed them.
-
-    ``arguments`` is None in a dry run, which has no caller. ``leaves_by_name`` are all their leaves.
-    """
-
-    programs: Programs
-    leaves: list[Tensor]
-    arguments: Mapping[str, Any] | None
-    leaves_by_name: Mapping[str, Any] = {}
-
-
-def _call(programs: Programs, bound: BoundCall) -> Call:
-    leaves = dict(zip(bound.leaf_names, bound.leaves, strict=True))
-    return Call(programs, call_tensors(programs.call, bound), bound.arguments, leaves)
-
-
-class ProgramsByCall:
-    """The programs of a placed model for each way in which it has been called.
-
-    ``before_capture`` is called before the model is captured for another way.
-    """
-
-    def __init__(
-        self, captured: Programs, *, before_capture: Callable[[], object] = lambda: None
-    ) -> None:
-        self._known = [captured]
-        self._recaptures = Recaptures()
-        self._before_capture = before_capture
-
-    @property
-    def captured(self) -> Programs:
-        """The programs for the call with which the model was placed."""
-        return self._known[0]
-
-    @property
-    def guards(self) -> list[AttributeGuard]:
-        """The plain attributes that any of these programs reads."""
-        return [guard for programs in self._known for guard in programs.guards]
-
-    @property
-    def numbers(self) -> list[tuple[str, str]]:
-        """The module path and name of each number in an attribute that is an input of a program."""
-        return [each for programs in self._known for each in programs.numbers]
-
-    def find(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        step: bool = False,
-        method: str = "forward",
-    ) -> Call:
-        """The programs for a call, its tensors and arguments; a new kind of call is captured.
-
-        ``method`` is that of the model which is called. ``step`` says whether ``placed.step`` was called or
-        ``placed(x)``, for error messages.
-
-        A number that differs from an earlier call becomes an input of the program, if only arithmetic reads
-        it. Raises ``CaptureError`` for arguments that ``forward`` does not accept or fails on, and for new
-        arguments that are not plain values.
-        """
-        captured = self._known[0]
-        try:
-            signature = captured.call.signature
-            if method != "forward":
-                signature = inspect.signature(getattr(captured.model, method))
-            bound = bind_arguments(signature, args, kwargs, method)
-        except CaptureError as error:
-            unknown = [name for name in kwargs if name not in captured.call.signature.parameters]
-            hint = _keyword_hint(unknown[0], kwargs[unknown[0]], step=step) if unknown else ""
-            remedy = "; ".join(filter(None, (error.remedy, hint)))
-            raise CaptureError(error.where, error.problem, remedy) from None
-        for programs in self._known:
-            if call_difference(programs.call, bound) is None:
-                return _call(programs, bound)
-        difference = call_difference(captured.call, bound)
-        assert difference is not None
-        named = zip(bound.leaf_names, bound.leaves, strict=True)
-        objects = [(n, leaf) for n, leaf in named if not isinstance(leaf, _PLAIN_TYPES)]
-        if objects and method == "forward":
-            raise difference
-        if objects:
-            name, found = objects[0]
-            kind = type(found).__qualname__
-            raise CaptureError(
-                f"{method}, {name}", f"is an object of type {kind}", "pass tensors and plain values"
-            )
-        for programs in self._known:
-            if numbers := changed_numbers(programs.call, bound):
-                bound = replace(bound, numbers=frozenset(numbers))
-                break
-        self._before_capture()
-        began = time.perf_counter()
-        self._known.append(captured.for_call(bound))
-        self._recaptures.add(captured.model, [difference.where], time.perf_counter() - began)
-        del self._known[1:-_MAX_CALLS]
-        return _call(self._known[-1], bound)
-
-
 @contextmanager
 def isolated_from_caller() -> Iterator[None]:
     """Run a capture without the caller's modes, transforms, gradient mode and saved-tensor hooks."""
@@ -532,7 +410,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _without_data(leaves: Sequence[Any]) -> list[Any]:
+def without_data(leaves: Sequence[Any]) -> list[Any]:
     """``leaves`` with each tensor replaced by one on ``meta`` of its shape, dtype and requires_grad."""
 
     def shaped(x: Tensor) -> Tensor:

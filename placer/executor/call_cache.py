@@ -1,0 +1,141 @@
+"""Finds the programs for the arguments of a call, and captures the model for new kinds of calls."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from placer.errors import CaptureError
+from placer.executor.numbers import Recaptures
+from placer.executor.program_cache import ProgramCache
+from placer.program import (
+    AttributeGuard,
+    BoundCall,
+    bind_arguments,
+    call_difference,
+    call_tensors,
+    changed_numbers,
+)
+
+_MAX_CALLS = 64  # kinds of call that are kept, for different values of arguments
+_STEP_ARGUMENTS = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
+_PLAIN_TYPES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+class Call(NamedTuple):
+    """A call of a placed model: its programs, its tensors, and its arguments as the caller passed them.
+
+    ``arguments`` is None in a dry run, which has no caller. ``leaves_by_name`` are all their leaves.
+    """
+
+    programs: ProgramCache
+    leaves: list[Tensor]
+    arguments: Mapping[str, Any] | None
+    leaves_by_name: Mapping[str, Any] = {}
+
+
+def _call(programs: ProgramCache, bound: BoundCall) -> Call:
+    leaves = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    return Call(programs, call_tensors(programs.call, bound), bound.arguments, leaves)
+
+
+class CallCache:
+    """The programs of a placed model for each way in which it has been called.
+
+    ``before_capture`` is called before the model is captured for another way.
+    """
+
+    def __init__(
+        self, captured: ProgramCache, *, before_capture: Callable[[], object] = lambda: None
+    ) -> None:
+        self._known = [captured]
+        self._recaptures = Recaptures()
+        self._before_capture = before_capture
+
+    @property
+    def captured(self) -> ProgramCache:
+        """The programs for the call with which the model was placed."""
+        return self._known[0]
+
+    @property
+    def guards(self) -> list[AttributeGuard]:
+        """The plain attributes that any of these programs reads."""
+        return [guard for programs in self._known for guard in programs.guards]
+
+    @property
+    def numbers(self) -> list[tuple[str, str]]:
+        """The module path and name of each number in an attribute that is an input of a program."""
+        return [each for programs in self._known for each in programs.numbers]
+
+    def find(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        step: bool = False,
+        method: str = "forward",
+    ) -> Call:
+        """The programs for a call, its tensors and arguments; a new kind of call is captured.
+
+        ``method`` is that of the model which is called. ``step`` says whether ``placed.step`` was called or
+        ``placed(x)``, for error messages.
+
+        A number that differs from an earlier call becomes an input of the program, if only arithmetic reads
+        it. Raises ``CaptureError`` for arguments that ``forward`` does not accept or fails on, and for new
+        arguments that are not plain values.
+        """
+        captured = self._known[0]
+        try:
+            signature = captured.call.signature
+            if method != "forward":
+                signature = inspect.signature(getattr(captured.model, method))
+            bound = bind_arguments(signature, args, kwargs, method)
+        except CaptureError as error:
+            unknown = [name for name in kwargs if name not in captured.call.signature.parameters]
+            hint = _keyword_hint(unknown[0], kwargs[unknown[0]], step=step) if unknown else ""
+            remedy = "; ".join(filter(None, (error.remedy, hint)))
+            raise CaptureError(error.where, error.problem, remedy) from None
+        for programs in self._known:
+            if call_difference(programs.call, bound) is None:
+                return _call(programs, bound)
+        difference = call_difference(captured.call, bound)
+        assert difference is not None
+        named = zip(bound.leaf_names, bound.leaves, strict=True)
+        objects = [(n, leaf) for n, leaf in named if not isinstance(leaf, _PLAIN_TYPES)]
+        if objects and method == "forward":
+            raise difference
+        if objects:
+            name, found = objects[0]
+            kind = type(found).__qualname__
+            raise CaptureError(
+                f"{method}, {name}", f"is an object of type {kind}", "pass tensors and plain values"
+            )
+        for programs in self._known:
+            if numbers := changed_numbers(programs.call, bound):
+                bound = replace(bound, numbers=frozenset(numbers))
+                break
+        self._before_capture()
+        began = time.perf_counter()
+        self._known.append(captured.for_call(bound))
+        self._recaptures.add(captured.model, [difference.where], time.perf_counter() - began)
+        del self._known[1:-_MAX_CALLS]
+        return _call(self._known[-1], bound)
+
+
+def _keyword_hint(name: str, value: Any, *, step: bool) -> str:
+    """A hint where to pass a keyword that ``forward`` does not accept."""
+    if step:
+        shown = repr(value) if isinstance(value, bool | int | float | str) else "…"
+        return (
+            "step passes other keywords to forward; if it is for the loss, bind it: "
+            f"functools.partial(loss_fn, {name}={shown})"
+        )
+    if name == "own_rows":
+        return "own_rows is an argument of step; inference takes the whole batch on every rank"
+    return f"{name} is an argument of step" if name in _STEP_ARGUMENTS else ""
