@@ -280,6 +280,11 @@ class _Flow:
             self._note(node, "it regroups the rows of the batch")
         elif self._along_rows(node):
             self._note(node, "it computes along the rows of the batch")
+        elif self._name(node).strip("_") in _ARITHMETIC and any(
+            isinstance(value, int | float) and value != doubled
+            for value, doubled in (self._shapes[source] for source in node.all_input_nodes)
+        ):
+            self._note(node, "it computes with the number of rows")
         elif self._name(node) not in _INDEXING and any(
             self.rows[source].numbered for source in self._tensors_read(node)
         ):
@@ -440,6 +445,11 @@ _ALONG = (
 )
 _SPLITS = ("chunk", "split", "tensor_split", "unbind")
 _NUMBERING = ("arange", "linspace", "randperm", "tril_indices", "triu_indices", "meshgrid")
+_ARITHMETIC = {
+    prefix + name
+    for name in ("mul", "div", "truediv", "add", "sub", "pow", "floordiv", "mod")
+    for prefix in ("", "r", "i")
+} | {"multiply", "divide", "true_divide", "floor_divide", "subtract", "remainder"}
 _INDEXING = (
     *(
         "getitem",

@@ -1,0 +1,75 @@
+"""Models whose rows depend on each other are not split; all others give what the whole batch gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placer
+
+SPEC = {"devices": ["cuda:0", "cuda:1"], "replicas": 2, "microbatches": 2}
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "statistic": (lambda y: y - y.mean(0), "it uses a statistic of the batch"),
+    "pairs": (lambda y: y @ y.T, "it pairs the rows of the batch with each other"),
+    "softmax": (lambda y: y.softmax(0), "it computes along the rows of the batch"),
+    "sum of rows": (lambda y: y.cumsum(0), "it computes along the rows of the batch"),
+    "regrouped": (lambda y: y.reshape(-1, 3)[1:], "it regroups the rows of the batch"),
+    "numbers of rows": (
+        lambda y: y + torch.arange(y.size(0), dtype=y.dtype)[:, None],
+        "it uses the numbers of the rows, which begin anew in every slice",
+    ),
+    "count of rows": (lambda y: y * y.size(0), "it computes with the number of rows"),
+    "count in a division": (lambda y: y / y.numel(), "it computes with the number of rows"),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_a_model_that_mixes_rows_is_not_split(kind: str) -> None:
+    function, reason = MIXING[kind]
+    x = torch.randn(8, 6)
+    with pytest.raises(placer.CaptureError, match=reason) as raised:
+        placer.compile(Net(function), SPEC, x, run_on="cpu")
+    assert "test_rows.py" in raised.value.problem
+    whole = {**SPEC, "replicas": 1, "microbatches": 1}
+    placed = placer.compile(Net(function), whole, x, run_on="cpu")
+    placed(x)
+    said = {**SPEC, "inputs": {"x": {"batch_dim": 0}}}
+    assert placer.compile(Net(function), said, x, run_on="cpu").plan.notes
+
+
+SEPARATE: dict[str, Callable[[Tensor], Any]] = {
+    "each row": lambda y: y - y.mean(1, keepdim=True),
+    "softmax": lambda y: y.softmax(1),
+    "shapes": lambda y: y.view(y.size(0), 2, 3).transpose(0, 1).reshape(2, y.size(0) * 3)[0],
+    "mean of rows": lambda y: y.mean(0),
+    "sum by hand": lambda y: y.sum(0) / y.size(0),
+    "sum": lambda y: (y.sum(), y.square().sum(0)),
+    "expanded": lambda y: y + y.new_ones(6).expand(y.size(0), 6),
+    "batch second": lambda y: y.T,
+}
+
+
+@pytest.mark.parametrize("kind", SEPARATE)
+def test_a_model_of_separate_rows_is_split(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Net(SEPARATE[kind]).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    placed = placer.compile(copy.deepcopy(model), SPEC, x, run_on="cpu")
+    for inputs in (x, torch.randn(8, 6, dtype=torch.float64), x[:7]):
+        torch.testing.assert_close(placed(inputs), model(inputs))
