@@ -562,3 +562,8 @@ def _restore(
 def devices_of(module: PlacedModule) -> tuple[torch.device, ...]:
     """The devices on which the stages of its replicas run."""
     return tuple(dict.fromkeys(p.device for replica in module._replicas for p in replica.places))
+
+
+def original_of(module: PlacedModule) -> nn.Module:
+    """The copy of the user's model in which ``module`` keeps its attributes."""
+    return module._tree
