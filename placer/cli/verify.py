@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXIT_DIFFERENT = 1
 _SHOWN = 10  # how much of what differs is listed
 # Columns of the table, each with the kinds that it counts; all other kinds are "state".
-_COLUMNS = {"results": ("output", "loss"), "gradients": ("gradient",), "weights": ("parameter",)}
+_COLUMNS = {"results": ("output", "loss"), "gradients": ("gradient",)}
 
 Double = Annotated[
     bool, typer.Option("--double", help="Run model and inputs in float64, and compare to 1e-10.")
@@ -160,8 +160,8 @@ def _substitute_device(wanted: PlacementSpec | Plan) -> str | None:
 def _table(result: Verification) -> FittedTable:
     """One row per situation: how much was compared, and the largest difference."""
     table = FittedTable(optional=("tolerance", "state"))
-    table.add_column("situation", wraps=True)
-    for header in (*_COLUMNS, "state", "largest error", "tolerance"):
+    table.add_column("situation")
+    for header in (*_COLUMNS, "state", "error", "tolerance"):
         table.add_column(header, justify="right")
     table.add_column("")
     for outcome in result.outcomes:

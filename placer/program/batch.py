@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ class SplitRules:
     will have several. ``is_checked``: the
     patterns were those of another call, so one that matches no input is no mistake.
     """
-
-    # How a plan's note begins where the rules allow what mixes rows of the batch.
-    BY_ITSELF: ClassVar[str] = "Every slice of the batch is computed by itself"
 
     patterns: Mapping[str, BatchDim] = field(default_factory=dict)
     names: Mapping[str, BatchDim] = field(default_factory=dict)

@@ -303,7 +303,7 @@ class _Capture:
             location = recording.location_of.get(first.node, "")
             if self.rules.says(self.names, self.batch.dims[: len(self.names)]):
                 self.mixing_note = (
-                    f"{layer}: {first.reason}. {SplitRules.BY_ITSELF}, as the "
+                    f"{layer}: {first.reason}. Every slice of the batch is computed by itself, as the "
                     "spec's inputs say, so results are those of the slices, not of the whole batch."
                 )
                 return flow

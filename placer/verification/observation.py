@@ -206,6 +206,19 @@ def _hooks(model: nn.Module) -> Iterator[tuple[str, str, int, Any]]:
             yield path, "forward", 0, vars(module)["forward"]
 
 
+def user_hooks(model: nn.Module) -> Iterator[tuple[Seen, dict[int, Any], int]]:
+    """The hooks that a user put on modules, each in its table at a key; not those of torch or of forward."""
+    with without_hooks(model.modules()):
+        code = find_reachable_state(model)
+    for path, module in model.named_modules():
+        for name in HOOK_TABLES:
+            table = vars(module)[name]
+            for index, (key, hook) in enumerate(list(table.items())):
+                torchs = type(hook).__module__.partition(".")[0] == "torch"  # such as weight_norm's
+                if not torchs and not code.defines(getattr(hook, "__code__", None)):
+                    yield Seen("calls", spell((path, f"{name.strip('_')}[{index}]"))), table, key
+
+
 def _held(function: Any) -> list[tuple[str, Any]]:
     if isinstance(function, MethodType):
         return [("self", function.__self__)]
@@ -226,33 +239,20 @@ def counted_hooks(model: nn.Module, *, counted: bool = True) -> Iterator[dict[Se
     if not counted:
         yield {}
         return
-    with without_hooks(model.modules()):
-        code = find_reachable_state(model)
-    counts: dict[Seen, int] = {}
-    tables = [vars(module)[name] for module in model.modules() for name in HOOK_TABLES]
-    before = [dict(table) for table in tables]
-    names = iter(
-        [(path, table, index) for path, table, index, _ in _hooks(model) if table != "forward"]
-    )
-    for table in tables:
-        for key, hook in list(table.items()):
-            path, kind, index = next(names)
-            foreign = type(hook).__module__.partition(".")[0] == "torch"  # such as weight_norm's
-            if foreign or code.defines(getattr(hook, "__code__", None)):
-                continue
-            seen = Seen("calls", spell((path, f"{kind.strip('_')}[{index}]")))
-            counts[seen] = 0
-            table[key] = functools.partial(_count, counts, seen, hook)
+    hooks = [(seen, table, key, table[key]) for seen, table, key in user_hooks(model)]
+    counts = {seen: 0 for seen, *_ in hooks}
+    for seen, table, key, hook in hooks:
+        table[key] = functools.partial(_count, counts, seen, hook)
     try:
         yield counts
     finally:
-        for table, content in zip(tables, before, strict=True):
-            for key in content.keys() & table.keys():
-                table[key] = content[key]
+        for _, table, key, hook in hooks:
+            if key in table:
+                table[key] = hook
 
 
 def _count(counts: dict[Seen, int], seen: Seen, hook: Any, *args: Any, **kwargs: Any) -> Any:
-    if not any(isinstance(x, FakeTensor) or x.is_meta for x in tensors_in(args, kwargs)):
+    if not any(map(_is_empty, tensors_in(args, kwargs))):
         counts[seen] += 1
     return hook(*args, **kwargs)
 
@@ -333,7 +333,7 @@ def relative_error(found: Any, expected: Any, least: float) -> float:
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         both = not isinstance(found, Tensor) and not isinstance(expected, Tensor)
         return 0.0 if both and type(found) is type(expected) and found == expected else math.inf
-    if _kind_of(found) != _kind_of(expected):
+    if _kind_of(found) != _kind_of(expected) or _is_empty(found) or _is_empty(expected):
         return math.inf
     if expected.numel() == 0:
         return 0.0
@@ -346,6 +346,11 @@ def relative_error(found: Any, expected: Any, least: float) -> float:
     if difference != difference:
         return math.inf
     return difference / scale if scale else (0.0 if difference == 0 else math.inf)
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Has ``tensor`` no data, as those with which a model is recorded?"""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -365,6 +370,8 @@ def _spell(value: Any) -> str:
         text = repr(value) if isinstance(value, _ATOMS) else str(value)
         return text if len(text) <= 60 else text[:59] + "…"
     shape = "x".join(map(str, value.shape)) or "scalar"
+    if _is_empty(value):
+        return f"a tensor without data {shape}"
     flag = " with a gradient" if value.requires_grad else ""
     return f"a tensor {shape}:{str(value.dtype).removeprefix('torch.')}{flag}"
 

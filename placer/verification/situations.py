@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from placer.errors import PlacerError
 from placer.executor.module import PlacedModule
 from placer.executor.place import CALLER
+from placer.executor.programs import plan_rules
 from placer.executor.scatter import ScatteredBatch, scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.generators import random_state
@@ -24,7 +25,6 @@ from placer.plan.types import Plan
 from placer.precision import precision_context
 from placer.program import (
     Rows,
-    SplitRules,
     copy_module,
     flatten_call,
     flatten_result,
@@ -45,6 +45,7 @@ from placer.verification.observation import (
     attributes,
     counted_hooks,
     observe,
+    relative_error,
     values_in,
 )
 
@@ -97,6 +98,7 @@ class Trial:
 
     leaves: Sequence[Any]
     attributes: Observation
+    buffers: Mapping[str, Tensor]
     drew: bool
     uses_statistics: bool
 
@@ -111,6 +113,7 @@ def try_plain(plain: nn.Module, arguments: Arguments, precision: str, *, gradien
     return Trial(
         leaves=flatten_result(output)[0],
         attributes=dict(attributes(twin)),
+        buffers=dict(twin.named_buffers()),
         drew=_random_states(twin) != before,
         uses_statistics=statistics.used,
     )
@@ -127,35 +130,63 @@ def random_layers(plain: nn.Module, arguments: Arguments, precision: str) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The plain model's side of a comparison: the whole batch, or its ``slices`` one after the other.
+    """The plain model's side of a comparison: the whole batch, or so many ``slices`` one after the other.
 
     ``because`` says why slices; ``hooks`` whether those of the user can be compared.
     """
 
-    batch: ScatteredBatch | None = None
+    slices: int = 1
     because: str = ""
     hooks: bool = True
 
 
-def choose_reference(placed: PlacedModule, arguments: Arguments, trial: Trial) -> Reference:
+def choose_reference(
+    plain: nn.Module, placed: PlacedModule, arguments: Arguments, trial: Trial, tolerance: float
+) -> Reference:
     """The whole batch, unless the model computes something else on its slices, and may."""
-    plan, call = placed.plan, placed.staged.call
-    if plan.replicas * plan.microbatches == 1:
-        return Reference()
-    leaves = flatten_call(call, *arguments)
-    batch = scatter_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
-    if len(batch.slices) == 1:
+    plan = placed.plan
+    slices = len(_scattered(placed, *arguments).slices)
+    if slices == 1:
         return Reference()
     rules = {
         "its BatchNorm layers see one slice at a time": trial.uses_statistics,
         "slices draw their random numbers one after the other": trial.drew,
         'the spec\'s "stored" says how values of slices are combined': bool(plan.stored),
-        'the spec\'s "inputs" lets slices be computed by themselves': any(
-            SplitRules.BY_ITSELF in note for note in plan.notes
+        'the spec\'s "inputs" lets slices be computed by themselves': (
+            _says_how_inputs_are_split(placed)
+            and _mixes_rows(plain, placed, arguments, trial, tolerance)
         ),
     }
     because = next((reason for reason, holds in rules.items() if holds), "")
-    return Reference(batch=batch if because else None, because=because, hooks=False)
+    return Reference(slices=slices if because else 1, because=because, hooks=False)
+
+
+def _says_how_inputs_are_split(placed: PlacedModule) -> bool:
+    call = placed.staged.call
+    return plan_rules(placed.plan).says([each.name for each in call.inputs], call.batch_dims)
+
+
+def _mixes_rows(
+    plain: nn.Module, placed: PlacedModule, arguments: Arguments, trial: Trial, tolerance: float
+) -> bool:
+    """Does the plain model compute something else on slices of the batch than on all of it?"""
+    with torch.no_grad():
+        batch = _scattered(placed, *fresh(arguments))
+        twin = copy_module(plain)
+        output, _ = _run_slices(twin, placed, batch, trial)
+    pairs = [*zip(flatten_result(output)[0], trial.leaves, strict=True)]
+    pairs += [(buffer, trial.buffers[name]) for name, buffer in twin.named_buffers()]
+    return any(
+        relative_error(part.detach(), whole.detach(), 0.0) > tolerance
+        for part, whole in pairs
+        if isinstance(part, Tensor) and isinstance(whole, Tensor)
+    )
+
+
+def _scattered(placed: PlacedModule, args: Any, kwargs: Any) -> ScatteredBatch:
+    call, plan = placed.staged.call, placed.plan
+    leaves = flatten_call(call, args, kwargs)
+    return scatter_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +208,9 @@ def run_plain(
     """Call the plain model as ``reference`` says; without a loss there is no backward."""
 
     def call(args: Any, kwargs: Any) -> tuple[Any, dict[Seen, Any]]:
-        if reference.batch is None:
+        if reference.slices == 1:
             return _call_plain(plain, args, kwargs, placed.plan.precision, "the batch"), {}
-        return _run_slices(plain, placed, reference.batch, trial)
+        return _run_slices(plain, placed, _scattered(placed, args, kwargs), trial)
 
     return _run(plain, plain, arguments, call, loss_fn, hooks=reference.hooks)
 

@@ -21,7 +21,7 @@ from placer.plan.types import Plan
 from placer.precision import full_precision
 from placer.program import IgnoreDeviceMoves, copy_module, result_tensors
 from placer.verification.inputs import Arguments, another_batch_size, other_values
-from placer.verification.observation import Comparison, Shared, compare
+from placer.verification.observation import Comparison, Shared, compare, user_hooks
 from placer.verification.situations import (
     SITUATIONS,
     LossFunction,
@@ -102,7 +102,11 @@ class Verification:
         for outcome in self.outcomes:
             if outcome.note:
                 notes.setdefault(outcome.note, []).append(outcome.situation)
-        return tuple(f"{'; '.join(names)}: {note}" for note, names in notes.items())
+        every = len(self.outcomes)
+        return tuple(
+            f"{'in every situation' if len(names) == every else '; '.join(names)}: {note}"
+            for note, names in notes.items()
+        )
 
     @property
     def worst(self) -> Comparison:
@@ -233,7 +237,9 @@ class _Run:
                 return Outcome(situation=name, note="not compared: no input has a row per sample.")
             if trial.drew and not draws_alike(plain, placed):
                 return Outcome(situation=name, note=self._random_note(pair, arguments, shared))
-            reference = choose_reference(placed, arguments, trial)
+            with self._as_plain():
+                reference = choose_reference(plain, placed, arguments, trial, self.tolerance)
+            shared.restore()
             loss_fn = self._loss_of(situation)
             with self._as_plain():
                 theirs = run_plain(plain, placed, arguments, trial, reference, loss_fn)
@@ -252,11 +258,16 @@ class _Run:
                 raise
             return Outcome(situation=name, note=f"not compared: placer refuses it: {error}")
         found = compare(ours.seen, theirs.seen, self.tolerance, rate=theirs.rate, situation=name)
-        slices, note = 1, ""
-        if reference.batch is not None:
-            slices = len(reference.batch.slices)
-            note = f"compared with {slices} slices of the batch: {reference.because}."
-        return Outcome(situation=name, comparisons=tuple(found), slices=slices, note=note)
+        slices, notes = reference.slices, []
+        if slices > 1:
+            notes = [f"compared with {slices} slices of the batch: {reference.because}."]
+        if not reference.hooks and any(True for _ in user_hooks(plain)):
+            notes.append(
+                "what hooks do was not compared: they run once for every slice of the batch."
+            )
+        return Outcome(
+            situation=name, comparisons=tuple(found), slices=slices, note=" ".join(notes)
+        )
 
     def _as_plain(self) -> ExitStack:
         """The contexts of a call of the plain model."""
