@@ -25,11 +25,15 @@ D = torch.float64
 
 @dataclass
 class Case:
-    """A model, a function that makes arguments with so many rows, and what forward changes elsewhere."""
+    """A model, a function that makes arguments with so many rows, and what forward changes elsewhere.
+
+    ``per_slice``: it is changed once for every slice of the batch, as the pages say of hooks.
+    """
 
     model: nn.Module
     example: Callable[[int], tuple[Any, ...]]
     outside: Callable[[], Any] = lambda: None
+    per_slice: bool = False
 
 
 def rows(count: int, *shape: int) -> Tensor:
@@ -240,7 +244,7 @@ def first_forward_state(draw: Random) -> Case:
 
 
 class Tracker:
-    """Its methods are hooks; ``deepcopy`` keeps it, as the user's own."""
+    """Its methods are hooks."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -251,35 +255,27 @@ class Tracker:
     def __call__(self, *call: Any) -> None:
         self.note(*call)
 
-    def __deepcopy__(self, memo: Any) -> Tracker:
-        return self
 
-
-def _note(into: list[Any], *call: Any) -> None:
-    into.append(call[-1].detach())
-
-
-class Into(list):  # type: ignore[type-arg]
-    """A list that copies of a model share."""
-
-    def __deepcopy__(self, memo: Any) -> Into:
-        return self
+def _note(tracker: Tracker, *call: Any) -> None:
+    tracker.note(*call)
 
 
 def hooks(draw: Random) -> Case:
     kind = draw.choice(["function", "method", "object", "partial"])
-    held, tracker = Into(), Tracker()
+    held: list[Tensor] = []
+    tracker = Tracker()
     hook = {
         "function": lambda *call: held.append(call[-1].detach()),
         "method": tracker.note,
         "object": tracker,
-        "partial": functools.partial(_note, held),
+        "partial": functools.partial(_note, tracker),
     }[kind]
     model = Chain(draw, Block()).to(D)
     model.layers[draw.randint(0, 2)].register_forward_hook(hook)
     if draw.random() < 0.5:
         model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    return Case(model, lambda n: (rows(n),), lambda: held if kind in ("function", "partial") else tracker.seen)
+    outside = (lambda: held) if kind == "function" else lambda: tracker.seen
+    return Case(model, lambda n: (rows(n),), outside, per_slice=True)
 
 
 def buffers_in_a_graph(draw: Random) -> Case:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -198,30 +198,31 @@ def _add_seen(found: dict[str, Any], name: str, value: Any) -> None:
             _add_seen(found, f"{name}.{key}", part)
 
 
-def assert_seen_alike(
-    model: nn.Module,
-    spec: Any,
-    example: Callable[[int], tuple[Any, ...]],
-    outside: Callable[[], Any] = lambda: None,
-    *,
-    rows: int = 6,
-) -> str:
-    """Call ``model`` plain and placed in five situations and compare all that `seen` finds, and gradients.
+class Case(Protocol):
+    """A model, arguments with so many rows that are others in every call, and what forward changes elsewhere."""
 
-    ``example(rows)`` makes arguments with other values in every call; ``outside()`` is what forward changes
-    elsewhere, such as a global list; it is emptied before a call if it can be. Returns "equal", or
-    "refused: …" if placer raises one of its errors.
+    model: nn.Module
+    example: Callable[[int], tuple[Any, ...]]
+    outside: Callable[[], Any]
+
+
+def assert_seen_alike(plain: Case, ours: Case, spec: Any, *, rows: int = 6) -> str:
+    """Call two equal models, one of them placed, in five situations; compare all `seen`, and gradients.
+
+    What is held outside, such as a global list, is emptied before a call. Returns "equal", or "refused: …" if
+    placer raises one of its errors.
     """
     torch.manual_seed(0)
-    plain = copy.deepcopy(model)
     try:
-        placed = placer.compile(model, spec, example(rows))
+        placed = placer.compile(ours.model, spec, ours.example(rows))
+        plain.example(rows)
         for index, (train, grad, size) in enumerate(SITUATIONS):
-            arguments = example(rows + size)
-            both = [
-                _look(net, plain, train, grad, _copied(arguments), outside) for net in (plain, placed)
-            ]
-            _assert_alike(*both, f"{spec}, call {index}")
+            looks = []
+            for net, case in ((plain.model, plain), (placed, ours)):
+                torch.manual_seed(index)
+                args = case.example(rows + size)
+                looks.append(_look(net, plain.model, train, grad, args, case.outside))
+            _assert_alike(*looks, f"{spec}, call {index}")
     except placer.PlacerError as error:
         return f"refused: {error}"
     return "equal"
@@ -293,11 +294,6 @@ def _assert_alike(expected: Mapping[str, Any], found: Mapping[str, Any], when: s
         else:
             same = found[name] == value and not isinstance(found[name], Tensor)
             assert same, f"{when}: {name} is {found[name]!r}, not {value!r}"
-
-
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A copy of the arguments, in which a tensor that is given twice is one tensor."""
-    return copy.deepcopy(args)
 
 
 def _train_both(
