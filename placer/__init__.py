@@ -33,11 +33,12 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.errors import StageError as StageError
     from placer.errors import VersionError as VersionError
     from placer.executor.module import PlacedModule as PlacedModule
-    from placer.executor.scatter import Whole as Whole
     from placer.plan.store import load_plan as load_plan
     from placer.plan.types import Plan as Plan
     from placer.profiling import calibrate as calibrate
     from placer.profiling import profile as profile
+    from placer.program.marks import Batched as Batched
+    from placer.program.marks import Whole as Whole
     from placer.spec import PlacementSpec as PlacementSpec
     from placer.spec import load_spec as load_spec
     from placer.verification import verify as verify
@@ -55,7 +56,7 @@ _NAMES = {
     "profiling": ("calibrate", "profile"),
     "checkpoint": ("load", "save"),
     "executor.module": ("PlacedModule",),
-    "executor.scatter": ("Whole",),
+    "program.marks": ("Batched", "Whole"),
     "spec": ("PlacementSpec", "load_spec"),
     "verification": ("verify",),
 }

@@ -17,15 +17,14 @@ from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.device_map import map_devices
 from placer.executor.distributed.job.assignment import Job, find_job
 from placer.executor.loss.call import require_function
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, check_names
 from placer.executor.place_model import place_model
-from placer.executor.scatter import unwrap_target
 from placer.plan.check import check_pinned, check_plan, require_fit
 from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
-from placer.program import Program, SplitRules, capture_model, flatten_call
+from placer.program import Program, SplitRules, capture_model, flatten_call, is_mark, unmarked
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.simulation.ranks import simulate_ranks
@@ -101,6 +100,9 @@ def compile(
     def plan_here() -> tuple[Program, Plan]:
         wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
         require("running" if job is None else "a process per device")
+        _refuse_placed(model)
+        if isinstance(model, nn.Module):
+            check_names(model)
         program, leaves = _capture(
             model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
         )
@@ -245,7 +247,7 @@ def _given_loss(loss_fn: Callable[..., Tensor] | None, target: Any) -> Loss | No
         loss = loss_of(loss_fn, target)
         if target is None:
             return loss
-        return replace(loss, function=lambda output, part: loss_fn(output, unwrap_target(part)))
+        return replace(loss, function=lambda output, part: loss_fn(output, unmarked(part)))
     if target is not None:
         raise PlacerError("target", "is given without a loss", "pass loss_fn= too")
     return None
@@ -272,7 +274,7 @@ def example_call(
 
     Raises ``CaptureError`` if they are neither a tuple of arguments nor a dict of keywords.
     """
-    if isinstance(args, Tensor):
+    if isinstance(args, Tensor) or is_mark(args):
         args = (args,)
     if not isinstance(args, tuple | list):
         remedy = "pass a dict as kwargs={...}" if isinstance(args, Mapping) else "write (x,)"

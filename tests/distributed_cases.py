@@ -26,6 +26,7 @@ from placer.executor.distributed.failures.broadcast import failure_told
 from placer.executor.distributed.job.assignment import find_job
 from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
+from placer.executor.distributed.partial import runtime_of_rank
 from placer.executor.place import CALLER
 from placer.program import Program, capture_model
 from placer.simulation.ranks import RankLedger
@@ -147,7 +148,8 @@ def _compile_all(
     with failure_told(job) as failures:
         trained = [launch(model, program, plan, job, failures=failures) for plan in plans]
     for placed in trained[1:]:
-        placed._finder = trained[0]._finder  # the stages are the same, and so is what crosses
+        # The stages are the same, and so is what crosses.
+        runtime_of_rank(placed).finder = runtime_of_rank(trained[0]).finder
     return trained
 
 

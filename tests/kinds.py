@@ -97,7 +97,9 @@ def _value(draw: Random) -> Callable[[Tensor], Tensor]:
 
 def stored_on_modules(draw: Random) -> Case:
     value, name = _value(draw), draw.choice(["loss", "map"])
-    parts = [Part(lambda self, x, y: setattr(self, name, value(y))) for _ in range(draw.randint(1, 2))]
+    parts = [
+        Part(lambda self, x, y: setattr(self, name, value(y))) for _ in range(draw.randint(1, 2))
+    ]
     for part in parts:
         if draw.random() < 0.7:
             setattr(part, name, None)
@@ -176,7 +178,9 @@ def written_inputs(draw: Random) -> Case:
         return y + cache
 
     def example(n: int) -> tuple[Any, ...]:
-        cache: Any = {"old": rows(n)} if kind == "dict" else [rows(n)] if kind == "list" else rows(n)
+        cache: Any = (
+            {"old": rows(n)} if kind == "dict" else [rows(n)] if kind == "list" else rows(n)
+        )
         return rows(n), cache
 
     return Case(Chain(draw, Part(act)).to(D), example)
@@ -250,7 +254,9 @@ class Tracker:
         self.seen: list[Any] = []
 
     def note(self, *call: Any) -> None:
-        self.seen.append(call[-1][0].detach() * 1 if isinstance(call[-1], tuple) else call[-1].detach())
+        self.seen.append(
+            call[-1][0].detach() * 1 if isinstance(call[-1], tuple) else call[-1].detach()
+        )
 
     def __call__(self, *call: Any) -> None:
         self.note(*call)
@@ -364,7 +370,9 @@ def script_functions(draw: Random) -> Case:
     factor = draw.choice([0.5, 2.0])
     for _ in range(draw.randint(0, 3)):
         scripted(rows(2).requires_grad_(), factor).sum().backward()
-    return Case(Chain(draw, Part(lambda self, x, y: scripted(y, factor))).to(D), lambda n: (rows(n),))
+    return Case(
+        Chain(draw, Part(lambda self, x, y: scripted(y, factor))).to(D), lambda n: (rows(n),)
+    )
 
 
 class Arguments(nn.Module):
@@ -400,7 +408,17 @@ class Results(nn.Module):
 
     def __init__(self, draw: Random) -> None:
         super().__init__()
-        kinds = ["along 1", "stacked", "state", "twice", "count", "weights", "mean", "object", "view"]
+        kinds = [
+            "along 1",
+            "stacked",
+            "state",
+            "twice",
+            "count",
+            "weights",
+            "mean",
+            "object",
+            "view",
+        ]
         self.kinds = draw.sample(kinds, 3)
         self.rnn = nn.GRU(WIDTH, WIDTH, 2, batch_first=True)
         self.linear = nn.Linear(WIDTH, WIDTH)

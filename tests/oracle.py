@@ -199,7 +199,7 @@ def _add_seen(found: dict[str, Any], name: str, value: Any) -> None:
 
 
 class Case(Protocol):
-    """A model, arguments with so many rows that are others in every call, and what forward changes elsewhere."""
+    """A model, arguments with so many rows, others in every call, and what forward changes elsewhere."""
 
     model: nn.Module
     example: Callable[[int], tuple[Any, ...]]
@@ -229,7 +229,13 @@ def assert_seen_alike(plain: Case, ours: Case, spec: Any, *, rows: int = 6) -> s
 
 
 # Train mode or not, with gradients or not, and how many rows more than the example
-SITUATIONS = ((True, True, 0), (True, True, 0), (False, True, 1), (False, False, 0), (True, True, 1))
+SITUATIONS = (
+    (True, True, 0),
+    (True, True, 0),
+    (False, True, 1),
+    (False, False, 0),
+    (True, True, 1),
+)
 
 
 def _look(
@@ -283,14 +289,18 @@ def _snapshot(value: Any) -> Any:
 
 
 def _assert_alike(expected: Mapping[str, Any], found: Mapping[str, Any], when: str) -> None:
-    grads = [x.abs().max() for n, x in expected.items() if n.startswith("gradient") and x is not None]
+    grads = [
+        x.abs().max() for n, x in expected.items() if n.startswith("gradient") and x is not None
+    ]
     floor = max([1e-300, *(1e-15 * x.item() for x in grads)])
     assert found.keys() == expected.keys(), f"{when}: {found.keys() ^ expected.keys()}"
     for name, value in expected.items():
         if isinstance(value, Tensor):
             assert isinstance(found[name], Tensor), f"{when}: {name} is {found[name]!r}"
             assert found[name].requires_grad == value.requires_grad, f"{when}: graph of {name}"
-            assert_close(found[name].detach(), value.detach(), f"{when}: {name}", floor=lambda: floor)
+            assert_close(
+                found[name].detach(), value.detach(), f"{when}: {name}", floor=lambda: floor
+            )
         else:
             same = found[name] == value and not isinstance(found[name], Tensor)
             assert same, f"{when}: {name} is {found[name]!r}, not {value!r}"

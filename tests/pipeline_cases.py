@@ -90,18 +90,18 @@ class WritesInputs(nn.Module):
 
 
 def step_with_written_inputs() -> bool:
-    """A step equals the plain model's, and the caller's tensors are unchanged."""
+    """A step equals the plain model's, which writes to the caller's first tensor."""
     torch.manual_seed(0)
     model = WritesInputs().double()
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     layers = {"first": "cpu:0", "last": "cpu:1"}
     plain = copy.deepcopy(model)
     placed = placer.compile(model, make_spec(2, 1, 2, layers=layers), (x, y))
-    before = x.clone(), y.clone()
-    loss = placed.step(x, y, loss_fn=mean_square)
-    assert_close(loss, reference_step(plain, (x.clone(), y), {}, 1, 2), "loss")
+    written, before = x * 2, y.clone()
+    expected = reference_step(plain, (x.clone(), y), {}, 1, 2)
+    assert_close(placed.step(x, y, loss_fn=mean_square), expected, "loss")
     compare_state(placed, plain, "written inputs")
-    return torch.equal(x, before[0]) and torch.equal(y, before[1])
+    return torch.equal(x, written) and torch.equal(y, before)
 
 
 class LooksAtValues(nn.Module):
@@ -715,3 +715,54 @@ class Reads(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), True, enforce_sorted=False)
         return self.cells(packed)[1][0][-1]
+
+
+class Leaves(nn.Module):
+    """Stores tensors, has a method besides forward, and a number that differs in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hidden: Any = None
+        self.history: list[Tensor] = []
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.first(x).tanh()
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        x += 1  # the caller's tensor
+        self.hidden = self.encode(x)
+        self.history.append(x.mean(1))
+        return self.last(self.hidden * scale)
+
+
+def leave_values(spec: placer.PlacementSpec) -> None:
+    """Values that forward stores are on every rank what the plain model stores, in steps and inference."""
+    torch.manual_seed(0)
+    plain = Leaves().double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    placed = placer.compile(copy.deepcopy(plain), spec, (x.clone(), 0.5))
+    for scale in (0.5, 0.25, 0.75, 1.5, 3.0):
+        for training in (True, False):
+            ours, theirs = x.clone(), x.clone()
+            for model in (placed, plain):
+                model.train(training).zero_grad()
+
+            def loss_fn(out: Tensor, of: Any = placed) -> Tensor:
+                return out.square().mean() + of.hidden.square().mean()
+
+            if training:
+                loss = placed.step(ours, scale, loss_fn=loss_fn, reduction="mean")
+                expected = loss_fn(plain(theirs, scale), plain)
+                expected.backward()
+                torch.testing.assert_close(loss, expected.detach())
+                for name, p in placed.named_parameters():
+                    torch.testing.assert_close(p.grad, plain.get_parameter(name).grad, msg=name)
+            else:
+                with torch.no_grad():
+                    torch.testing.assert_close(placed(ours, scale), plain(theirs, scale))
+                    torch.testing.assert_close(placed.encode(x), plain.encode(x))
+            torch.testing.assert_close(ours, theirs)
+            torch.testing.assert_close(placed.hidden, plain.hidden.detach())
+            torch.testing.assert_close(placed.history[-1], plain.history[-1])
+            assert len(placed.history) == len(plain.history)

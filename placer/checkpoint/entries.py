@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from placer.errors import PlacerError
-from placer.executor.module import PlacedModule
 from placer.generators import random_state, set_random_state
 from placer.program import first_names
 
@@ -59,7 +58,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
     Changes by an overridden ``state_dict`` of the root module are not part of a checkpoint.
     """
-    return nn.Module.state_dict(module._tree if isinstance(module, PlacedModule) else module)
+    return nn.Module.state_dict(module)
 
 
 def model_entries(module: nn.Module, contents: Contents) -> Entries:

@@ -14,7 +14,7 @@ from torch import nn
 from placer.checkpoint.entries import Contents, contents_of, module_state
 from placer.errors import PlacerError
 from placer.executor.distributed.job.groups import gather_objects
-from placer.executor.distributed.partial import PartialModule
+from placer.executor.distributed.partial import PartialModule, runtime_of_rank
 from placer.executor.module import PlacedModule, devices_of
 
 
@@ -63,17 +63,15 @@ def checkpoint_group(
     ``PeerError`` if communication fails in the block.
     """
     if isinstance(module, PartialModule):
-        from placer.executor.distributed.module import DistributedModule  # a slow import
-
-        assert isinstance(module, DistributedModule)
-        stages, replicas = len(module.plan.stages), module.num_replicas
-        module.announce(method, **options)
-        with module.watch():
+        runtime = runtime_of_rank(module)
+        stages, replicas = len(module.plan.stages), runtime.num_replicas
+        runtime.announce(method, **options)
+        with runtime.watch():
             yield CheckpointGroup(
-                rank=module.assignment.rank,
-                group=module.process_groups.world,
+                rank=runtime.assignment.rank,
+                group=runtime.process_groups.world,
                 layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
-                contents=Contents(first_name=module.tensor_names, owned=module.owned_names),
+                contents=Contents(first_name=runtime.tensor_names, owned=runtime.owned_names),
                 devices=_devices(module),
             )
         return

@@ -21,7 +21,7 @@ from placer.cost.work import Work
 from placer.errors import CaptureError, first_line
 from placer.operands import nbytes_of
 from placer.precision import precision_context
-from placer.program import FakeConverter, Program, first_names, named_state, rows_of
+from placer.program import FakeConverter, Program, first_names, named_state, read_state, rows_of
 from placer.program.alias import NodeFailure
 from placer.program.call import describe_shapes
 
@@ -150,13 +150,15 @@ def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
     converter = FakeConverter()
     model = converter.module(program.model)
     constants = {name: converter.tensor(t) for name, t in program.constants.items()}
+    rows = batch_rows(program, inputs)
+    state = read_state(program, rows)
     try:
         with converter.running(program.conditions.guess):
             return record_run(
                 program.graph,
                 program.order,
                 model,
-                [converter.tensor(t) for t in inputs],
+                [converter.tensor(x) if isinstance(x, Tensor) else x for x in (*inputs, *state)],
                 constants,
                 training=key.training,
                 run_context=partial(precision_context, key.precision, "cpu"),
@@ -165,7 +167,7 @@ def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
                 half=key.precision != "fp32",
                 loss=key.loss,
                 unflatten=program.call.result.unflatten,
-                rows=batch_rows(program, inputs),
+                rows=rows,
             )
     except NodeFailure as failure:
         raise _does_not_run(program, failure, inputs, key.precision) from failure.__cause__
@@ -260,7 +262,10 @@ def _table(
         added=needs.added,
         readers=readers,
         input_readers=input_readers,
-        input_nbytes=tuple(map(nbytes_of, inputs)),
+        input_nbytes=tuple(
+            nbytes_of(x) if isinstance(x, Tensor) else 0
+            for x in (*inputs, *read_state(program, batch_rows(program, inputs)))
+        ),
         state=_state(program, recording.row_gradients, training=training),
         saving=recording.saving if training else frozenset(),
         loss=recording.loss,

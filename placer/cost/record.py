@@ -62,7 +62,7 @@ def record_run(
     graph: fx.Graph,
     order: Sequence[str],
     model: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Any],
     constants: dict[str, Tensor],
     *,
     training: bool,
@@ -87,7 +87,7 @@ def record_run(
     recorder = StorageRecorder(order, kernels)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
         recorder.ignore(tensor)
-    for tensor in inputs:
+    for tensor in tensors_of_tree(inputs):
         if not recorder.is_known(tensor):
             recorder.add(tensor)
     saving = _saving_hooks(recorder, keeps=not offloads)
@@ -149,7 +149,7 @@ class NodeRunner(fx.Interpreter):
         self.extra_traceback = False
         self._constants = constants
 
-    def results(self, inputs: Sequence[Tensor]) -> list[Any]:
+    def results(self, inputs: Sequence[Any]) -> list[Any]:
         """The leaves of the graph's result."""
         leaves = list(self.run(*inputs, enable_io_processing=False))
         self.env.clear()
@@ -191,7 +191,7 @@ class _Run(NodeRunner):
         self.output_nbytes = [0] * (len(order) + 1)
         self.output_blocks: list[tuple[int, ...]] = [()] * (len(order) + 1)
 
-    def forward(self, inputs: Sequence[Tensor]) -> list[Any]:
+    def forward(self, inputs: Sequence[Any]) -> list[Any]:
         """Run every node. Returns the leaves of the result, which are alive until the loss has run."""
         leaves = self.results(inputs)
         self._recorder.start_node(self._loss)

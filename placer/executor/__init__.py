@@ -1,8 +1,10 @@
 """Runs a placed model: turns the emitted stages and their weights into an ``nn.Module`` that trains.
 
 =====================  ===========================================================================
-module                 `PlacedModule`, the result: splits a batch (`scatter`), runs it on every replica
-programs               finds the stages for a call; captures the model anew for other modes and sizes
+module                 `PlacedModule`, the result: an instance of the model's own class
+runtime                runs it: splits a batch (`scatter`), runs it on every replica, joins the results
+programs, numbers      finds the stages for a call; captures the model anew for other modes and sizes
+state, slice_store     tensors and numbers that calls keep; what forward stores, for a slice's loss
 execute                runs micro-batches by a schedule's actions; `split_backward` runs a backward in
                        two halves
 replica                the stages and weights of one replica; `segments` runs a stage, `offload` keeps

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from placer.errors import PlacerError
-from placer.executor.scatter import Whole
+from placer.program import is_mark
 
 
 class CallerGraph:
@@ -26,11 +27,11 @@ class CallerGraph:
         """``value`` (any pytree) with a leaf in place of each tensor that requires gradients."""
         if not torch.is_grad_enabled():
             return value
-        return tree_map(self._cut, value, is_leaf=lambda leaf: isinstance(leaf, Whole))
+        return tree_map(self._cut, value, is_leaf=is_mark)
 
     def _cut(self, leaf: Any) -> Any:
-        if isinstance(leaf, Whole):
-            return Whole(self.cut(leaf.value))
+        if is_mark(leaf):
+            return replace(leaf, value=self.cut(leaf.value))
         if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
             return leaf
         own = leaf.detach().requires_grad_()

@@ -36,7 +36,8 @@ class PlacedMicrobatch:
     ``trees`` has for each stage the object from which its code reads modules and weights. ``leaves``
     are all inputs of the model, ``inputs`` those that the stages read, by name. ``input_places`` has the
     places of inputs that a stage there reads without a copy. Every other input belongs to the caller
-    and is copied. ``counted`` is what the loss's normalizer counts in ``target``.
+    and is copied. ``counted`` is what the loss's normalizer counts in ``target``. ``numbers`` are leaves of
+    the call by name, for hooks.
     """
 
     replica: Replica
@@ -46,6 +47,7 @@ class PlacedMicrobatch:
     input_places: Mapping[str, Place] = field(default_factory=dict)
     target: Any = None
     counted: float | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Transport(Protocol):

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from placer.emit import emit_stages, materialize
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, make_placed
 from placer.executor.place import Place
+from placer.executor.runtime import Runtime
 from placer.plan.types import Plan
 from placer.program import Program
 
@@ -32,4 +33,4 @@ def place_model(
     homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
     with torch.inference_mode(False):  # weights that are made under it could not be trained
         own = materialize(model, homes, weights=weights, initialize=initialize)
-    return PlacedModule(own, plan=plan, staged=staged, places=places)
+    return make_placed(PlacedModule, Runtime(own, plan=plan, staged=staged, places=places))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import inspect
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from placer._torch import saved_tensor_hooks, without_modes, without_transforms
 from placer.emit import StagedModel, emit_stages
 from placer.errors import CaptureError
+from placer.executor.numbers import ENOUGH, ChangingNumbers, Recaptures
+from placer.executor.state import example_numbers
 from placer.plan.types import Plan
 from placer.planner.follow import follow_plan
 from placer.program import (
@@ -20,11 +24,14 @@ from placer.program import (
     BatchDim,
     BoundCall,
     CallFormat,
+    SameProgram,
     SplitRules,
+    StateInput,
     bind_arguments,
     call_difference,
     call_tensors,
     capture_model,
+    changed_numbers,
     condition_key,
     failed_guard,
     hook_count,
@@ -36,8 +43,11 @@ from placer.program import (
     same_program,
 )
 
-_MAX_GUARDS = 16  # programs kept per mode and size, for different values of plain attributes
-_MAX_CALLS = 16  # call formats; if there are more, an argument is probably new in every call
+_MAX_GUARDS = (
+    64  # programs kept per mode and size, for different values of attributes and arguments
+)
+_MAX_CALLS = 64  # kinds of call that are kept, for different values of arguments
+_MAX_REFERENCES = 8  # captured programs with which a new recording is compared
 _STEP_ARGUMENTS = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
 _PLAIN_TYPES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -59,18 +69,25 @@ class _KnownProgram(NamedTuple):
     """Stages, and the values of plain attributes for which they compute what the model does.
 
     ``grad`` says with which answer, if the model asks whether gradients are enabled (None: it does not).
+    ``fixed`` are the arguments' numbers for which the program holds, by name, and ``seen`` the values of its
+    other numbers for which it was recorded.
     """
 
     guards: tuple[AttributeGuard, ...]
     staged: StagedModel
     grad: bool | None
     any_rows: bool  # for every batch size
+    fixed: Mapping[str, Any]
+    seen: set[tuple[Any, ...]]
 
-
-def _known(staged: StagedModel) -> _KnownProgram:
-    conditions = staged.conditions
-    any_rows = conditions.any_batch_size and not conditions.reads_rows
-    return _KnownProgram(conditions.guards, staged, conditions.grad, any_rows)
+    def differences(
+        self, leaves: Mapping[str, Any], modules: Mapping[str, nn.Module]
+    ) -> Iterator[str]:
+        """The numbers among the arguments, and an attribute, that are not those of this program."""
+        yield from (name for name, value in self.fixed.items() if leaves.get(name) != value)
+        guard = failed_guard(self.guards, modules)
+        if guard is not None:
+            yield f"{guard.path}.{guard.name}".lstrip(".")
 
 
 class Programs:
@@ -90,6 +107,9 @@ class Programs:
         self._note_modules()
         self._plan = plan
         self._captured = staged
+        self._references = [staged]
+        self._numbers = ChangingNumbers(model, example_numbers(staged))
+        self._recaptures = Recaptures()
         self._whole = self._kept_whole()
         self._captured_buffers = self._buffers
         # The inputs, on ``meta``, for which the model was recorded last:
@@ -98,7 +118,12 @@ class Programs:
         condition = condition_key(staged.call, staged.conditions.modes, example)
         # By the conditions, and by the rows of a call if the program is not for every batch size.
         self._known: dict[Hashable, list[_KnownProgram]] = {}
-        self._remember(condition, self._whole, example, _known(staged))
+        self._remember(condition, self._whole, example, self._as_known(staged, {}))
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is captured."""
+        return self._model
 
     @property
     def captured(self) -> StagedModel:
@@ -120,15 +145,24 @@ class Programs:
             for guard in program.guards
         ]
 
-    def find(self, inputs: Sequence[Tensor]) -> StagedModel:
-        """The stages for one micro-batch of inputs. Raises ``CaptureError`` if capture fails."""
-        return self.find_all([inputs])[0]
+    @property
+    def numbers(self) -> list[tuple[str, str]]:
+        """The module path and name of each number in an attribute that is an input of a program."""
+        return self._numbers.attributes
 
-    def find_all(self, microbatches: Sequence[Sequence[Tensor]]) -> list[StagedModel]:
+    def find(self, inputs: Sequence[Tensor], leaves: Mapping[str, Any]) -> StagedModel:
+        """The stages for one micro-batch of inputs. Raises ``CaptureError`` if capture fails."""
+        return self.find_all([inputs], leaves)[0]
+
+    def find_all(
+        self, microbatches: Sequence[Sequence[Tensor]], leaves: Mapping[str, Any]
+    ) -> list[StagedModel]:
         """The stages for every micro-batch of a call; the model must not change between them.
 
-        The model's state is inspected once, and micro-batches of one size share their stages.
+        ``leaves`` are those of the call's arguments, by name. The model's state is inspected once, and
+        micro-batches of one size share their stages.
         """
+        leaves = {**example_numbers(self._captured), **leaves}
         replaced = any(tuple(m._modules.values()) != children for m, children in self._parents)
         # Parametrizations and the old ``spectral_norm`` change a torch layer in one of these two ways.
         changed = any(len(m._buffers) != b or len(m._modules) != c for m, b, c in self._leaves)
@@ -138,44 +172,124 @@ class Programs:
         modes = tuple(module.training for module in self._modules)
         whole = self._kept_whole()
         answers: dict[Hashable, StagedModel] = {}
-        found = []
+        found: list[StagedModel] = []
         for inputs in microbatches:
             condition = condition_key(self.call, modes, inputs)
             key = condition, row_counts(self.call, inputs)
             if key not in answers:
-                answers[key] = self._find(condition, whole, inputs)
+                answers[key] = self._find(modes, condition, whole, inputs, leaves)
             found.append(answers[key])
         return found
 
     def _find(
-        self, condition: Hashable, whole: tuple[tuple[int, int], ...], inputs: Sequence[Tensor]
+        self,
+        modes: tuple[bool, ...],
+        condition: Hashable,
+        whole: tuple[tuple[int, int], ...],
+        inputs: Sequence[Tensor],
+        leaves: Mapping[str, Any],
     ) -> StagedModel:
-        captured = self._captured
         grad = torch.is_grad_enabled()
+        others: list[_KnownProgram] = []  # for other values
         for rows in (None, row_counts(self.call, inputs)):
             key = condition, rows, whole, self._structure
-            for known in reversed(self._known.get(key, [])):
-                if (
-                    known.grad in (None, grad)
-                    and failed_guard(known.guards, self._module_at) is None
-                ):
-                    return known.staged
+            known: list[_KnownProgram] = self._known.get(key, [])
+            for each in known[::-1]:
+                if each.grad not in (None, grad):
+                    continue
+                if any(each.differences(leaves, self._module_at)):
+                    others.append(each)
+                elif self._serves(each, inputs, leaves, grad=grad):
+                    return each.staged
+                else:
+                    known.remove(each)
+                    self._numbers.refuse(modes, each.staged.conditions.numbers)
+        for each in others:
+            self._numbers.note_attributes(each.guards, self._module_at)
+        began = time.perf_counter()
+        program = self._make(modes, whole, inputs, leaves, grad=grad)
+        self._remember(condition, whole, inputs, program)
+        if others:
+            what = [name for x in others for name in x.differences(leaves, self._module_at)]
+            self._recaptures.add(self._model, what, time.perf_counter() - began)
+        return program.staged
+
+    def _serves(
+        self,
+        known: _KnownProgram,
+        inputs: Sequence[Tensor],
+        leaves: Mapping[str, Any],
+        *,
+        grad: bool,
+    ) -> bool:
+        """Does a program hold for the present values of the numbers that are its inputs?
+
+        The model is recorded with the first few, which must give the same program.
+        """
+        values = self._numbers.values(known.staged.conditions.numbers, leaves)
+        if not values or values in known.seen or len(known.seen) >= ENOUGH:
+            return True
+        with isolated_from_caller():
+            found = self._same(known.staged, _without_data(inputs), leaves, grad=grad)
+        known.seen.add(values)
+        return found is not None
+
+    def _make(
+        self,
+        modes: tuple[bool, ...],
+        whole: tuple[tuple[int, int], ...],
+        inputs: Sequence[Tensor],
+        leaves: Mapping[str, Any],
+        *,
+        grad: bool,
+    ) -> _KnownProgram:
+        """A program for new conditions or values: a captured one if the recording is the same."""
         with isolated_from_caller():
             shaped = _without_data(inputs)
-            args, kwargs = rebuild_call(captured.call, shaped)
-            found = None
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
-            if whole == self._whole and self._buffers == self._captured_buffers:
-                found = same_program(
-                    self._model, captured.conditions, captured.call, args, kwargs, grad=grad
-                )
-            if found is not None:
-                program = _KnownProgram(found.guards, captured, found.grad, found.any_rows)
-            else:
-                program = _known(self._capture(args, kwargs, grad=grad))
+            comparable = whole == self._whole and self._buffers == self._captured_buffers
+            like = [x for x in reversed(self._references) if x.conditions.modes == modes]
+            for reference in [*like, self._captured][:1] if comparable else ():
+                found = self._same(reference, shaped, leaves, grad=grad)
+                if found is not None:
+                    self.latest = shaped
+                    known = self._as_known(reference, leaves)
+                    return known._replace(
+                        guards=found.guards, grad=found.grad, any_rows=found.any_rows
+                    )
+            args, kwargs = rebuild_call(self.call, shaped, leaves)
+            numbers = self._numbers.candidates(modes)
+            staged = self._capture(args, kwargs, grad=grad, numbers=numbers)
         self.latest = shaped
-        self._remember(condition, whole, inputs, program)
-        return program.staged
+        if comparable:
+            self._references.append(staged)
+            del self._references[1:-_MAX_REFERENCES]
+        return self._as_known(staged, leaves)
+
+    def _same(
+        self,
+        reference: StagedModel,
+        shaped: Sequence[Tensor],
+        leaves: Mapping[str, Any],
+        *,
+        grad: bool,
+    ) -> SameProgram | None:
+        args, kwargs = rebuild_call(self.call, shaped, leaves)
+        return same_program(
+            self._model, reference.conditions, reference.call, args, kwargs, grad=grad
+        )
+
+    def _as_known(self, staged: StagedModel, leaves: Mapping[str, Any]) -> _KnownProgram:
+        conditions = staged.conditions
+        leaves = {**example_numbers(self._captured), **leaves}
+        return _KnownProgram(
+            guards=conditions.guards,
+            staged=staged,
+            grad=conditions.grad,
+            any_rows=conditions.any_batch_size and not conditions.reads_rows,
+            fixed={name: leaves[name] for name in conditions.fixed},
+            seen={self._numbers.values(conditions.numbers, leaves)},
+        )
 
     def _remember(
         self,
@@ -194,7 +308,20 @@ class Programs:
         grad = torch.is_grad_enabled()
         with isolated_from_caller():
             args, kwargs = rebuild_arguments(bound, _without_data(bound.leaves))
-            return Programs(self._model, self._plan, self._capture(args, kwargs, grad=grad))
+            staged = self._capture(
+                args,
+                kwargs,
+                grad=grad,
+                numbers=[
+                    StateInput(name=name, argument=name, kind=type(leaf))
+                    for name, leaf in zip(bound.leaf_names, bound.leaves, strict=True)
+                    if name in bound.numbers
+                ],
+                changing=bound.numbers,
+                said=bound.said,
+                method=bound.method,
+            )
+            return Programs(self._model, self._plan, staged)
 
     def _note_modules(self) -> None:
         self._module_at = dict(self._model.named_modules())
@@ -221,7 +348,15 @@ class Programs:
         )
 
     def _capture(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, grad: bool
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        grad: bool,
+        numbers: Sequence[StateInput],
+        changing: Collection[str] | None = None,
+        said: Mapping[str, BatchDim] | None = None,
+        method: str | None = None,
     ) -> StagedModel:
         captured = self._captured
         return capture_for_plan(
@@ -232,7 +367,11 @@ class Programs:
             state_stage=captured.state_stage,
             ignore_device_moves=captured.conditions.ignore_device_moves,
             grad=grad,
-            batch_dims={each.name: each.batch_dim for each in captured.call.inputs},
+            batch_dims={each.name: each.batch_dim for each in captured.call.inputs}
+            | dict(said or {}),
+            numbers=numbers,
+            changing=example_numbers(captured) if changing is None else changing,
+            method=method or captured.call.method,
         )
 
 
@@ -244,13 +383,16 @@ def capture_for_plan(
     *,
     state_stage: Mapping[str, int],
     ignore_device_moves: bool,
-    grad: bool = True,
     batch_dims: Mapping[str, BatchDim],
+    grad: bool = True,
+    numbers: Sequence[StateInput] = (),
+    changing: Collection[str] = (),
+    method: str = "forward",
 ) -> StagedModel:
     """The stages of ``plan`` for another program of its model, which has perhaps been changed since.
 
     ``state_stage`` says which stage each planned weight is on, where it stays, and ``batch_dims`` how inputs
-    of these names are split. ``grad`` is as for `capture_model`. Raises ``CaptureError``.
+    of these names are split. The last four are as for `capture_model`. Raises ``CaptureError``.
     """
     program = capture_model(
         model,
@@ -259,6 +401,9 @@ def capture_for_plan(
         ignore_device_moves=ignore_device_moves,
         grad=grad,
         rules=plan_rules(plan).with_names(batch_dims),
+        numbers=numbers,
+        changing=changing,
+        method=method,
     )
     staged = emit_stages(program, follow_plan(plan, program))
     # Weights stay where they are; a weight that a parametrization added since goes to its reader.
@@ -297,6 +442,7 @@ class ProgramsByCall:
         self, captured: Programs, *, before_capture: Callable[[], object] = lambda: None
     ) -> None:
         self._known = [captured]
+        self._recaptures = Recaptures()
         self._before_capture = before_capture
 
     @property
@@ -309,17 +455,34 @@ class ProgramsByCall:
         """The plain attributes that any of these programs reads."""
         return [guard for programs in self._known for guard in programs.guards]
 
-    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, step: bool = False) -> Call:
+    @property
+    def numbers(self) -> list[tuple[str, str]]:
+        """The module path and name of each number in an attribute that is an input of a program."""
+        return [each for programs in self._known for each in programs.numbers]
+
+    def find(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        step: bool = False,
+        method: str = "forward",
+    ) -> Call:
         """The programs for a call, its tensors and arguments; a new kind of call is captured.
 
-        ``step`` says whether ``placed.step`` was called or ``placed(x)``, for error messages.
+        ``method`` is that of the model which is called. ``step`` says whether ``placed.step`` was called or
+        ``placed(x)``, for error messages.
 
-        Raises ``CaptureError`` for arguments that ``forward`` does not accept or fails on, for new
-        arguments that are not plain values, and when too many calls had new constants.
+        A number that differs from an earlier call becomes an input of the program, if only arithmetic reads
+        it. Raises ``CaptureError`` for arguments that ``forward`` does not accept or fails on, and for new
+        arguments that are not plain values.
         """
         captured = self._known[0]
         try:
-            bound = bind_arguments(captured.call.signature, args, kwargs)
+            signature = captured.call.signature
+            if method != "forward":
+                signature = inspect.signature(getattr(captured.model, method))
+            bound = bind_arguments(signature, args, kwargs, method)
         except CaptureError as error:
             unknown = [name for name in kwargs if name not in captured.call.signature.parameters]
             hint = _keyword_hint(unknown[0], kwargs[unknown[0]], step=step) if unknown else ""
@@ -330,17 +493,25 @@ class ProgramsByCall:
                 return _call(programs, bound)
         difference = call_difference(captured.call, bound)
         assert difference is not None
-        plain = all(isinstance(leaf, _PLAIN_TYPES) for leaf in bound.leaves)
-        if not plain:
+        named = zip(bound.leaf_names, bound.leaves, strict=True)
+        objects = [(n, leaf) for n, leaf in named if not isinstance(leaf, _PLAIN_TYPES)]
+        if objects and method == "forward":
             raise difference
-        if len(self._known) > _MAX_CALLS:
+        if objects:
+            name, found = objects[0]
+            kind = type(found).__qualname__
             raise CaptureError(
-                difference.where,
-                f"{difference.problem}, and {_MAX_CALLS} other calls have been captured already",
-                "pass a number that changes with every call as a tensor",
+                f"{method}, {name}", f"is an object of type {kind}", "pass tensors and plain values"
             )
+        for programs in self._known:
+            if numbers := changed_numbers(programs.call, bound):
+                bound = replace(bound, numbers=frozenset(numbers))
+                break
         self._before_capture()
+        began = time.perf_counter()
         self._known.append(captured.for_call(bound))
+        self._recaptures.add(captured.model, [difference.where], time.perf_counter() - began)
+        del self._known[1:-_MAX_CALLS]
         return _call(self._known[-1], bound)
 
 

@@ -14,13 +14,12 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
-    tree_map,
     tree_unflatten,
 )
 
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError
-from placer.program import CallFormat, Rows, rows_of
+from placer.program import Batched, CallFormat, Rows, is_mark, marked_dims, rows_of
 from placer.schedule import split_batch
 
 
@@ -102,41 +101,33 @@ def scatter_batch(
     return ScatteredBatch(total=total, rows=rows, slices=slices)
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Marks a part of ``target`` that is not split: ``loss_fn`` gets ``value`` as it is for every slice.
-
-    For example ``target=(labels, placer.Whole(class_weights))``.
-    """
-
-    value: Any
-
-
-def unwrap_target(target: Any) -> Any:
-    """``target`` with every ``Whole`` replaced by its value, as ``loss_fn`` gets it."""
-    return tree_map(
-        lambda leaf: leaf.value if isinstance(leaf, Whole) else leaf, target, is_leaf=_is_whole
-    )
-
-
 def check_target(target: Any, total: int | None) -> None:
     """Raise ``PlacerError`` if a tensor of ``target`` does not have the batch's ``total`` rows."""
-    paths = tree_flatten_with_path(target, is_leaf=_is_whole)[0] if total is not None else []
+    paths = tree_flatten_with_path(target, is_leaf=is_mark)[0] if total is not None else []
     for path, leaf in paths:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.size(0) == total:
+        rows = _rows_of_target(leaf)
+        if rows is None or rows == total:
             continue
-        found = f"has {leaf.size(0)} rows, the batch has {total}"
+        found = f"has {rows} rows, the batch has {total}"
         remedy = (
             "give it one row per row of the batch, or wrap it as placer.Whole(tensor) if every slice "
             "needs all of it, such as class weights"
         )
-        if total and leaf.size(0) % total == 0:
-            rows = leaf.size(0) // total
+        if total and rows % total == 0 and not is_mark(leaf):
+            rows //= total
             remedy = (
                 f"if each row of the batch has {rows} rows of the target, pass target.unflatten(0, "
                 f"({total}, {rows})) and flatten it in loss_fn; or {remedy}"
             )
         raise PlacerError(f"target{keystr(path)}", found, remedy)
+
+
+def _rows_of_target(leaf: Any) -> int | None:
+    """The number of rows of a leaf of a target; None if it is not split."""
+    if isinstance(leaf, Batched):
+        dims = marked_dims(leaf)
+        return next((leaf.value.size(dim) for dim in dims.values() if dim is not None), None)
+    return leaf.size(0) if isinstance(leaf, torch.Tensor) and leaf.dim() else None
 
 
 def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) -> list[Any]:
@@ -148,12 +139,14 @@ def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) ->
     check_target(target, total)
     if list(sizes) != [total]:
         _refuse_arrays(target)
-    leaves, spec = tree_flatten(target, is_leaf=_is_whole)
+    leaves, spec = tree_flatten(target, is_leaf=is_mark)
 
     def cut(leaf: Any) -> Sequence[Any]:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and total is not None:
-            return list(leaf.split([size or 0 for size in sizes]))
-        return (leaf.value if isinstance(leaf, Whole) else leaf,) * len(sizes)
+        value = leaf.value if is_mark(leaf) else leaf
+        if _rows_of_target(leaf) is None or total is None:
+            return (value,) * len(sizes)
+        dim = leaf.dim if isinstance(leaf, Batched) else 0
+        return list(value.split([size or 0 for size in sizes], dim))
 
     columns = [cut(leaf) for leaf in leaves]
     return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
@@ -161,17 +154,13 @@ def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) ->
 
 def _refuse_arrays(target: Any) -> None:
     """Raise ``PlacerError`` if ``target`` has numpy arrays, which would not be split."""
-    for path, leaf in tree_flatten_with_path(target, is_leaf=_is_whole)[0]:
+    for path, leaf in tree_flatten_with_path(target, is_leaf=is_mark)[0]:
         if type(leaf).__module__ == "numpy" and leaf.ndim:
             raise PlacerError(
                 f"target{keystr(path)}",
                 "is a numpy array, which is not split with the batch",
                 "pass a tensor: torch.from_numpy(array)",
             )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Whole)
 
 
 def check_results(staged: StagedModel) -> None:

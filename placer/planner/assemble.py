@@ -50,7 +50,7 @@ def assemble_plan(
         batch_norm=spec.batch_norm,
         optimizer=options.optimizer,
         training=spec.training,
-        batch_dims=spec.batch_dims,
+        batch_dims={**spec.batch_dims, **program.call.said},
         stored=spec.stored,
         step_seconds=partition.seconds,
         optimizer_seconds=partition.optimizer_seconds,

@@ -15,6 +15,7 @@ from placer.catalogue import PeakMemory
 from placer.cost.loss import ASSUMED
 from placer.executor.cuda_allocator import AllocatorWarning, prepare_allocator
 from placer.executor.device_map import map_devices
+from placer.executor.module import runtime_of
 from placer.executor.place import Place
 from placer.executor.place_model import place_model
 from placer.plan.types import DevicePeak, Plan
@@ -96,9 +97,9 @@ def _run_steps(
     for _ in range(steps):
         with nullcontext() if plan.training else torch.no_grad():
             if plan.training:
-                placed.step_leaves(inputs, loss_fn=ASSUMED)
+                runtime_of(placed).step_leaves(inputs, loss_fn=ASSUMED)
                 optimizer.step()
                 placed.zero_grad(set_to_none=True)
             else:
-                placed.run_leaves(inputs)
+                runtime_of(placed).call_leaves(inputs)
     torch.cuda.synchronize(place)

@@ -29,7 +29,7 @@ from placer.cost.loss import ASSUMED
 from placer.cost.record import NodeRunner
 from placer.precision import precision_context
 from placer.profiling.clocks import Clock, Took, time_call
-from placer.program import Program
+from placer.program import Program, read_state, rows_of
 from placer.simulation.optimizers import make_optimizer
 
 LOSS = "loss"
@@ -92,6 +92,8 @@ def measure_nodes(
     step = make_optimizer("adam", trained)
     for group in step.param_groups:
         group["lr"] = 0.0
+    state = read_state(program, rows_of(program.call.batch_dims, [x.shape for x in leaves]))
+    leaves = [*leaves, *(x.to(device) if isinstance(x, Tensor) else x for x in state)]
     run = _Run(program, model, constants, context, clock)
     passes: list[_Passes] = []
     whole: list[tuple[Took, Took, Took]] = []

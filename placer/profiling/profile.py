@@ -14,7 +14,7 @@ from placer.cost import CostTable, device_type, estimate_costs
 from placer.cost.loss import ASSUMED
 from placer.errors import DeviceError
 from placer.executor.device_map import device_count, map_devices
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, runtime_of
 from placer.executor.place_model import place_model
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.planner.build import build_plan
@@ -72,7 +72,7 @@ def profile_model(
 
             def placed_step() -> None:
                 assert placed is not None
-                placed.step_leaves(inputs, loss_fn=ASSUMED)
+                runtime_of(placed).step_leaves(inputs, loss_fn=ASSUMED)
                 placed.zero_grad(set_to_none=True)
 
             times = measure_nodes(

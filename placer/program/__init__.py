@@ -10,9 +10,13 @@ whole, leaves              modules (or a whole model) that become a single node
 fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster than torch's
 packed                     (`packed`: packed sequences)
 constants                  values that the model's code may read although its tensors are fake
-caches, reachable          keep results of earlier calls (caches, global variables) out of the run
+objects, reachable,        what a model and its code hold; caches that a run must not fill
+caches
 alias                      find nodes that share memory, write to state or draw random numbers
-call, result               flatten arguments and results to lists of tensors, and rebuild them
+call, result, marks        flatten arguments and results to lists of tensors, and rebuild them
+batch, rows                which inputs have a row per sample, and how values depend on the rows
+forward, reached,          one run of forward, and what it leaves behind: found, written to the graph,
+leaving, stored, watched   and stored by a call of the placed model
 guards                     attributes that forward read; the graph is valid while they are unchanged
 moves                      devices that the model's own code names
 targets                    callables of graph nodes for which torch has no function
@@ -30,6 +34,7 @@ from placer.program.call import (
     bind_arguments,
     call_difference,
     call_tensors,
+    changed_numbers,
     flatten_call,
     placeholder_names,
     rebuild_arguments,
@@ -38,6 +43,7 @@ from placer.program.call import (
 )
 from placer.program.capture import capture_model
 from placer.program.copying import copy_module, tensors_of
+from placer.program.failure import MethodNotCaptured
 from placer.program.fake import FakeConverter
 from placer.program.guards import (
     AttributeGuard,
@@ -53,6 +59,7 @@ from placer.program.leaves import (
     must_stay_whole,
     without_hooks,
 )
+from placer.program.marks import Batched, Whole, is_mark, marked_dims, unmarked
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
 from placer.program.result import flatten_result, result_tensors
@@ -67,10 +74,12 @@ from placer.program.types import (
     Conditions,
     Program,
     WholeModule,
+    read_state,
     rows_of,
     training_flags,
 )
 from placer.program.validity import (
+    SameProgram,
     condition_key,
     row_counts,
     same_program,
@@ -82,23 +91,28 @@ __all__ = [
     "AnyNumber",
     "AttributeGuard",
     "BatchDim",
+    "Batched",
     "BoundCall",
     "CallFormat",
     "Conditions",
     "FakeConverter",
     "IgnoreDeviceMoves",
+    "MethodNotCaptured",
     "Path",
     "Program",
     "Rows",
+    "SameProgram",
     "SplitRules",
     "StateInput",
     "Stored",
     "Target",
+    "Whole",
     "WholeModule",
     "bind_arguments",
     "call_difference",
     "call_tensors",
     "capture_model",
+    "changed_numbers",
     "condition_key",
     "copy_guarded_attributes",
     "copy_module",
@@ -110,10 +124,13 @@ __all__ = [
     "guarded_attributes_restored",
     "hook_count",
     "is_inside",
+    "is_mark",
     "is_torch_leaf",
+    "marked_dims",
     "must_stay_whole",
     "named_state",
     "placeholder_names",
+    "read_state",
     "rebuild_arguments",
     "rebuild_call",
     "result_tensors",
@@ -125,5 +142,6 @@ __all__ = [
     "tensors_of",
     "training_flags",
     "unflatten_output",
+    "unmarked",
     "without_hooks",
 ]

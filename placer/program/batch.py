@@ -61,6 +61,10 @@ class SplitRules:
         """These rules and the dimensions of more inputs, which win; patterns need not match any more."""
         return replace(self, names={**self.names, **names}, is_checked=True)
 
+    def with_marks(self, said: Mapping[str, BatchDim]) -> SplitRules:
+        """These rules and the dimensions that a caller's marks say, which win."""
+        return replace(self, names={**self.names, **said})
+
     def says(self, names: Sequence[str], dims: Sequence[BatchDim]) -> bool:
         """Has the user said of every input with rows how it is split?"""
         said = {name for pattern in self.patterns for name in match_paths(pattern, names)}
@@ -187,7 +191,8 @@ def refuse_unsure(
         f"has the size of the batch ({rows}) in its shape {list(tensor.shape)}, but forward also takes it in "
         "another size, so the example cannot tell whether it is split with the batch",
         f'write in the spec "inputs": {{"{name}": "whole"}} if every slice needs all of it, or '
-        f'{{"{name}": {{"batch_dim": {dim}}}}} if it has a row per sample'
+        f'{{"{name}": {{"batch_dim": {dim}}}}} if it has a row per sample (in Python, placer.Whole(x) or '
+        f"placer.Batched(x, {dim}) around the example says the same)"
         + (f"; the same for {', '.join(unsure[1:])}" if unsure[1:] else ""),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 
 from placer.errors import CaptureError, nearest
 from placer.program.batch import BatchDim
+from placer.program.marks import differing_mark, is_mark, marked_dims, unmarked
 from placer.program.objects import Path, parts
 from placer.program.result import ResultFormat, readable
 from placer.program.types import TENSOR, AnyNumber, CallFormat, Input
 
+_NONE: Mapping[str, Any] = {}
 _RECAPTURE = "call it as it was captured, or compile it again with these arguments"
 
 
@@ -30,9 +32,10 @@ class BoundCall:
     leaf_names: tuple[str, ...]
     leaves: tuple[Any, ...]
     arguments: Mapping[str, Any]  # by parameter name, as the caller passed them
-    numbers: frozenset[str] = (
-        frozenset()
-    )  # names of leaves whose numbers may be others in other calls
+    # Names of leaves whose numbers may be others in other calls.
+    numbers: frozenset[str] = frozenset()
+    said: Mapping[str, BatchDim] = field(default_factory=dict)  # by the marks of the caller
+    method: str = "forward"  # of the model, which is called
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -54,14 +57,18 @@ class BoundCall:
 
 
 def bind_call(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    method: str = "forward",
 ) -> BoundCall:
-    """Bind the arguments to ``model.forward``, apply defaults, and flatten them with pytree.
+    """Bind the arguments to a method of ``model``, apply defaults, and flatten them with pytree.
 
     Raises ``CaptureError`` if they do not fit the signature.
     """
     try:
-        return bind_arguments(inspect.signature(model.forward), args, kwargs or {})
+        signature = inspect.signature(getattr(model, method))
+        return bind_arguments(signature, args, kwargs or {}, method)
     except CaptureError as error:
         if args or kwargs:
             raise
@@ -137,6 +144,8 @@ def make_call_format(
     """The format of calls with arguments like ``bound`` and results of the format ``result``."""
     found = zip(placeholder_names(bound), bound.tensors, batch_dims, strict=True)
     return CallFormat(
+        method=bound.method,
+        said=bound.said,
         signature=bound.signature,
         in_spec=bound.in_spec,
         positional=bound.positional,
@@ -185,8 +194,11 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
     """An error for the first argument of ``bound`` that differs from the captured call, or None.
 
     An argument differs if it is missing, unknown or of another structure, if it is a tensor where a constant
-    was captured or vice versa, or if it is another constant.
+    was captured or vice versa, if it is another constant, or if a mark says that it is split otherwise.
     """
+    if call.method != bound.method:
+        found = f"the method {bound.method} is called where {call.method} was captured"
+        return CaptureError(bound.method, found, _RECAPTURE)
     given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
     if missing := [name for name in call.leaf_names if name not in given]:
         found = f"this argument is missing; the call has {sorted(given)}"
@@ -217,22 +229,51 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
         else:
             continue
         return CaptureError(name, found, _RECAPTURE)
+    other = differing_mark(bound.said, {each.name: each.batch_dim for each in call.inputs})
+    if other is not None:
+        return CaptureError(other, "is split otherwise than it was captured", _RECAPTURE)
     return None
 
 
+def changed_numbers(call: CallFormat, bound: BoundCall) -> set[str]:
+    """The names of all numbers that are others in ``bound`` than in ``call``, or that any may be.
+
+    Empty if the calls differ in something else too.
+    """
+    given = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    example = dict(zip(call.leaf_names, call.constants, strict=True))
+    found = {name for name, c in example.items() if isinstance(c, AnyNumber)}
+    for name, value in given.items():
+        before = example.get(name)
+        if type(value) in (int, float) and type(before) is type(value) and before != value:
+            example[name] = value
+            found.add(name)
+    same = replace(call, constants=tuple(example.values()))
+    return found if call_difference(same, bound) is None else set()
+
+
 def rebuild_call(
-    call: BoundCall | CallFormat, tensors: Sequence[Tensor]
+    call: BoundCall | CallFormat, tensors: Sequence[Tensor], numbers: Mapping[str, Any] = _NONE
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The ``(args, kwargs)`` whose tensor leaves are ``tensors``; the inverse of `flatten_call`."""
-    return rebuild_arguments(call, call_leaves(call, tensors))
+    """The ``(args, kwargs)`` whose tensor leaves are ``tensors``; the inverse of `flatten_call`.
+
+    ``numbers`` are those that may be others in every call, by name; the default are the example's.
+    """
+    return rebuild_arguments(call, call_leaves(call, tensors, numbers))
 
 
-def call_leaves(call: BoundCall | CallFormat, tensors: Sequence[Tensor]) -> list[Any]:
-    """The leaves of a call with these ``tensors``, and with the numbers of the example."""
+def call_leaves(
+    call: BoundCall | CallFormat, tensors: Sequence[Tensor], numbers: Mapping[str, Any] = _NONE
+) -> list[Any]:
+    """The leaves of a call with these ``tensors`` and ``numbers``, as for `rebuild_call`."""
     remaining = iter(tensors)
     return [
-        next(remaining) if c is TENSOR else c.value if isinstance(c, AnyNumber) else c
-        for c in call.constants
+        next(remaining)
+        if constant is TENSOR
+        else numbers.get(name, constant.value)
+        if isinstance(constant, AnyNumber)
+        else constant
+        for name, constant in zip(call.leaf_names, call.constants, strict=True)
     ]
 
 
@@ -242,40 +283,50 @@ def unflatten_output(call: CallFormat, leaves: Sequence[Any]) -> Any:
 
 
 def bind_arguments(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    method: str = "forward",
 ) -> BoundCall:
-    """Bind arguments to ``signature``, apply defaults, and flatten them with pytree.
+    """Bind arguments to the ``signature`` of ``method``, apply defaults, and flatten them with pytree.
 
     Raises ``CaptureError`` if they do not fit.
     """
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise _mismatch(signature, kwargs, error) from None
+        raise _mismatch(signature, kwargs, error, method) from None
     positional = {name: name not in kwargs for name in bound.arguments}
     bound.apply_defaults()
-    paths, in_spec = tree_flatten_with_path(dict(bound.arguments))
+    arguments, said = dict(bound.arguments), dict[str, BatchDim]()
+    paths, in_spec = tree_flatten_with_path(arguments)
+    if any(is_mark(leaf) for _, leaf in paths):
+        said = marked_dims(arguments)
+        paths, in_spec = tree_flatten_with_path(unmarked(arguments))
+        arguments = {k: v.value if is_mark(v) else v for k, v in arguments.items()}
     return BoundCall(
+        method=method,
+        said=said,
         signature=signature,
         in_spec=in_spec,
         positional=positional,
         leaf_names=tuple(readable(path) for path, _ in paths),
         leaves=tuple(leaf for _, leaf in paths),
-        arguments=bound.arguments,
+        arguments=arguments,
     )
 
 
 def _mismatch(
-    signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
+    signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError, method: str
 ) -> CaptureError:
     """The error for arguments that do not fit; it names an unknown keyword and the nearest valid one."""
     parameters = signature.parameters.values()
     unknown = [name for name in kwargs if name not in signature.parameters]
     if not unknown or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return CaptureError("arguments", f"{error}", f"forward takes {signature}")
+        return CaptureError("arguments", f"{error}", f"{method} takes {signature}")
     close = nearest(unknown[0], signature.parameters)
     hint = f"did you mean {close!r}? " if close else ""
-    problem = f"forward has no argument {unknown[0]!r}"
+    problem = f"{method} has no argument {unknown[0]!r}"
     return CaptureError("arguments", problem, f"{hint}it takes {signature}")
 
 

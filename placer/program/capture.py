@@ -27,6 +27,7 @@ from placer.program.failure import (
     describe,
     end_frames,
     locate_function,
+    method_not_captured,
     with_own_lines,
 )
 from placer.program.fake import FakeConverter
@@ -72,8 +73,11 @@ def capture_model(
     ignore_device_moves: bool = False,
     grad: bool = True,
     rules: SplitRules | None = None,
+    numbers: Sequence[StateInput] = (),
+    changing: Collection[str] = (),
+    method: str = "forward",
 ) -> Program:
-    """The program of ``model`` called with ``args`` and ``kwargs``, in its present mode (train or eval).
+    """The program of a ``method`` of ``model`` called with ``args`` and ``kwargs``, in its present mode.
 
     Allocates no memory and does not change the model: a fake copy of it is run. The model and the
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
@@ -81,7 +85,9 @@ def capture_model(
     recordings as modules. A second recording with twice the batch finds out what depends on the
     batch size, and which inputs have a row per sample as far as ``rules`` do not say (`find_batch`).
     ``grad`` is what code of the model gets that asks whether gradients are enabled; the
-    graph holds in either case if none asks.
+    graph holds in either case if none asks. ``changing`` are names of arguments that are other numbers in
+    other calls; of ``numbers``, arguments and attributes, those become inputs of the graph at which no
+    Python code looks.
 
     Raises ``CaptureError`` when the model cannot be captured. A model whose forward moves tensors to
     several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
@@ -89,7 +95,7 @@ def capture_model(
     """
     require("planning")
     _check_model(model)
-    bound = bind_call(model, args, kwargs)
+    bound = replace(bind_call(model, args, kwargs, method), numbers=frozenset(changing))
     converter = FakeConverter()
     with RECORDING:
         setup = Setup(
@@ -99,8 +105,9 @@ def capture_model(
             bound=bound,
             ignore_device_moves=ignore_device_moves,
             grad=grad,
+            numbers=tuple(numbers),
         )
-        capture = _Capture(setup, rules or SplitRules())
+        capture = _Capture(setup, (rules or SplitRules()).with_marks(bound.said))
         recording = capture.record()
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
         unread = [n for n, node in zip(capture.names, inputs, strict=False) if not node.users]
@@ -124,7 +131,6 @@ class _Capture:
         self.names = placeholder_names(self.bound)
         self.rules = rules
         self.held: tuple[StateInput, ...] = ()  # tensors of the state that are inputs
-        self.numbers: tuple[StateInput, ...] = ()
         self.batch = Batch(dims=(None,) * len(self.inputs), doubled=None)
         self.whole: dict[str, WholeModule] = {}
         self.guess = 1
@@ -148,12 +154,13 @@ class _Capture:
 
     def check(self, recording: RecordedProgram) -> Aliasing:
         """Run the graph by itself on fake tensors; this also finds out which nodes share memory."""
+        given = dict(zip(self.bound.leaf_names, self.bound.leaves, strict=True))
         try:
             return analyze_aliasing(
                 self.model,
                 recording.graph,
                 recording.constants,
-                [*self.bound.tensors, *(each.read(self.model, {}) for each in recording.state)],
+                [*self.bound.tensors, *(each.read(self.model, given) for each in recording.state)],
                 guess=self.guess,
             )
         except NodeFailure as failure:
@@ -168,7 +175,6 @@ class _Capture:
     def _run(self, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
         setup = replace(
             self.setup,
-            numbers=self.numbers,
             whole=frozenset(self.whole),
             guess=self.guess,
         )
@@ -177,6 +183,8 @@ class _Capture:
         try:
             if "" in self.whole:
                 whole = self.whole[""]
+                if setup.bound.method != "forward":
+                    raise method_not_captured(setup.bound.method, whole.reason, whole.location)
                 location = f", {whole.location}" if whole.location else ""
                 return record_whole(setup, inputs, whole.reason + location)
             with replaced_state(setup, self.held, held):
@@ -492,6 +500,8 @@ def _assemble(
             guards=recording.guards,
             stored=recording.stored,
             state=recording.state,
+            numbers=recording.numbers,
+            fixed=_fixed(bound, recording),
             repeats=recording.repeats,
             ignore_device_moves=capture.setup.ignore_device_moves,
             grad=recording.grad,
@@ -505,6 +515,13 @@ def _assemble(
         stored=recording.stored,
         state=capture.state(recording),
     )
+
+
+def _fixed(bound: BoundCall, recording: RecordedProgram) -> dict[str, int | float]:
+    """The changing numbers among the arguments that are part of the program, by name."""
+    free = {each.argument for each in recording.numbers}
+    pairs = zip(bound.leaf_names, bound.leaves, strict=True)
+    return {name: leaf for name, leaf in pairs if name in bound.numbers - free}
 
 
 def _unknown_store(name: str) -> CaptureError:

@@ -55,6 +55,25 @@ class TraceFailure(Exception):
         self.location = location
 
 
+class MethodNotCaptured(CaptureError):
+    """A method besides forward cannot be captured. ``calls_layers``: it calls some itself."""
+
+    calls_layers = False
+
+
+def method_not_captured(
+    method: str, reason: str, location: str = "", *, calls_layers: bool = False
+) -> MethodNotCaptured:
+    """The error for ``method``; ``reason`` says why."""
+    error = MethodNotCaptured(
+        method,
+        f"this method cannot be captured: {reason}" + (f" ({location})" if location else ""),
+        "move the code that cannot be captured into a submodule, or let forward do what it does",
+    )
+    error.calls_layers = calls_layers
+    return error
+
+
 class Untraceable(Exception):
     """Forward does something that a graph cannot express. The text begins with "it" and says what."""
 

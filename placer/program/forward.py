@@ -67,7 +67,9 @@ def run_forward(
     flags = recorder.watch_flags(inputs)
     try:
         with forbid_python_random():
-            result = model.forward(*args, **kwargs)
+            result = getattr(model, bound.method)(*args, **kwargs)
+        if bound.method != "forward" and recorder.calls_model:
+            raise TraceFailure("", "it calls the model itself", "")
         leaves, form = flatten_result(result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat))
         with without_torch_function():
             shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]

@@ -55,7 +55,8 @@ class AttributeGuard:
     value: Any
     frozen: Any
     values_read: bool
-    unread: tuple[Path, ...] = ()  # keys of containers in the value whose items do not matter
+    # Keys of containers in the value whose items do not matter, and of numbers of which any will do.
+    unread: tuple[Path, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -87,8 +88,8 @@ def make_guards(
 ) -> tuple[AttributeGuard, ...]:
     """Guards for the attributes ``names`` (module path, attribute) of ``model``, in sorted order.
 
-    Values of tensors are compared only for those in ``values_read``, and items of containers not if their
-    paths are ``unread``.
+    Values of tensors are compared only for those in ``values_read``, and containers and numbers at the paths
+    ``unread`` only by their types.
     """
     modules = dict(model.named_modules())
     freezer = Freezer(modules)
@@ -268,6 +269,7 @@ class Freezer:
         self._known: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._numbers: dict[int, int] = {}
         self._unread: set[int] = set()  # ids of containers whose items do not matter
+        self._numbers_in: dict[int, set[Any]] = {}  # id of a container -> keys of numbers in it
 
     @functools.cached_property
     def _path_of(self) -> dict[int, str]:
@@ -278,9 +280,14 @@ class Freezer:
     ) -> Any:
         """The form of ``value``; with ``values_read``, including the values of tensors.
 
-        The items of the containers at the paths ``unread`` in it are left out.
+        Of the containers and numbers at the paths ``unread`` in it, only the types matter.
         """
-        self._unread.update(id(part) for keys in unread if (part := _part(value, keys)) is not None)
+        for keys in unread:
+            part = _part(value, keys)
+            if keys and type(part) in (int, float):
+                self._numbers_in.setdefault(id(_part(value, keys[:-1])), set()).add(keys[-1])
+            elif part is not None:
+                self._unread.add(id(part))
         key = id(value), values_read
         if key not in self._known:
             self._known[key] = value, self._freeze(value, _DEPTH, values_read)
@@ -313,8 +320,11 @@ class Freezer:
         parts = _parts(value) if depth > 0 else None
         if parts is None:
             return _Same(value)
-        depth = _depth_inside(value, depth)
-        return kind, [(key, self._freeze(item, depth, values_read)) for key, item in parts]
+        depth, numbers = _depth_inside(value, depth), self._numbers_in.get(id(value), ())
+        return kind, [
+            (key, type(item) if key in numbers else self._freeze(item, depth, values_read))
+            for key, item in parts
+        ]
 
 
 def _values(tensor: Tensor) -> Any:

@@ -25,6 +25,7 @@ from placer.program.failure import (
     end_frames,
     leads_to,
     locate,
+    method_not_captured,
 )
 from placer.program.fake import FakeConverter, fake_execution
 from placer.program.forward import ForwardRun, run_forward
@@ -57,6 +58,7 @@ class RecordedProgram:
     stored: tuple[Stored, ...]  # what forward leaves behind; its leaves follow those of the result
     changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
+    numbers: tuple[StateInput, ...]  # numbers of which any will do
     independent: tuple[
         bool, ...
     ]  # per node: it is of a single node, but does not depend on its inputs
@@ -141,9 +143,10 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         stored=tuple(each.stored for each in left),
         changed_inside=tuple(recorder.changed_inside.values()),
         written_inside=recorder.written_inside,
+        numbers=setup.numbers,
         independent=writer.independent,
         repeats=following.repeats,
-        guards=recorder.guards(following.unread, state),
+        guards=recorder.guards(following.unread, setup.numbers),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
         sizes=sizes,
@@ -156,6 +159,25 @@ def run_once(
 ) -> ForwardRun:
     """Run and record the model once; ``before`` has its state. The model keeps what forward changes."""
     recorder = setup.recorder()
+    try:
+        return _run(recorder, setup, inputs, before, locate_draws=locate_draws)
+    except TraceFailure as failure:
+        method = setup.bound.method
+        if method == "forward" or failure.layer:
+            raise
+        raise method_not_captured(
+            method, failure.reason, failure.location, calls_layers=recorder.calls_layers
+        ) from failure.__cause__
+
+
+def _run(
+    recorder: Recorder,
+    setup: Setup,
+    inputs: Sequence[Tensor],
+    before: Snapshot,
+    *,
+    locate_draws: bool,
+) -> ForwardRun:
     recorder.locate_draws = locate_draws
     given = setup.converter.copies(inputs)
     try:
@@ -177,7 +199,7 @@ def run_once(
 def _run_with_numbers(
     setup: Setup, inputs: Sequence[Tensor], before: Snapshot
 ) -> tuple[ForwardRun, Setup]:
-    """Run forward; numbers in attributes and variables that forward itself changes become inputs.
+    """Run forward with numbers as inputs: those of ``setup``, and those that forward itself changes.
 
     A number at which Python code looks, and not only arithmetic, is none: it is part of the program.
     """
@@ -191,7 +213,17 @@ def _run_with_numbers(
             before.restore()
             run_once(setup, inputs, before)
             raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
+        except (TraceFailure, ForwardFailure) as failure:
+            if not setup.numbers:
+                raise
+            end_frames(failure)  # it may have failed because of the recorded numbers
+            before.restore()
+            refused |= set(setup.numbers)
+            setup = replace(setup, numbers=())
+            continue
         read = {each for node, each in run.numbers.items() if run.recorder.reads_number(node)}
+        if any(each.kind is float for each in setup.numbers) and run.recorder.fixes_number():
+            read |= {each for each in setup.numbers if each.kind is float}
         refused |= read
         changed = [each for each in map(_changed_number, run.left) if each is not None]
         numbers = [x for x in dict.fromkeys((*setup.numbers, *changed)) if x not in refused]
@@ -207,12 +239,12 @@ def _changed_number(left: Left) -> StateInput | None:
     if change is None or change.kind != "set" or change.root not in ("model", "code"):
         return None
     kind = type(change.before)
-    if kind not in (int, float) or not isinstance(change.value, kind) or len(change.path) > 2:
+    if kind not in (int, float) or not isinstance(change.value, kind):
         return None
     name = spell(change.path)
     if change.root == "model":
         return StateInput(name=name, path=change.path, kind=kind)
-    if isinstance(change.holder, Reference):
+    if isinstance(change.holder, Reference) and len(change.path) == 1:
         return StateInput(name=name, variable=change.holder, kind=kind)
     return None
 
@@ -276,8 +308,8 @@ def _compare_with_next(
         for tensor in tensors_of_tree(each.change.value) if each.change is not None else ():
             first.keep(tensor)
     reachable = setup.converter.reachable
-    before = Snapshot(module_roots(setup.fake_model), reachable)
     with watching(left, setup.fake_model, reachable) as containers:
+        before = Snapshot(module_roots(setup.fake_model), reachable)
         try:
             second = run_once(setup, inputs, before, locate_draws=False)
         except (TraceFailure, ForwardFailure, CaptureError) as failure:

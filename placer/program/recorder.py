@@ -9,6 +9,7 @@ layer of ``torch.nn``, or a module that must stay whole, becomes one node), and 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -142,6 +143,8 @@ class Recorder(TorchFunctionMode):
         self.modes = Modes(True, False, ())  # those in which the run began
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
         self.reentrant: Sequence[Any] | None = None  # inputs of the reentrant checkpoint we are in
+        self.calls_model = False  # has a method of the model called the model?
+        self.calls_layers = False  # has it called layers before that?
         self.checkpointed: dict[str, str] = {}  # path of a checkpointed module -> source line
         # Constants whose values forward read -> module and line, and the model's tensors for them.
         self.values_read: dict[fx.Node, tuple[str, str]] = {}
@@ -166,7 +169,7 @@ class Recorder(TorchFunctionMode):
         traced = {
             path: module
             for path, module in self.fake_model.named_modules()
-            if not is_torch_leaf(module) and not is_inside(self.whole, path)
+            if not is_inside(self.whole, path)
         }
         watched = watch_attributes(traced, self.read_attribute)
         with watch_calls(self), watched, self, _OperatorMode(self):
@@ -187,6 +190,8 @@ class Recorder(TorchFunctionMode):
         What is in the containers at the paths ``unread`` does not matter, nor which numbers ``state`` has.
         """
         numbers = {each.path for each in state if each.kind is not Tensor}
+        inside = [path for path in numbers if len(path) > 2]
+        unread = [*unread, *inside]
         return make_guards(self.model, self.attributes - numbers, self.tensors_read, unread)
 
     def watch_flags(self, inputs: Sequence[Tensor]) -> Mapping[int, bool]:
@@ -202,6 +207,13 @@ class Recorder(TorchFunctionMode):
     def reads_number(self, placeholder: fx.Node) -> bool:
         """Does Python code look at a number that is an input, or at one computed from it?"""
         return self.sizes.is_read(placeholder)
+
+    def fixes_number(self) -> bool:
+        """Does the graph hold a number that code in C has computed from a float that is an input?"""
+        held = [x for n in self.writer.graph.nodes for x in tree_iter((n.args, n.kwargs))]
+        return any(isinstance(x, float) and math.isnan(x) for x in held) or any(
+            x.is_floating_point() and bool(x.isnan().any()) for x in self.made_tensors
+        )
 
     def check(self) -> None:
         """Raise the exception of an operation that cannot be recorded, which forward may have caught."""
@@ -353,6 +365,10 @@ class Recorder(TorchFunctionMode):
         path = self.path_of.get(id(module))
         if path is None:  # constructed in forward, such as nn.Softmax(dim=1)(x): part of its caller
             return original(module, *args, **kwargs)
+        if not path:
+            self.calls_model = True
+        elif not self.calls_model:
+            self.calls_layers = True
         leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable)
         checkpointed = not leaf and self.checkpointing() is not None
         whole = path in self.whole or checkpointed

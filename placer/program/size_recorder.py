@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from placer.program.size_log import Reading, SizeLog
-from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.sizes import InputFloat, SizeFloat, SizeInt, plain
 from placer.program.writer import GraphWriter, executable
 
 
@@ -45,7 +45,7 @@ class SizeRecorder:
 
     def input(self, node: fx.Node, value: float) -> Any:
         """A number that is an input of the graph, at the placeholder ``node``."""
-        return self._number(node, value)
+        return self._number(node, value, of_input=True)
 
     def is_read(self, node: fx.Node) -> bool:
         """Has Python code read the number that ``node`` makes, or one that is computed from it?"""
@@ -59,7 +59,8 @@ class SizeRecorder:
         """Record arithmetic on sizes; ``value`` is its result."""
         if self._is_paused() or isinstance(value, bool) or not isinstance(value, int | float):
             return value
-        return self._number(self._writer.node("call_function", function, args, pure=True), value)
+        node = self._writer.node("call_function", function, args, pure=True)
+        return self._number(node, value, of_input=any(isinstance(x, InputFloat) for x in args))
 
     def note_reading(self, name: str, args: tuple[Any, ...], outcome: bool | None) -> None:
         """Note what Python code reads, for `log`."""
@@ -99,9 +100,10 @@ class SizeRecorder:
         size: int = self._number(self._nodes[key], value)
         return size
 
-    def _number(self, node: fx.Node, value: Any) -> Any:
+    def _number(self, node: fx.Node, value: Any, *, of_input: bool = False) -> Any:
         """``value`` as a number that refers to ``node``, which computes it."""
-        number: Any = SizeInt(value) if isinstance(value, int) else SizeFloat(value)
+        kind: Any = SizeInt if isinstance(value, int) else InputFloat if of_input else SizeFloat
+        number = kind(value)
         number.node, number.recorder = node, self
         self.values[node] = value
         return number

@@ -50,16 +50,33 @@ class SizeFloat(float):
     recorder: NumberRecorder
 
     def __deepcopy__(self, memo: Any) -> float:
-        return float.__float__(self)
+        return float(plain(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float.__float__(self),)
+        return float, (plain(self),)
+
+
+class InputFloat(SizeFloat):
+    """A ``float`` that is an input of the graph, or computed from one; its value is ``value``.
+
+    To code in C, such as ``math.exp``, which takes the number without asking for a method, it is NaN. So a
+    number that is computed from it there, and which the graph would hold fixed, is NaN too and is noticed.
+    """
+
+    value: float
+
+    def __new__(cls, value: float) -> InputFloat:
+        self = super().__new__(cls, math.nan)
+        self.value = value
+        return self
 
 
 def plain(number: Any) -> Any:
     """A ``SizeInt`` or ``SizeFloat`` as an ordinary number; anything else unchanged."""
     if isinstance(number, SizeInt):
         return int.__int__(number)
+    if isinstance(number, InputFloat):
+        return number.value
     return float.__float__(number) if isinstance(number, SizeFloat) else number
 
 
@@ -96,6 +113,7 @@ _BOTH: dict[str, Callable[..., Any]] = {
     "mod": operator.mod,
     "pow": operator.pow,
     "neg": operator.neg,
+    "abs": operator.abs,
     "round": round,
     "floor": math.floor,
     "ceil": math.ceil,

@@ -41,7 +41,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How to flatten the arguments of ``forward`` to the graph's inputs, and to rebuild its result.
+    """How to flatten the arguments of ``forward``, or another method, to the graph's inputs, and its result.
 
     Arguments are bound to the signature (defaults applied) and flattened with pytree. Leaves that are
     tensors become the graph's placeholders, in order; all other leaves are constants of the program.
@@ -53,9 +53,12 @@ class CallFormat:
     leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
     constants: tuple[
         Any, ...
-    ]  # per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber``
+    ]  # per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber`` that differs between calls
     inputs: tuple[Input, ...]  # per tensor leaf
     result: ResultFormat  # how to rebuild forward's result from the flat list of leaves
+    # How the caller's marks split inputs.
+    said: Mapping[str, BatchDim] = field(default_factory=dict)
+    method: str = "forward"  # of the model, which is called
 
     @property
     def batch_dims(self) -> tuple[BatchDim, ...]:
@@ -82,6 +85,9 @@ class Conditions:
     guards: tuple[AttributeGuard, ...]  # the plain attributes that the program's Python code read
     stored: tuple[Stored, ...]  # what forward leaves behind
     state: tuple[StateInput, ...]  # inputs that are not tensors of the call
+    numbers: tuple[StateInput, ...]  # numbers of which any will do
+    # By name, the numbers among the call's ``AnyNumber`` leaves of which only this one will do:
+    fixed: Mapping[str, int | float]
     repeats: bool  # does a call compute the same in the state that a call leaves?
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     grad: bool | None = (
@@ -130,6 +136,22 @@ class Program:
     notes: tuple[str, ...] = ()  # sentences that tell the user what the graph leaves out
     stored: tuple[Stored, ...] = ()  # what forward leaves behind besides its result
     state: tuple[StateInput, ...] = ()  # the inputs after those of the call
+
+
+def read_state(program: Program, rows: int | None) -> list[Any]:
+    """The present values of ``program.state`` for a slice of ``rows`` rows; numbers in the call are its own.
+
+    Tensors may have fewer rows, if they were left by a smaller batch.
+    """
+    pairs = zip(program.call.leaf_names, program.call.constants, strict=True)
+    leaves = {name: c.value for name, c in pairs if isinstance(c, AnyNumber)}
+    values = [each.read(program.model, leaves) for each in program.state]
+    return [
+        value
+        if each.batch_dim is None or rows is None or value.size(each.batch_dim) <= rows
+        else value.narrow(each.batch_dim, 0, rows)
+        for each, value in zip(program.state, values, strict=True)
+    ]
 
 
 def rows_of(dims: Sequence[BatchDim], shapes: Sequence[torch.Size]) -> int | None:

@@ -56,6 +56,8 @@ def same_program(
 ) -> SameProgram | None:
     """Record ``model`` called with these arguments; None if this is not the graph in ``conditions``.
 
+    Numbers of which any will do are inputs again.
+
     The result must have the format of the ``captured`` call too, since the same graph may end in a dict with
     other keys. This takes one forward on fake tensors; nothing is allocated. A model that is a single node
     always differs, because the node has a copy of its attributes and modes. ``grad`` is as in
@@ -63,7 +65,7 @@ def same_program(
     """
     if "" in conditions.whole:
         return None
-    bound = bind_call(model, args, kwargs)
+    bound = bind_call(model, args, kwargs, captured.method)
     converter = FakeConverter()
     inputs = converter.inputs(bound.tensors)
     try:
@@ -77,7 +79,7 @@ def same_program(
                 ignore_device_moves=conditions.ignore_device_moves,
                 grad=grad,
             )
-            setup = replace(setup, whole=conditions.whole)
+            setup = replace(setup, whole=conditions.whole, numbers=conditions.numbers)
             recording = record_model(setup, inputs)
     except ForwardFailure as failure:
         raise failure.as_error(
@@ -87,11 +89,11 @@ def same_program(
     except TraceFailure:
         return None
     same = tuple(graph_lines(recording.graph)) == tuple(conditions.lines)
-    left = recording.stored, recording.state
+    left = recording.stored, recording.state, recording.numbers
     if (
         not same
         or recording.result != captured.result
-        or left != (conditions.stored, conditions.state)
+        or left != (conditions.stored, conditions.state, conditions.numbers)
     ):
         return None
     if recording.sizes.readings == conditions.readings:

@@ -101,6 +101,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         stored=(),
         changed_inside=(),
         written_inside={},
+        numbers=(),
         independent=(False,) * len(writer.shapes),
         repeats=True,
         guards=make_guards(model, attributes),

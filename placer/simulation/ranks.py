@@ -21,6 +21,7 @@ from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
 from placer.executor.distributed.messages.transport import NoChannel
 from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
 from placer.executor.place import CALLER, HOST, Place, current_place
+from placer.executor.programs import Call
 from placer.executor.replica import Replica
 from placer.executor.scatter import scatter_batch, split_target
 from placer.executor.state import CallState, refuse_held_tensors
@@ -193,9 +194,9 @@ class _FakeReplica:
             finder.follow()
             self._finders[kind] = finder
         finder = self._finders[kind]
-        programs = finder.calls.captured
+        call = Call(finder.calls.captured, [], None)
         with running_kernels(plan, name):
-            return finder, [finder.find(programs, s, grad=plan.training) for s in self._slices]
+            return finder, [finder.find(call, s, grad=plan.training) for s in self._slices]
 
     def run_rank(
         self,
@@ -228,7 +229,7 @@ class _FakeReplica:
                     gather_result(
                         self._batch,
                         pipeline.run(microbatches, None),
-                        finder.calls.captured,
+                        Call(finder.calls.captured, [], None),
                         finder,
                         assignment=assignment,
                         broadcast=lambda tensor, rank: None,
@@ -243,8 +244,9 @@ class _FakeReplica:
 
             def train() -> None:
                 reducer.prepare(len(slices))
+                share = 1 / len(slices)
                 pipeline.run(
-                    microbatches, lambda given, out: loss_of(out, given.target) * (1 / len(slices))
+                    microbatches, lambda given, out, _left: loss_of(out, given.target) * share
                 )
                 reducer.finish()
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from placer.cost import Loss, device_kernels, device_type, find_loss, updates_together
 from placer.emit import StagedModel
 from placer.executor.attribution import Attribution
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, runtime_of
 from placer.executor.place import CALLER, HOST, Place, current_place, on
 from placer.executor.place_model import place_model
 from placer.executor.transfer import copy_to
@@ -118,7 +118,7 @@ def _run(
     rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
     with converter.running(program.conditions.guess):
         placed = place_model(fake_model, program, plan, rows)
-        staged = placed.staged
+        staged = runtime_of(placed).staged
         watch = _StepWatch(Attribution(staged.stages, program.layer_of))
         ledger = Ledger(watch.where, kernels=lambda place: device_type(run_on or place))
         _count_state(ledger, placed, staged, rows[0])
@@ -130,13 +130,16 @@ def _run(
         with explained, ledger, running_kernels(plan, run_on):
             if not plan.training:
                 with torch.no_grad():
-                    placed.run_leaves(leaves)
+                    runtime_of(placed).call_leaves(leaves)
                 return ledger.timeline()
             place_of = {name: run_on or rows[0][s].name for name, s in staged.state_stage.items()}
             optimizers = _optimizers(placed, plan, place_of)
             row_updates = RowUpdates(plan.optimizer, placed.parameters())
             step = partial(
-                placed.step_leaves, leaves, loss_fn=with_copied_target(loss), target=target
+                runtime_of(placed).step_leaves,
+                leaves,
+                loss_fn=with_copied_target(loss),
+                target=target,
             )
 
             def update() -> None:

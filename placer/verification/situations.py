@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from placer.errors import PlacerError
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, runtime_of
 from placer.executor.place import CALLER
 from placer.executor.programs import plan_rules
 from placer.executor.scatter import ScatteredBatch, scatter_batch
@@ -162,7 +162,7 @@ def choose_reference(
 
 
 def _says_how_inputs_are_split(placed: PlacedModule) -> bool:
-    call = placed.staged.call
+    call = runtime_of(placed).staged.call
     return plan_rules(placed.plan).says([each.name for each in call.inputs], call.batch_dims)
 
 
@@ -184,7 +184,7 @@ def _mixes_rows(
 
 
 def _scattered(placed: PlacedModule, args: Any, kwargs: Any) -> ScatteredBatch:
-    call, plan = placed.staged.call, placed.plan
+    call, plan = runtime_of(placed).staged.call, placed.plan
     leaves = flatten_call(call, args, kwargs)
     return scatter_batch(call, leaves, replicas=plan.replicas, microbatches=plan.microbatches)
 
@@ -302,7 +302,7 @@ def _run_slices(
     ``nn.DataParallel``. With deferred statistics, running statistics are updated once, at the end. Every
     slice starts from the same attributes.
     """
-    staged, plan = placed.staged, placed.plan
+    staged, plan = runtime_of(placed).staged, placed.plan
     call = staged.call
     statistics = DeferredStatistics() if defers_statistics(plan) else None
     buffers, start = dict(plain.named_buffers()), _clones(plain)
@@ -354,7 +354,7 @@ class _Join:
     """Joins what the slices of the batch give, by the rules of the spec and the plain model's own shapes."""
 
     def __init__(self, placed: PlacedModule, sizes: Sequence[int]) -> None:
-        staged = placed.staged
+        staged = runtime_of(placed).staged
         self._sizes, self._rules = sizes, placed.plan.stored
         names = [f"result.{name}".rstrip(".") for name in staged.call.result.names]
         names += [name for each in staged.stored for name in each.leaf_names]

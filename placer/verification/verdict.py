@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_map_only
 from placer.api import SpecSource, compile, example_call
 from placer.cost import find_loss, mean_square
 from placer.errors import PlacerError
-from placer.executor.module import PlacedModule, original_of
-from placer.executor.scatter import unwrap_target
+from placer.executor.module import PlacedModule, runtime_of
 from placer.plan.types import Plan
 from placer.precision import full_precision
-from placer.program import IgnoreDeviceMoves, copy_module, result_tensors
+from placer.program import IgnoreDeviceMoves, copy_module, result_tensors, unmarked
 from placer.verification.inputs import Arguments, another_batch_size, other_values
 from placer.verification.observation import Comparison, Shared, compare, user_hooks
 from placer.verification.situations import (
@@ -226,7 +225,7 @@ class _Run:
         """Run both models in ``situation`` and compare them. Raises ``PlacerError`` only in the first one."""
         name, first = situation.name(training=self.training), situation is SITUATIONS[0]
         plain, placed = pair.plain, pair.placed
-        model = original_of(placed)
+        model = runtime_of(placed).tree
         if situation.modes == "the other":
             plain.train(not self.training)
             placed.train(not self.training)
@@ -312,7 +311,7 @@ class _Run:
             return (self.given,)
         if situation.inputs == "other values":
             return other_values(self.given)
-        return another_batch_size(pair.placed.staged.call, self.given)
+        return another_batch_size(runtime_of(pair.placed).staged.call, self.given)
 
     def _random_note(self, pair: _Pair, arguments: Arguments, shared: Shared) -> str:
         with self._as_plain():
@@ -350,7 +349,7 @@ def _loss_on(loss_fn: Callable[..., Tensor], target: Any) -> LossFunction:
     """``loss_fn`` with ``target``, which is moved to the device of the result."""
     if target is None:
         return loss_fn
-    target = unwrap_target(target)
+    target = unmarked(target)
 
     def run(result: Any) -> Tensor:
         (tensor, *_) = result_tensors(result)

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 import placer
 from placer.checkpoint import checkpoint
 from placer.checkpoint import folder as folders
+from placer.executor.module import runtime_of
 from placer.executor.place import Place
 
 
@@ -258,7 +259,7 @@ def test_random_states_of_all_replicas_are_saved(
 ) -> None:
     """The weights are on the first replica's devices, and the others draw random numbers on theirs."""
     placed = _place(1, replicas=2)
-    placed._replicas[1].places = (Place("cuda:1", torch.device("cuda:1")),)
+    runtime_of(placed).replicas[1].places = (Place("cuda:1", torch.device("cuda:1")),)
     states = {torch.device("cuda:1"): torch.tensor([7], dtype=torch.uint8)}
     restored: list[tuple[int, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)

@@ -28,6 +28,6 @@ def test_a_step_sends_and_makes_no_more_than_by_hand(
         )  # of no bytes, mostly
 
 
-def test_inputs_that_the_model_writes_to_are_copied(job_of: Callable[[int], Job]) -> None:
-    """All others are read where the caller has them."""
+def test_inputs_that_the_model_writes_to(job_of: Callable[[int], Job]) -> None:
+    """The caller's tensor has the new values on every rank; all others are read where they are."""
     assert job_of(2).run(cases.step_with_written_inputs) == [True, True]

@@ -132,3 +132,11 @@ def test_features_that_a_hook_keeps(job_of: Callable[[int], Job]) -> None:
 def test_features_that_a_hook_keeps_of_every_slice() -> None:
     with pytest.raises(placer.CaptureError, match="would set it for every slice"):
         placer.make_plan(cases.KeepsFeatures(), make_spec(1, 2, 2), torch.randn(8, 4))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
+def test_what_forward_leaves_behind_is_on_every_rank(
+    job_of: Callable[[int], Job], shape: tuple[int, int, int]
+) -> None:
+    layers = {"first": "cpu:0", "last": "cpu:1"} if shape[0] == 2 else {}
+    job_of(shape[0] * shape[1]).run(cases.leave_values, make_spec(*shape, layers=layers))

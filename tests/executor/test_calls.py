@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import placer
 from placer import PlacedModule
-from placer.executor import programs
 
 D = torch.float64
 
@@ -115,17 +114,6 @@ def test_a_step_with_other_arguments() -> None:
         assert (a.grad is None) == (b.grad is None), name
         if b.grad is not None:
             assert_close(a.grad, b.grad, name)
-
-
-def test_a_number_that_changes_with_every_call_is_told_to_be_a_tensor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(programs, "_MAX_CALLS", 2)
-    placed, model = _pair()
-    for scale in (0.5, 0.25, 0.5):
-        _same(placed, model, _ids(), scale=scale)
-    with pytest.raises(placer.CaptureError, match=r"scale: 0\.1 is given(.|\n)*as a tensor"):
-        placed(_ids(), scale=0.1)
 
 
 def test_objects_and_other_dimensions_are_errors_that_name_the_argument() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import placer
+from placer.executor.module import runtime_of
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place
 from placer.executor.place_model import place_model
@@ -79,13 +80,13 @@ def _move(placed: placer.PlacedModule) -> dict[str, torch.device]:
     """Replace the tensors of ``placed`` by fake ones on their devices, which are returned by name."""
     made: dict[int, Tensor] = {}
     homes = {}
-    for name, stage in placed.staged.state_stage.items():
+    for name, stage in runtime_of(placed).staged.state_stage.items():
         path, _, leaf = name.rpartition(".")
         module = placed.get_submodule(path)
         table: dict[str, Any] = (
             module._parameters if leaf in module._parameters else module._buffers
         )
-        old, homes[name] = table[leaf], placed._replicas[0].places[stage].device
+        old, homes[name] = table[leaf], runtime_of(placed).replicas[0].places[stage].device
         if id(old) not in made:
             new = torch.empty(old.shape, dtype=old.dtype, device=homes[name])
             made[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new

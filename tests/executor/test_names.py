@@ -7,6 +7,8 @@ import torch
 from oracle import assert_same
 from torch import Tensor, nn
 
+from placer.executor.module import runtime_of
+
 _SPEC = {"devices": ["cpu:0", "cpu:1"], "layers": {"head": "cpu:1"}, "microbatches": 2}
 
 # Of torch.fx's modules, of generated functions, and of placer's own module.
@@ -84,7 +86,9 @@ def test_names_that_are_not_identifiers(name: str) -> None:
     model = OddNames(name).double()
     x = torch.randn(4, 4, dtype=torch.float64)
     placed = assert_same(model, _SPEC, (x,), {name: torch.randn(4, 4, dtype=torch.float64)})
-    sources = [piece.source for stage in placed.staged.stages for piece in stage.segments]
+    sources = [
+        piece.source for stage in runtime_of(placed).staged.stages for piece in stage.segments
+    ]
     if len(name) > 1 and not name.isidentifier():
         assert not any(name in text or repr(name)[1:-1] in text for text in sources)
 
@@ -136,7 +140,7 @@ class NamedAsABlock(nn.Module):
 def test_generated_code_looks_up_a_block_once() -> None:
     spec = {**_SPEC, "layers": {"blocks": "cpu:0", "blocks_0": "cpu:0", "head": "cpu:1"}}
     placed = assert_same(NamedAsABlock().double(), spec, (torch.randn(4, 4).double(),))
-    source = placed.staged.stages[0].segments[0].source
+    source = runtime_of(placed).staged.stages[0].segments[0].source
     assert source.count('getattr(self.blocks, "0")') == 1
     assert "blocks_0_.second(blocks_0_first)" in source
     assert "blocks_0 = self.blocks_0(" in source

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import placer
 from placer import PlacementSpec
 from placer.executor import programs
+from placer.executor.module import runtime_of
 from placer.program import capture_model
 
 D = torch.float64
@@ -357,7 +358,7 @@ def test_a_model_that_does_not_ask_has_one_program_for_both_answers() -> None:
     model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     x = torch.randn(6, 3, 4)
     placed = placer.compile(model, {"devices": ["cpu"]}, x)
-    assert placed._staged.conditions.grad is None
-    captured = placed._programs.find([x])
+    assert runtime_of(placed).staged.conditions.grad is None
+    captured = runtime_of(placed).programs.find([x], {})
     with torch.no_grad():
-        assert placed._programs.find([x]) is captured
+        assert runtime_of(placed).programs.find([x], {}) is captured

@@ -88,8 +88,8 @@ def test_a_compiled_model_says_where_its_own_is(inside: bool) -> None:
     placer.make_plan(compiled._orig_mod, SPEC, (torch.zeros(2, 4),))
 
 
-def test_trainer_of_transformers_saves_tied_weights(tmp_path: Path) -> None:
-    """With the subclass that docs/any-model.md shows, and back by ``from_pretrained`` and a resume."""
+def test_trainer_of_transformers_saves_tied_weights_and_evaluates(tmp_path: Path) -> None:
+    """As a plain model of its class; and back by ``from_pretrained`` and a resume."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
@@ -98,18 +98,14 @@ def test_trainer_of_transformers_saves_tied_weights(tmp_path: Path) -> None:
     batch = {name: torch.stack([row[name] for row in data[:2]]) for name in data[0]}
     placed = placer.compile(model, SPEC, kwargs=batch, run_on="cpu")
 
-    class PlacedTrainer(transformers.Trainer):  # type: ignore[name-defined, misc]
-        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-            model.save_pretrained(
-                output_dir or self.args.output_dir, state_dict=self.model.state_dict()
-            )
-
-    def trainer(steps: int, kind: Any = PlacedTrainer) -> Any:
+    def trainer(steps: int, model: nn.Module = placed) -> Any:
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=steps, save_steps=2, use_cpu=True, report_to=[],
             per_device_train_batch_size=2, disable_tqdm=True,
         )  # fmt: skip
-        return kind(model=placed, args=arguments, train_dataset=data)
+        return transformers.Trainer(
+            model=model, args=arguments, train_dataset=data, eval_dataset=data
+        )
 
     trainer(2).train()
     saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-2")
@@ -118,5 +114,11 @@ def test_trainer_of_transformers_saves_tied_weights(tmp_path: Path) -> None:
     resumed = trainer(3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 3
-    with pytest.raises(RuntimeError, match="share memory"):  # else the subclass is needed no more
-        trainer(3, transformers.Trainer)._save(str(tmp_path / "plain"))
+    expected = copy.deepcopy(model)
+    expected.load_state_dict(placed.state_dict())
+    losses = [trainer(1, each).evaluate()["eval_loss"] for each in (placed, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    with torch.no_grad():
+        ids = batch["input_ids"][:, :3]
+        asked = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+        assert torch.equal(placed.generate(ids, **asked), expected.generate(ids, **asked))

@@ -135,7 +135,7 @@ def test_private_names_are_in_the_tables_of_the_files_that_may_use_them() -> Non
     inherited = {name for tree in trees.values() for name in _defined(tree)}
     users = [path for path in texts if path.name in ("_torch.py", "_torch_patches.py")]
     for path, tree in trees.items():
-        found = _private_names(tree, inherited) - shared - {"_tree"}  # `PlacedModule._tree`
+        found = _private_names(tree, inherited) - shared
         assert found <= (listed | of_objects if path in users else set()), path
     words = Counter(re.findall(r"\w+", " ".join(texts[path] for path in users)))
     assert all(words[name] > 1 for name in of_objects)  # in the table, and where it is used

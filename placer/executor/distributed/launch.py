@@ -21,7 +21,9 @@ from placer.executor.distributed.job.call_check import name_ranks
 from placer.executor.distributed.job.groups import gather_objects, make_mesh
 from placer.executor.distributed.job.join import join_job
 from placer.executor.distributed.job.ownership import broadcast_weights, build_part, find_ownership
-from placer.executor.distributed.module import DistributedModule
+from placer.executor.distributed.module import DistributedModule, make_distributed
+from placer.executor.distributed.runtime import DistributedRuntime
+from placer.executor.module import check_names
 from placer.executor.place import Place
 from placer.executor.state import refuse_held_tensors
 from placer.plan.store import plan_text
@@ -51,6 +53,7 @@ def launch(
     ranks have different models or plans.
     """
     require("a process per device")
+    check_names(model, DistributedModule)
     _check_norms(model, plan)
     assignment = assign_rank(plan, job)
     device = choose_device(plan, job, run_on)
@@ -85,7 +88,7 @@ def launch(
     with lost_peers(failures):
         if weights is None:
             broadcast_weights(model, part, ownership, device)
-        return DistributedModule(
+        runtime = DistributedRuntime(
             part,
             program=program,
             plan=plan,
@@ -96,6 +99,7 @@ def launch(
             mesh=make_mesh(plan, assignment, device),
             name=name,
         )
+        return make_distributed(runtime)
 
 
 def _check_norms(model: nn.Module, plan: Plan) -> None:

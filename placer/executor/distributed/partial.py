@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import name_ranks
-from placer.executor.distributed.job.ownership import Ownership
-from placer.executor.module import PlacedModule
+from placer.executor.module import PlacedModule, runtime_of
+
+if TYPE_CHECKING:
+    from placer.executor.distributed.runtime import DistributedRuntime  # a slow import
 
 _EXTRA_STATE = "_extra_state"  # nn.Module's key for what ``get_extra_state`` returns
 
@@ -20,23 +21,7 @@ _EXTRA_STATE = "_extra_state"  # nn.Module's key for what ``get_extra_state`` re
 class PartialModule(PlacedModule):
     """A placed module with this rank's tensors only; errors name the ranks that have the others."""
 
-    assignment: RankAssignment
-    _ownership: Ownership
-    _FIELDS = PlacedModule._FIELDS | frozenset(__annotations__)
-
-    @property
-    def tensor_names(self) -> Mapping[str, str]:
-        """For each name of a tensor on this rank, the first of the tensor's names in the model."""
-        names = self._ownership.names[self.assignment.device_index]
-        return {name: self._ownership.first_name[name] for name in names}
-
-    @property
-    def owned_names(self) -> frozenset[str]:
-        """The first names of the tensors that this rank saves; each has one owner in the job."""
-        if self.assignment.replica_index:
-            return frozenset()
-        index = self.assignment.device_index
-        return frozenset(n for n, holders in self._ownership.holders.items() if holders[0] == index)
+    __slots__ = ()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original's ``state_dict``, restricted to the tensors of this rank.
@@ -49,9 +34,9 @@ class PartialModule(PlacedModule):
             for name in self._names_elsewhere():
                 state.setdefault(prefix + name, torch.empty(0, device="meta"))
 
-        if type(self._tree).state_dict is nn.Module.state_dict:
+        if type(runtime_of_rank(self).tree).state_dict is nn.Module.state_dict:
             return super().state_dict(*args, **kwargs)
-        with self._tree.register_state_dict_post_hook(add_others):
+        with self.register_state_dict_post_hook(add_others):
             state = super().state_dict(*args, **kwargs)
         for name in [n for n, value in state.items() if isinstance(value, Tensor)]:
             if state[name].is_meta:
@@ -62,11 +47,11 @@ class PartialModule(PlacedModule):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Calls the original's ``load_state_dict``; entries of other ranks' tensors are ignored."""
-        with self._tree.register_load_state_dict_pre_hook(self._leave_others):
+        with self.register_load_state_dict_pre_hook(self._leave_others):
             return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        with self._tree.register_load_state_dict_pre_hook(self._leave_others):
+        with self.register_load_state_dict_pre_hook(self._leave_others):
             super()._load_from_state_dict(*args)
 
     def _leave_others(self, part: nn.Module, state: Any, prefix: str, *_: Any) -> None:
@@ -80,7 +65,10 @@ class PartialModule(PlacedModule):
                 del state[entry]
 
     def _names_elsewhere(self) -> Collection[str]:
-        return self._ownership.first_name.keys() - self.tensor_names.keys()
+        return (
+            runtime_of_rank(self).ownership.first_name.keys()
+            - runtime_of_rank(self).tensor_names.keys()
+        )
 
     def __getattr__(self, name: str) -> Any:
         with self._explained(name):
@@ -107,15 +95,19 @@ class PartialModule(PlacedModule):
 
     def _explain(self, error: AttributeError, path: str) -> AttributeError:
         """``error``, extended by the ranks of this replica that have the model's part at ``path``."""
-        ownership = self.__dict__.get("_ownership")
-        if ownership is None:
-            return error
-        first = self.assignment.rank - self.assignment.device_index
+        runtime = runtime_of_rank(self)
+        assignment = runtime.assignment
+        first = assignment.rank - assignment.device_index
         ranks = [
             first + index
-            for index, names in enumerate(ownership.names)
+            for index, names in enumerate(runtime.ownership.names)
             if any(f"{name}.".startswith(f"{path}.") for name in names)
         ]
-        if not ranks or self.assignment.rank in ranks:
+        if not ranks or assignment.rank in ranks:
             return error
         return AttributeError(f"{path!r} is on {name_ranks(ranks)}, not on this one: {error}")
+
+
+def runtime_of_rank(module: nn.Module) -> DistributedRuntime:
+    """The runtime of a rank's part of a placed model."""
+    return cast("DistributedRuntime", runtime_of(module))

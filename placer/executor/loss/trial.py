@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from placer.errors import PlacerError
 from placer.executor.loss.call import call_loss, objects_of
 from placer.executor.loss.reduction import COMBINATIONS, Combination, LossRule, rows_in
-from placer.executor.scatter import Whole, unwrap_target
 from placer.generators import random_state, set_random_state
+from placer.program import Batched, Whole, unmarked
 from placer.program.restore import Snapshot, module_roots
 from placer.program.result import flatten_result
 
@@ -166,7 +166,7 @@ def try_rows(
     ]
 
     def target_of(start: int, stop: int) -> Any:
-        return unwrap_target(tree_unflatten(_take(targets, start, stop, first + second), spec))
+        return unmarked(tree_unflatten(_take(targets, start, stop, first + second), spec))
 
     def loss(start: int, stop: int) -> float:
         output = form.unflatten(_take(outputs, start, stop, first + second))
@@ -231,6 +231,10 @@ def _target_rows(
     """Rows for both groups, with all ``values`` put into those of the first; the second has the largest."""
     if isinstance(leaf, Whole):
         return Whole(tree_map_only(Tensor, lambda x: x.detach().to(device), leaf.value))
+    if isinstance(leaf, Batched):
+        found = leaf.value.movedim(leaf.dim, 0)
+        found = _target_rows(found, total, values, first, second, device)
+        return replace(leaf, value=found.movedim(0, leaf.dim))
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach().to(device)
@@ -249,6 +253,9 @@ def _take(leaves: Sequence[Any], start: int, stop: int, rows: int) -> list[Any]:
     """Copies of rows of those leaves that have them; a loss may write to what it gets."""
     taken = []
     for leaf in leaves:
+        if isinstance(leaf, Batched):
+            taken.append(leaf.value.narrow(leaf.dim, start, stop - start).clone())
+            continue
         each = rows_in(leaf, rows)
         taken.append(leaf[start * each : stop * each].clone() if each else leaf)
     return taken

@@ -16,7 +16,7 @@ from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.executor.distributed.messages.pipeline import Microbatch, Results
 from placer.executor.place import is_on
-from placer.executor.programs import Call, Programs
+from placer.executor.programs import Call
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,
@@ -106,7 +106,7 @@ def take_share(
     sizes, slices = batch.sizes, batch.slices
     own, largest = batch.of_replica(mine), batch.largest
     some = {sizes[position]: slices[position] for position in (*own, largest)}
-    crossings = {size: finder.find(programs, slice_, grad=grad) for size, slice_ in some.items()}
+    crossings = {size: finder.find(called, slice_, grad=grad) for size, slice_ in some.items()}
     needed = {
         size: _inputs_needed(c.staged, assignment.stage_indices) for size, c in crossings.items()
     }
@@ -127,6 +127,7 @@ def take_share(
             leaves=slices[position],
             target=targets[index],
             counted=counts[index],
+            numbers=called.leaves_by_name,
         )
         for index, position in enumerate(own)
     ]
@@ -157,22 +158,26 @@ def _inputs_needed(staged: StagedModel, stage_indices: Sequence[int]) -> set[str
 def gather_result(
     batch: ScatteredBatch,
     results: Results,
-    programs: Programs,
+    call: Call,
     finder: CrossingFinder,
     *,
     assignment: RankAssignment,
     broadcast: Callable[[Tensor, int], object],
+    own_rows: bool = False,
+    grad: bool = False,
 ) -> tuple[StagedModel, list[Any]]:
     """The leaves of the result for the whole batch, on every rank, and their stages; a collective call.
 
     ``results`` has the results of micro-batches whose last stage is on this rank. ``broadcast(tensor,
-    rank)`` sends a tensor from the given rank to all others.
+    rank)`` sends a tensor from the given rank to all others; with ``own_rows``, to those of its replica,
+    whose rows the batch has. ``grad`` is that of `take_share`.
     """
     gathered = []
-    for replica in range(len(batch.rows)):
+    for row in range(len(batch.rows)):
+        replica = assignment.replica_index if own_rows else row
         source = replica * assignment.num_devices + assignment.device_of[-1]
-        for index, position in enumerate(batch.of_replica(replica)):
-            crossings = finder.find(programs, batch.slices[position], grad=False)
+        for index, position in enumerate(batch.of_replica(row)):
+            crossings = finder.find(call, batch.slices[position], grad=grad)
             given = results.leaves.get(index) if source == assignment.rank else None
             gathered.append(
                 _broadcast_leaves(crossings.result, given, source, finder.device, broadcast)

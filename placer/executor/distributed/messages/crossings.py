@@ -22,7 +22,7 @@ from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.place import Place
-from placer.executor.programs import Programs, ProgramsByCall
+from placer.executor.programs import Call, Programs, ProgramsByCall
 from placer.executor.replica import Replica
 from placer.executor.state import example_numbers
 from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
@@ -183,6 +183,9 @@ class CrossingFinder:
         for copied in self._copies:
             if copy_guarded_attributes(guards, modules, copied):
                 self._found.clear()
+            for path, name in self.calls.numbers:
+                if path in modules and name in vars(modules[path]):
+                    setattr(copied[path], name, getattr(modules[path], name))
         modes = tuple(module.training for module in modules.values())
         if modes == self._modes:
             return
@@ -191,17 +194,17 @@ class CrossingFinder:
             for path, module in copied.items():
                 module.training = modules.get(path, part).training
 
-    def find(self, programs: Programs, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
+    def find(self, call: Call, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """The values that cross for a micro-batch with the shapes of ``leaves`` (flattened inputs).
 
-        ``programs`` are those for the call, from ``calls``. If the model reads a value of a tensor, the
+        ``call`` is from ``calls``. If the model reads a value of a tensor, the
         guess made at capture is used again; in a real run, stages compare their outputs with what is
         found here. Raises ``PlacerError`` if a stage fails, or needs weights that its rank does not have.
         """
         shapes = tuple((leaf.shape, leaf.dtype, grad and leaf.requires_grad) for leaf in leaves)
-        key = (programs, shapes, self._modes, grad, autocast_state(self.device.type))
+        staged = call.programs.find([leaf.detach() for leaf in leaves], call.leaves_by_name)
+        key = (id(staged), shapes, self._modes, grad, autocast_state(self.device.type))
         if key not in self._found:
-            staged = programs.find([leaf.detach() for leaf in leaves])
             self._check_weights(staged)
             self._found[key] = self._run(staged, shapes, grad)
         return self._found[key]

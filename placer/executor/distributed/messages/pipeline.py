@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from placer.executor.distributed.failures.layer_failure import explain_failure
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.distributed.messages.transport import Channel, MessageTransport, compare_tensor
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, run_schedule
 from placer.executor.replica import Replica
+from placer.executor.slice_store import stored_for_slice
 from placer.program import unflatten_output
 from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 
@@ -23,7 +25,7 @@ class Microbatch:
 
     ``leaves`` are all inputs of the model, on the devices where the caller has them; ``inputs`` are
     those that the stages of this rank read, by name. ``counted`` is what the loss's normalizer counts
-    in ``target``.
+    in ``target``. ``numbers`` are leaves of the call by name.
     """
 
     inputs: Mapping[str, Tensor]
@@ -32,9 +34,10 @@ class Microbatch:
     leaves: Sequence[Tensor] = ()
     target: Any = None
     counted: float | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
-LossOf = Callable[[PlacedMicrobatch, Any], Tensor]
+LossOf = Callable[[PlacedMicrobatch, Any, Sequence[Any]], Tensor]
 
 
 @dataclass(slots=True)
@@ -77,8 +80,8 @@ class Pipeline:
     ) -> Results:
         """Run the micro-batches through the pipeline, with backward if ``loss_of`` is given.
 
-        ``loss_of(microbatch, output)`` returns a micro-batch's weighted loss; backward starts from
-        ``scale`` times that.
+        ``loss_of(microbatch, output, stored leaves)`` returns a micro-batch's weighted loss; backward
+        starts from ``scale`` times that.
         """
         results = Results()
 
@@ -90,7 +93,13 @@ class Pipeline:
                         compare_tensor(found, expected)
                 results.leaves[index] = leaves
                 return None
-            return loss_of(placed[index], unflatten_output(given.crossings.staged.call, leaves))
+            staged = given.crossings.staged
+            output = unflatten_output(staged.call, leaves)
+            if not staged.stored:
+                return loss_of(placed[index], output, ())
+            results.leaves[index] = tree_map_only(Tensor, Tensor.detach, leaves)
+            with stored_for_slice(staged, leaves, self._part):
+                return loss_of(placed[index], output, staged.stored_leaves(leaves))
 
         def explain(action: Action, run: MicrobatchRun, error: Exception) -> Exception:
             given = microbatches[action.microbatch_index]
@@ -146,7 +155,7 @@ class Pipeline:
             trees=[self._part] * len(staged.stages),
             leaves=given.leaves,
             inputs=given.inputs,
-            # A stage that writes to an input gets a copy, so the caller's tensor stays as it is.
+            # A stage that writes to an input gets a copy; the caller's tensor is written at the end.
             input_places={
                 name: place
                 for name in given.inputs
@@ -154,4 +163,5 @@ class Pipeline:
             },
             target=given.target,
             counted=given.counted,
+            numbers=given.numbers,
         )

@@ -1,0 +1,535 @@
+"""Runs this rank's stages of a placed model, in a job with one process per device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from placer._torch import default_timeout
+from placer.emit import StagedModel
+from placer.errors import PlacerError, StageError
+from placer.executor.caller_graph import CallerGraph
+from placer.executor.distributed.checks import (
+    check_inference,
+    check_parameters,
+    check_scaler,
+    check_training,
+)
+from placer.executor.distributed.connection import Connection
+from placer.executor.distributed.failures.broadcast import FailureBroadcast
+from placer.executor.distributed.failures.fake_forward import find_failure_site
+from placer.executor.distributed.job.assignment import RankAssignment
+from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
+from placer.executor.distributed.job.groups import Groups, connect, make_groups
+from placer.executor.distributed.job.ownership import Ownership
+from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
+from placer.executor.distributed.messages.batch import (
+    Share,
+    count_rows,
+    find_input_readers,
+    gather_result,
+    take_share,
+)
+from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, find_pairs
+from placer.executor.distributed.messages.pipeline import LossOf, Microbatch, Pipeline, Results
+from placer.executor.distributed.messages.transport import GroupChannel
+from placer.executor.distributed.randomness import own_random_state
+from placer.executor.distributed.reduction.gradients import (
+    GradientReducer,
+    GroupSum,
+    find_shared_parameters,
+)
+from placer.executor.distributed.reduction.inputs import sum_input_gradients
+from placer.executor.distributed.reduction.norm import total_norm
+from placer.executor.distributed.reduction.statistics import SharedMoments
+from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
+from placer.executor.distributed.reduction.sync_norm import synchronise_norms
+from placer.executor.gradient_hooks import hooks_run_once
+from placer.executor.loss import StepLoss
+from placer.executor.place import Place
+from placer.executor.programs import Call
+from placer.executor.runtime import Runtime
+from placer.executor.scaling import scale_of
+from placer.executor.scatter import batch_size, check_target
+from placer.executor.statistics import NormCall
+from placer.plan.types import Plan
+from placer.precision import autocast_state
+from placer.program import Program, named_state, unflatten_output, unmarked
+
+
+class DistributedRuntime(Runtime):
+    """Runs one rank's stages of a placed model; see `placer.executor.distributed`.
+
+    ``part`` has the parameters and buffers of this rank, already on ``device``. All ranks of the job
+    construct it together, with the same ``name``, which no other module has.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        *,
+        program: Program,
+        plan: Plan,
+        staged: StagedModel,
+        ownership: Ownership,
+        assignment: RankAssignment,
+        device: torch.device,
+        mesh: DeviceMesh,
+        name: str,
+    ) -> None:
+        place = Place(str(device), device)
+        super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
+        self.assignment = assignment
+        self.device = device
+        self.mesh = mesh
+        self.ownership = ownership
+        self.finder = CrossingFinder(
+            program.model, plan, staged, part=part, ownership=ownership, device=device
+        )
+        # Those of the whole model; this rank's part cannot be captured.
+        self.calls = self.finder.calls
+        groups = make_groups(mesh, ownership, device)
+        connect(groups, find_pairs(staged, assignment.device_of), device)
+        self._connection = Connection(
+            groups,
+            FailureBroadcast(
+                assignment.rank, dist.get_world_size(), name, limit=default_timeout(device)
+            ),
+            rank=assignment.rank,
+            replica_index=assignment.replica_index,
+            layers=[stage.layers for stage in plan.stages],
+            find_failure_site=partial(find_failure_site, self.finder, plan.node_layers, part),
+        )
+        if plan.batch_norm == "sync" and plan.replicas > 1:
+            synchronise_norms(part, groups.dp)
+        self._pipeline = Pipeline(
+            self.replicas[0],
+            part,
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+            rank=assignment.device_index,
+            rank_of=assignment.device_of,
+            channel=GroupChannel(groups.pp),
+        )
+        self.placeholder = nn.Parameter(torch.empty(0, device=device))
+        self._reducer: GradientReducer | None = None
+        self._reduced: tuple[int, ...] = ()  # ids of the parameters that the reducer watches
+        self._frozen = frozenset(n for n, p in part.named_parameters() if not p.requires_grad)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas in the job."""
+        return self.plan.replicas
+
+    @property
+    def replica_index(self) -> int:
+        """The replica that this rank belongs to."""
+        return self.assignment.replica_index
+
+    @property
+    def stage_indices(self) -> tuple[int, ...]:
+        """The stages that this rank runs."""
+        return self.assignment.stage_indices
+
+    @property
+    def process_groups(self) -> Groups:
+        """The process groups of this module. Raises ``PeerError`` if they are closed."""
+        return self._connection.groups
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        return self.replica_index, self.num_replicas
+
+    @property
+    def output_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def tensor_names(self) -> Mapping[str, str]:
+        """For each name of a tensor on this rank, the first of the tensor's names in the model."""
+        names = self.ownership.names[self.assignment.device_index]
+        return {name: self.ownership.first_name[name] for name in names}
+
+    @property
+    def owned_names(self) -> frozenset[str]:
+        """The first names of the tensors that this rank saves; each has one owner in the job."""
+        index, holders = self.assignment.device_index, self.ownership.holders
+        if self.replica_index:
+            return frozenset()
+        return frozenset(name for name, found in holders.items() if found[0] == index)
+
+    @property
+    def _last_device(self) -> int:
+        """The index in a replica of the device that runs the last stage."""
+        return self.assignment.device_of[-1]
+
+    @property
+    def _has_losses(self) -> bool:
+        """Whether this rank runs the last stage and so computes losses."""
+        return self.assignment.device_index == self._last_device
+
+    def run(self, call: Call) -> Any:
+        """The result for the whole batch, on every rank."""
+        leaves = call.leaves
+        check_inference(leaves, training=self.module.training)
+        leaves = [leaf.detach() for leaf in leaves]
+        with torch.no_grad(), self._own_random_state(), self.watch():
+            with self._ask(call, "placed(x)", leaves):
+                share = self._take_share(call, leaves, grad=False)
+            results = self._execute(share.microbatches, None)
+            moments = self._share_moments(share.largest)
+            self._share_written(share.largest).wait()  # freed before the result takes memory
+            staged, result = gather_result(
+                share.batch,
+                results,
+                call,
+                self.finder,
+                assignment=self.assignment,
+                broadcast=partial(dist.broadcast, group=self.process_groups.world),
+            )
+            if moments is not None:
+                moments.wait()
+            self._store(staged, result, call)
+            return unflatten_output(staged.call, result)
+
+    def step(
+        self,
+        call: Call,
+        *,
+        loss_of: StepLoss,
+        target: Any = None,
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
+        self._set_flags(call)
+        programs, leaves = call.programs, call.leaves
+        # Checked before any communication, so that a rank that is called alone raises without waiting.
+        check_training()
+        check_scaler(scaler, num_devices=self.assignment.num_devices)
+        callers = CallerGraph()
+        leaves, target = callers.cut((leaves, target))
+        trained, fault = self._trained()
+        if fault is None:
+            counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
+        else:
+            counted = None
+        agreement = self._ask(
+            call,
+            "placed.step",
+            leaves,
+            target=target,
+            own_rows=own_rows,
+            fault=fault,
+            counted=counted,
+            reduction=loss_of.reduction,
+            normalizer=loss_of.has_normalizer,
+            scaler=scaler is not None,
+            count=partial(
+                count_rows,
+                own_rows=own_rows,
+                replicas=self.num_replicas,
+                together=self.plan.batch_norm == "sync",
+            ),
+        )
+        try:
+            with self._own_random_state():
+                with agreement:
+                    share = self._take_share(
+                        call,
+                        leaves,
+                        target=target,
+                        count=loss_of.count if self._has_losses else None,
+                        own_rows=own_rows,
+                        grad=True,
+                    )
+                    scale = 1.0 if scaler is None else scale_of(scaler, self.device)
+                reducer = self._current_reducer(trained)
+                loss_of.begin(
+                    target,
+                    rows=batch_size(programs.call, leaves),
+                    total=agreement.total,
+                    counted=agreement.counted,
+                )
+                with hooks_run_once(
+                    self.tree.parameters(), keep=reducer.hook_ids, explain=self._hook_failure
+                ):
+                    reducer.prepare(len(share.microbatches))
+                    results = self._execute(
+                        share.microbatches,
+                        partial(self._loss_of_slice, loss_of),
+                        scale=scale,
+                    )
+                    reducer.send_rest()  # before the next messages, which use the same groups
+                    losses = LossReduction(
+                        results.losses,
+                        loss_of=loss_of,
+                        source=self._last_device if self.num_replicas == 1 else None,
+                        world=self.process_groups.world,
+                        device=self.device,
+                    )
+                    moments = self._share_moments(share.largest)
+                    written = self._share_written(share.largest)
+                    reducer.finish()
+                if share.largest.staged.stored and share.microbatches:
+                    self._store_of_step(call, share, results, own_rows=own_rows)
+        except StageError as error:  # of a hook on this rank
+            self._connection.fail(error)
+        except PlacerError as error:
+            if own_rows and agreement.alike:  # other ranks may not have failed, so tell them
+                self._connection.fail(error)
+            raise
+        except BaseException as error:
+            self._connection.fail(error)
+        with self.watch():
+            loss = losses.wait()
+            sum_input_gradients(
+                leaves,
+                [dim is not None for dim in programs.call.batch_dims],
+                row=self.process_groups.pp,
+                world=self.process_groups.world,
+                own_rows=own_rows,
+                device=self.device,
+            )
+            callers.backward()
+            written.wait()
+            if moments is not None:
+                moments.wait()
+            losses.check()
+            return loss
+
+    def _store_of_step(self, call: Call, share: Share, results: Results, *, own_rows: bool) -> None:
+        """Leave behind on every rank what forward would have left, for the rows that the rank was given."""
+        group = self.process_groups.pp if own_rows else self.process_groups.world
+        staged, leaves = gather_result(
+            share.batch,
+            results,
+            call,
+            self.finder,
+            assignment=self.assignment,
+            broadcast=partial(dist.broadcast, group=group),
+            own_rows=own_rows,
+            grad=True,
+        )
+        with torch.no_grad():
+            self._store(staged, leaves, call)
+
+    def _hook_failure(self, parameter: Tensor, error: Exception) -> StageError:
+        """The error for a hook on the gradient of ``parameter`` that raised ``error``."""
+        name = next(n for n, p in self.tree.named_parameters() if p is parameter)
+        layer, rank = name.rpartition(".")[0] or name, self.assignment.rank
+        reads = (i for i in self.stage_indices if name in self.staged.stages[i].state)
+        stage = next(reads, self.stage_indices[0])
+        return StageError(
+            f"stage {stage}, layer {layer!r}, rank {rank} (replica {self.replica_index}), backward",
+            f"{type(error).__name__}: {error}",
+            f"a hook on the gradient of {name!r} raised the exception above",
+            stage=stage,
+            layer=layer,
+            rank=rank,
+        )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns the norm before scaling, the same on every rank. A tied parameter counts once. Raises
+        ``PlacerError`` if not all ranks make the same call, ``PeerError`` if another rank is lost.
+        """
+        norm_type = float(norm_type)
+        self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
+        index = self.assignment.device_index
+        names = self.tensor_names
+        own = [
+            p.grad
+            for n, p in self.tree.named_parameters()
+            if p.grad is not None and self.ownership.holders[names[n]][0] == index
+        ]
+        with self.watch():
+            norm = total_norm(own, norm_type, group=self.process_groups.pp, device=self.device)
+        nn.utils.clip_grads_with_norm_(self.tree.parameters(), max_norm, norm)
+        return norm
+
+    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """A ``GradScaler`` that skips a step on every rank if any has an inf or NaN gradient."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(self.device.type, **options)
+
+    def announce(self, method: Method, **options: object) -> None:
+        """Check that all ranks call ``method`` with the same ``options``, before they communicate in it.
+
+        Without this check, a rank in another call could wait for ever or receive a message of another
+        size. Raises ``PlacerError`` on all ranks if any calls another method or has other options.
+        """
+        called = CallDescription(method=method, room=self._num_inputs, options=options)
+        with self.watch(), self._agree(called, {}):
+            pass
+
+    @property
+    def _num_inputs(self) -> int:
+        """The number of the model's inputs in the call with which it was placed."""
+        return len(self.staged.graph_inputs)
+
+    def _agree(
+        self,
+        called: CallDescription,
+        readers: Mapping[str, Sequence[int]],
+        count: Callable[..., int | None] | None = None,
+    ) -> CallCheck:
+        return CallCheck(
+            called,
+            num_devices=self.assignment.num_devices,
+            readers=readers,
+            last_device=self._last_device,
+            world=self.process_groups.world,
+            device=self.device,
+            count=count,
+        )
+
+    def _ask(
+        self,
+        asked: Call,
+        method: Method,
+        leaves: Sequence[Tensor],
+        *,
+        count: Callable[[Sequence[int]], int | None] | None = None,
+        target: Any = None,
+        own_rows: bool = False,
+        fault: PlacerError | None = None,
+        counted: float | None = None,
+        **options: object,
+    ) -> CallCheck:
+        """Start to check that all ranks make the same call; this rank can prepare in the meantime."""
+        call, staged = asked.programs.call, asked.programs.captured
+        captured = asked.programs is self.programs  # if not, constants are plain values
+        tensors = {each.name for each in call.inputs}
+        plain = [n for n in call.leaf_names if n not in tensors]
+        options["arguments"] = (
+            None
+            if captured
+            else [
+                call.batch_dims,
+                *((n, asked.leaves_by_name[n]) for n in plain),
+            ]
+        )
+        called = CallDescription(
+            method=method,
+            inputs=leaves,
+            target=unmarked(target),
+            names=staged.graph_inputs,
+            room=self._num_inputs,
+            rows=batch_size(call, leaves),
+            training=self.module.training,
+            own_rows=own_rows,
+            fault=fault,
+            counted=counted,
+            options={"autocast": autocast_state(self.device.type), **options},
+        )
+        with self.watch():
+            return self._agree(called, find_input_readers(staged, self.assignment), count)
+
+    def _take_share(self, call: Call, leaves: Sequence[Tensor], **options: Any) -> Share:
+        self.finder.follow()
+        return take_share(call, leaves, self.finder, self.plan, self.assignment, **options)
+
+    def _trained(self) -> tuple[tuple[int, ...], PlacerError | None]:
+        """The ids of this rank's trained parameters, or the error in them, of which all ranks are told."""
+        try:
+            return check_parameters(self.tree, self.ownership.first_name, self._frozen), None
+        except PlacerError as error:
+            return (), error
+
+    def _count_own(
+        self, loss_of: StepLoss, target: Any, rows: int | None
+    ) -> tuple[float | None, PlacerError | None]:
+        """What the normalizer counts in this rank's target, or the error in the target.
+
+        None on ranks that do not compute losses.
+        """
+        try:
+            check_target(target, rows)
+            if self._has_losses:
+                return loss_of.count([unmarked(target)])[0], None
+        except PlacerError as error:
+            return None, error
+        return None, None
+
+    def _call_loss(
+        self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
+    ) -> Tensor:
+        before = gradient_nodes((output, left))
+        loss = super()._call_loss(loss_of, output, target, left, **given)
+        if dist.get_world_size() > 1:
+            refuse_other_leaves(loss, before, self.tree, whole=self.assignment.num_devices == 1)
+        return loss
+
+    def _execute(
+        self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0
+    ) -> Results:
+        if self.statistics is not None:
+            self.statistics.clear()
+        return self._pipeline.run(microbatches, loss_of, scale=scale)
+
+    def _norms(self, largest: Crossings) -> list[NormCall]:
+        """The calls in this rank's stages that update running statistics, if these are deferred."""
+        return [call for index in self.stage_indices for call in largest.norms[index]]
+
+    def _share_moments(self, largest: Crossings) -> SharedMoments | None:
+        """Start to exchange the statistics of norms between replicas; None if there are none."""
+        if self.statistics is None:
+            return None
+        self.statistics.set_counters(self.tree)
+        own = self.statistics.take_moments()
+        calls = self._norms(largest)
+        if not calls and not own:
+            return None
+        place = self.replicas[0].places[0]
+        return SharedMoments(self.tree, calls, own, group=self.process_groups.dp, place=place)
+
+    def _share_written(self, largest: Crossings) -> SharedTensors:
+        """Start to send what forward wrote in the first replica to all replicas: buffers and parameters.
+
+        This is what ``nn.DataParallel`` does with buffers. Deferred running statistics are not sent,
+        because every replica computes them from the moments of all.
+        """
+        names: set[str] = set()
+        if self.num_replicas > 1:
+            stages = [largest.staged.stages[index] for index in self.stage_indices]
+            names = {name for s in stages for segment in s.segments for name in segment.written}
+            names -= {name for call in self._norms(largest) for name in (call.mean, call.var)}
+        state = dict(named_state(self.tree)) if names else {}
+        return SharedTensors([state[name] for name in sorted(names)], self.process_groups.dp)
+
+    def _own_random_state(self) -> Any:
+        return own_random_state(self.device, self.replica_index, self.assignment.device_index)
+
+    def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
+        """The reducer for the parameters with these ids."""
+        if self._reducer is None or trained != self._reduced:
+            if self._reducer is not None:
+                self._reducer.close()
+            shared = find_shared_parameters(
+                self.tree,
+                self.staged,
+                self.ownership,
+                self.stage_indices,
+                cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
+            )
+            self._reducer = GradientReducer(shared)
+            self._connection.before_closing = self._reducer.close
+            self._reduced = trained
+        return self._reducer
+
+    def watch(self) -> AbstractContextManager[None]:
+        """In this block, a failure is told to the other ranks and ends the connection to them.
+
+        Raises ``PeerError`` for a failed communication. A ``PlacerError`` is raised as it is and not
+        told, because all ranks raise it.
+        """
+        return self._connection.watch()

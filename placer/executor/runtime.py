@@ -1,0 +1,365 @@
+"""Runs the stages of a placed model in one process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from placer.emit import StagedModel
+from placer.executor.caller_graph import CallerGraph, shared_graph
+from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
+from placer.executor.gradient_hooks import hooks_run_once
+from placer.executor.hooks import (
+    refuse_compile,
+    run_forward_hooks,
+)
+from placer.executor.loss import CombinationFinder, StepLoss
+from placer.executor.parameter_copies import ParameterCopies
+from placer.executor.pickled import (
+    model_signature,
+)
+from placer.executor.place import CALLER, Place, is_on
+from placer.executor.programs import Call, Programs, ProgramsByCall
+from placer.executor.replica import Replica
+from placer.executor.scaling import scale_of
+from placer.executor.scatter import (
+    ScatteredBatch,
+    batch_size,
+    check_results,
+    join_results,
+    scatter_batch,
+    split_target,
+)
+from placer.executor.slice_store import stored_for_slice
+from placer.executor.state import CallState
+from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
+from placer.executor.transfer import transfer
+from placer.executor.tree import write_back
+from placer.operands import tensors_of_tree
+from placer.plan.types import Plan
+from placer.program import (
+    CallFormat,
+    MethodNotCaptured,
+    Target,
+    rebuild_call,
+    set_flags,
+    store,
+    unflatten_output,
+    unmarked,
+)
+from placer.schedule import one_process_order
+
+_SHARED_TABLES = tuple(name for name in vars(nn.Module()) if name != "training")
+
+
+class Runtime:
+    """Runs the stages of a placed model in one process.
+
+    ``tree`` is the model with its weights on the places of the first replica. Other replicas read copies
+    of them. Gradients of all replicas are summed into the one ``.grad``; buffers of the other replicas are
+    dropped after each call, as ``nn.DataParallel`` does. ``module`` is the placed module that users have; it
+    shares all attributes with ``tree``.
+    """
+
+    def __init__(
+        self,
+        tree: nn.Module,
+        *,
+        plan: Plan,
+        staged: StagedModel,
+        places: Sequence[Sequence[Place]],
+    ) -> None:
+        self.tree = tree
+        self._module: weakref.ref[nn.Module] = weakref.ref(tree)
+        self.plan = plan
+        self.staged = staged
+        self.statistics = DeferredStatistics() if defers_statistics(plan) else None
+        self.replicas = tuple(
+            Replica(staged, row, places[0], plan.precision, self.statistics) for row in places
+        )
+        self.calls = ProgramsByCall(Programs(tree, plan, staged))
+        self.signature = model_signature(tree)  # of the model that was planned
+        self.combination = CombinationFinder()
+        self._as_written: dict[str, MethodNotCaptured] = {}  # names of methods -> why not captured
+
+    @property
+    def module(self) -> nn.Module:
+        """The placed module, which holds this."""
+        found = self._module()
+        assert found is not None
+        return found
+
+    @module.setter
+    def module(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    @property
+    def programs(self) -> Programs:
+        """The programs for the call with which the model was placed."""
+        return self.calls.captured
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device of results."""
+        return self.replicas[0].output_place.device
+
+    @property
+    def own_share(self) -> tuple[int, int]:
+        """``(index, number of shares)``: which share of a batch's rows this process loads."""
+        return 0, 1
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the model's ``forward`` returns for these arguments, on ``output_device``."""
+        return self.run(self.calls.find(args, kwargs))
+
+    def call_leaves(self, leaves: list[torch.Tensor]) -> Any:
+        """The same for the flattened tensor inputs of the captured call."""
+        return self.run(Call(self.programs, leaves, None))
+
+    def call_method(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call a method of the model's class besides ``forward``.
+
+        It runs on the placed stages if it is given tensors and calls layers itself; then it is captured at
+        its first call, as other calls are. Otherwise it runs as it was written. Raises ``CaptureError`` if it
+        then calls layers itself that are on several devices.
+        """
+        if name not in self._as_written and tensors_of_tree((args, kwargs)):
+            refuse_compile()
+            try:
+                call = self.calls.find(args, kwargs, method=name)
+            except MethodNotCaptured as error:
+                if error.calls_layers:
+                    raise
+                self._as_written[name] = error
+            else:
+                return self.run(call)
+        try:
+            return function(self.module, *args, **kwargs)
+        except RuntimeError as error:
+            if name in self._as_written and "on the same device" in str(error):
+                raise self._as_written[name] from error
+            raise
+
+    def run(self, call: Call) -> Any:
+        """The result of a call, and what it leaves behind."""
+        programs, leaves = call.programs, call.leaves
+        home = self.replicas[0].output_place
+        self._set_flags(call)
+        batch = self._scatter(programs.call, leaves)
+        if len(batch.slices) > 1:
+            check_results(programs.captured)
+        results = []
+        with self._deferred_statistics():
+            state = CallState(self.tree, call.leaves_by_name, batch.sizes)
+            for index, runs in enumerate(self._runs(call, batch, state)):
+                for run in runs:
+                    result = run_forward(run)
+                    results.append(transfer(result, run.replica.output_place, home))
+                if index == 0:
+                    self._write_back(runs)
+        staged = run.replica.staged
+        joined = join_results(staged, results, batch.sizes)
+        self._store(staged, joined, call)
+        return unflatten_output(staged.call, joined)
+
+    def _store(self, staged: StagedModel, leaves: Sequence[Any], call: Call) -> None:
+        """Leave behind what forward would have left; ``leaves`` are those of the whole batch's result."""
+        if staged.stored:
+            store(staged.stored, staged.stored_leaves(leaves), self._stored_in(call))
+
+    def _set_flags(self, call: Call) -> None:
+        """Let inputs and parameters require gradients as forward would have set it."""
+        stored = call.programs.captured.stored
+        if stored:
+            set_flags(stored, self._stored_in(call))
+
+    def _stored_in(self, call: Call) -> Target:
+        return Target(model=self.tree, arguments=call.arguments, inputs=call.leaves)
+
+    def _runs(
+        self,
+        call: Call,
+        batch: ScatteredBatch,
+        state: CallState,
+        targets: Sequence[Any] = (),
+        counts: Sequence[float | None] = (),
+    ) -> list[list[PlacedMicrobatch]]:
+        """For each replica its micro-batches, each with the stages and weights that it needs.
+
+        In a step, ``targets`` and ``counts`` have the target of each slice and what is counted in it.
+
+        All replicas read the weights before any of them runs, because the forward of the first
+        replica may write to buffers.
+        """
+        programs_of = call.programs.find_all(batch.slices, call.leaves_by_name)
+        runs: list[list[PlacedMicrobatch]] = []
+        for index in range(len(batch.rows)):
+            runs.append([])
+            copies = ParameterCopies()
+            trees: dict[int, tuple[Replica, list[Any]]] = {}
+            for position in batch.of_replica(index):
+                staged, inputs = programs_of[position], batch.slices[position]
+                if id(staged) not in trees:
+                    variant = self.replicas[index].with_program(staged)
+                    trees[id(staged)] = variant, variant.trees(self.tree, copies)
+                variant, found = trees[id(staged)]
+                runs[-1].append(
+                    PlacedMicrobatch(
+                        replica=variant,
+                        trees=found,
+                        leaves=inputs,
+                        inputs=state.inputs(staged, inputs, position),
+                        target=targets[position] if targets else None,
+                        counted=counts[position] if counts else None,
+                        numbers=call.leaves_by_name,
+                    )
+                )
+        return runs
+
+    def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
+        """Store in the model what modules of the first replica's ``runs`` wrote to buffers and attributes."""
+        for run in runs:
+            for tree in run.trees:
+                write_back(tree)
+
+    @contextmanager
+    def _deferred_statistics(self) -> Iterator[None]:
+        """At the end of the block, update running statistics once, from all slices that it has run."""
+        statistics = self.statistics
+        if statistics is None:
+            yield
+            return
+        statistics.clear()
+        yield
+        statistics.set_counters(self.tree)
+        update_statistics(self.tree, statistics.take_moments())
+
+    def step_leaves(
+        self,
+        leaves: list[torch.Tensor],
+        *,
+        loss_fn: Callable[..., torch.Tensor],
+        target: Any = None,
+    ) -> torch.Tensor:
+        """`step` for the flattened inputs of the captured call, for a mean over rows."""
+        call = Call(self.programs, leaves, None)
+        return self.step(call, loss_of=StepLoss(loss_fn, reduction="mean"), target=target)
+
+    def step(
+        self,
+        call: Call,
+        *,
+        loss_of: StepLoss,
+        target: Any = None,
+        own_rows: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch; the loss of the whole batch, a detached scalar."""
+        # ``own_rows`` makes no difference here: a single process always has all rows.
+        programs, leaves = call.programs, call.leaves
+        self._set_flags(call)
+        callers = CallerGraph()
+        target = callers.cut(target)
+        batch = self._scatter(programs.call, callers.cut(leaves))
+        targets = split_target(target, batch.total, batch.sizes)
+        counts = self._count(loss_of, target, targets, batch.total)
+        scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
+        losses: list[torch.Tensor] = []
+        kept: list[Sequence[Any]] = []
+        in_parts = len(batch.slices) > 1 or len(self.plan.stages) > 1
+        hooked = self.tree.parameters() if in_parts else ()
+        with self._deferred_statistics(), hooks_run_once(hooked):
+            state = CallState(self.tree, call.leaves_by_name, batch.sizes, callers.cut)
+            for index, runs in enumerate(self._runs(call, batch, state, targets, counts)):
+                losses += self._replica_step(runs, loss_of, scale, kept)
+                if index == 0:
+                    self._write_back(runs)
+                staged = runs[-1].replica.staged
+        callers.backward()
+        home = self.replicas[0].output_place
+        if staged.stored:
+            self._store(staged, join_results(staged, kept, batch.sizes), call)
+        return torch.stack([loss.to(home.device) for loss in losses]).sum()
+
+    def _replica_step(
+        self,
+        runs: list[PlacedMicrobatch],
+        loss_of: StepLoss,
+        scale: float,
+        kept: list[Sequence[Any]],
+    ) -> list[torch.Tensor]:
+        """Run one replica's micro-batches and return their losses, without ``scale``.
+
+        The leaves of their results, without graphs, are added to ``kept`` if forward stores any. Raises
+        ``PlacerError`` if their backwards meet in a graph that was made before the step.
+        """
+
+        def loss_of_slice(index: int, result: list[Any]) -> torch.Tensor:
+            given = runs[index]
+            staged = given.replica.staged
+            output = unflatten_output(staged.call, result)
+            if not staged.stored:
+                return self._loss_of_slice(loss_of, given, output)
+            home = self.replicas[0].output_place
+            leaves = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            kept.append(transfer(leaves, given.replica.output_place, home))
+            with stored_for_slice(staged, result, self.tree):
+                return self._loss_of_slice(loss_of, given, output)
+
+        actions = one_process_order(self.plan.schedule, len(self.staged.stages), len(runs))
+        try:
+            return run_schedule(dict(enumerate(runs)), actions, loss_of_slice, scale=scale)
+        except RuntimeError as error:
+            several = len(runs) > 1 or len(self.replicas) > 1
+            if several and "through the graph a second time" in str(error):
+                raise shared_graph() from error
+            raise
+
+    def _loss_of_slice(
+        self, loss_of: StepLoss, given: PlacedMicrobatch, output: Any, left: Sequence[Any] = ()
+    ) -> torch.Tensor:
+        """The weighted loss of one micro-batch, whose last stage returned ``output`` and ``left`` behind."""
+        call, place = given.replica.staged.call, given.replica.output_place
+        if self.module._forward_hooks:
+            args, kwargs = rebuild_call(call, given.leaves, given.numbers)
+            output = run_forward_hooks(self.module, args, kwargs, output)
+        target = given.target
+        if not is_on(place.device, target):
+            target = transfer(target, CALLER, place)
+        rows = batch_size(call, given.leaves)
+        return self._call_loss(loss_of, output, target, left, rows=rows, counted=given.counted)
+
+    def _call_loss(
+        self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
+    ) -> torch.Tensor:
+        # A method of its own, because a rank of a job also checks what the loss depends on.
+        return loss_of.of_slice(output, target, **given)
+
+    def _count(
+        self, loss_of: StepLoss, target: Any, targets: list[Any], total: int | None
+    ) -> list[float | None]:
+        """Begin the loss of a batch; returns what its normalizer counts in the target of each slice."""
+        if len(targets) == 1:
+            return [None]
+        whole, *counts = loss_of.count([unmarked(target), *targets])
+        loss_of.begin(target, rows=total, total=total, counted=whole)
+        if whole is not None:
+            loss_of.require_count(sum(count or 0.0 for count in counts))
+        return counts
+
+    def _scatter(self, call: CallFormat, leaves: list[torch.Tensor]) -> ScatteredBatch:
+        return scatter_batch(
+            call, leaves, replicas=len(self.replicas), microbatches=self.plan.microbatches
+        )
