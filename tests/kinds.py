@@ -195,12 +195,12 @@ def sets_modes(draw: Random) -> Case:
         elif kind == "train":
             self.scale.train()
         else:
-            self.linear.weight.requires_grad_(kind == "unfreeze")
+            self.scale.weight.requires_grad_(kind == "unfreeze")
         return self.scale(self.norm(y) if kind == "eval" else y)
 
     part = Part(act)
     part.norm, part.scale = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-    part.linear.weight.requires_grad_(kind != "unfreeze")
+    part.scale.weight.requires_grad_(kind != "unfreeze")
     return Case(Chain(draw, part).to(D), lambda n: (rows(n),))
 
 
@@ -359,7 +359,7 @@ def custom_functions(draw: Random) -> Case:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore")
 
     @torch.jit.script
     def scripted(x: Tensor, factor: float) -> Tensor:

@@ -130,18 +130,18 @@ def attributes(model: nn.Module) -> Iterator[tuple[Seen, Any]]:
 class Watch:
     """Notes what a call changes outside of the model: variables of its code, and what its hooks hold.
 
-    ``hooks``: also what hooks hold.
+    The hooks are those of ``hooked``, which is the caller's model; None: they are left out.
     """
 
-    def __init__(self, model: nn.Module, *, hooks: bool = True) -> None:
+    def __init__(self, model: nn.Module, hooked: nn.Module | None) -> None:
         with without_hooks(model.modules()):
             self.code = find_reachable_state(model)
         # The search also finds what attributes hold.
         own = {id(value) for _, value in walk(module_roots(model))}
         self.code.containers = [each for each in self.code.containers if id(each.value) not in own]
         self._snapshots = {"variable": Snapshot((), self.code)}
-        if hooks:
-            self._snapshots["hook"] = Snapshot(hook_roots(model), root="hook")
+        if hooked is not None:
+            self._snapshots["hook"] = Snapshot(hook_roots(hooked), root="hook")
         self._tensors = [(seen, t, t._version) for seen, t in self._live_tensors()]
 
     def _live_tensors(self) -> list[tuple[Seen, Tensor]]:
@@ -164,11 +164,13 @@ class Watch:
 
 
 class Shared:
-    """The state that calls of other copies of ``model`` also change; `restore` undoes what they did."""
+    """The state that calls of copies of these models also change; `restore` undoes what they did."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *others: nn.Module) -> None:
         code = find_reachable_state(model)
         roots = [*module_roots(model), *hook_roots(model)]
+        for other in others:
+            roots += hook_roots(other)
         self._snapshot = Snapshot(roots, code)
         read = [((each.name,), each.read()) for each in code.variables]
         held = [((each.name,), each.value) for each in code.containers]

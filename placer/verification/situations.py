@@ -212,7 +212,8 @@ def run_plain(
             return _call_plain(plain, args, kwargs, placed.plan.precision, "the batch"), {}
         return _run_slices(plain, placed, _scattered(placed, args, kwargs), trial)
 
-    return _run(plain, plain, arguments, call, loss_fn, hooks=reference.hooks)
+    hooked = plain if reference.hooks else None
+    return _run(plain, plain, arguments, call, loss_fn, hooked=hooked)
 
 
 def run_placed(
@@ -221,15 +222,18 @@ def run_placed(
     arguments: Arguments,
     loss_fn: LossFunction | None,
     *,
-    hooks: bool,
+    hooked: nn.Module | None,
     rate: float,
 ) -> Step:
-    """The same of the placed model, whose attributes ``model`` has, with the plain one's learning rate."""
+    """The same of the placed model, whose attributes ``model`` has, with the plain one's learning rate.
+
+    ``hooked`` is the model that was placed, whose hooks are the caller's own; None: they are not compared.
+    """
 
     def call(args: Any, kwargs: Any) -> tuple[Any, dict[Seen, Any]]:
         return placed(*args, **kwargs), {}
 
-    return _run(placed, model, arguments, call, loss_fn, hooks=hooks, rate=rate)
+    return _run(placed, model, arguments, call, loss_fn, hooked=hooked, rate=rate)
 
 
 def _run(
@@ -239,13 +243,13 @@ def _run(
     call: Callable[[Any, Any], tuple[Any, dict[Seen, Any]]],
     loss_fn: LossFunction | None,
     *,
-    hooks: bool,
+    hooked: nn.Module | None,
     rate: float | None = None,
 ) -> Step:
     args, kwargs = fresh(arguments)
     bound = bind_call(model, args, kwargs).arguments
     module.zero_grad(set_to_none=True)
-    watch = Watch(model, hooks=hooks)
+    watch = Watch(model, hooked)
     inputs = [((name,), value) for name, value in bound.items()]
 
     def graphs() -> dict[int, Tensor]:
@@ -254,7 +258,10 @@ def _run(
         return {id(x): x for _, x in values if isinstance(x, Tensor) and x.grad_fn is not None}
 
     before = graphs()
-    with torch.set_grad_enabled(loss_fn is not None), counted_hooks(model, counted=hooks) as counts:
+    with (
+        torch.set_grad_enabled(loss_fn is not None),
+        counted_hooks(model, counted=hooked is not None) as counts,
+    ):
         output, joined = call(args, kwargs)
         if loss_fn is not None:
             loss = loss_fn(output)

@@ -160,16 +160,17 @@ def verify(
 
     def compiled(wanted: SpecSource | Plan) -> _Pair:
         """A placed and a plain copy of the model."""
+        given = copy_module(model)
         placed = compile(
-            copy_module(model),
+            given,
             wanted,
             *arguments,
             run_on=run_on,
             ignore_device_moves=ignore_device_moves,
         )
-        return _Pair(plain=copy_module(model), placed=placed)
+        return _Pair(plain=copy_module(model), given=given, placed=placed)
 
-    given = Shared(model)
+    shared = Shared(model)
     pair = compiled(spec_or_plan)
     plan = pair.placed.plan
     run = _Run(
@@ -187,7 +188,7 @@ def verify(
                 pair = compiled(plan)  # the two may have been left in different states
             outcomes.append(run.outcome(pair, situation))
     finally:
-        given.restore()
+        shared.restore()
     slices = min(outcome.slices for outcome in outcomes if outcome.comparisons)
     return Verification(
         outcomes=tuple(outcomes),
@@ -206,6 +207,7 @@ def _default_tolerance(model: nn.Module, plan: Plan) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
     plain: nn.Module
+    given: nn.Module  # what was placed
     placed: PlacedModule
 
 
@@ -229,7 +231,7 @@ class _Run:
         if situation.modes == "the other":
             plain.train(not self.training)
             placed.train(not self.training)
-        shared = Shared(model)
+        shared = Shared(model, pair.given)
         try:
             arguments, trial = self._find_inputs(pair, situation, shared)
             if arguments is None:
@@ -249,8 +251,9 @@ class _Run:
         shared.restore()
         try:
             with full_precision(), seeded(self.seed):
+                hooked = pair.given if reference.hooks else None
                 ours = run_placed(
-                    placed, model, arguments, loss_fn, hooks=reference.hooks, rate=theirs.rate
+                    placed, model, arguments, loss_fn, hooked=hooked, rate=theirs.rate
                 )
         except PlacerError as error:
             if first:
