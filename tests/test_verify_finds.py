@@ -170,7 +170,14 @@ class Difference(nn.Module):
 
 
 def tensors_given_twice(patch: Patch) -> Case:
-    patch.setattr(fake.FakeConverter, "inputs", lambda self, given: [self.tensor(x) for x in given])
+    copies = fake.FakeConverter.copies
+
+    def one_copy_each(self: Any, fakes: Any) -> list[Tensor]:
+        made = dict(zip(map(id, fakes), copies(self, fakes), strict=True))
+        return [made[id(x)] for x in fakes]
+
+    patch.setattr(fake.FakeConverter, "inputs", lambda self, given: [*map(self.tensor, given)])
+    patch.setattr(fake.FakeConverter, "copies", one_copy_each)
     x = rows(6)
     return Case(Difference().to(D), lambda n: (x, x))
 
