@@ -187,16 +187,19 @@ def written_inputs(draw: Random) -> Case:
 
 
 def sets_modes(draw: Random) -> Case:
-    kind = draw.choice(["eval", "train", "freeze", "unfreeze"])
+    kind, late = draw.choice(["eval", "train", "freeze", "unfreeze"]), draw.random() < 0.3
 
     def act(self: Any, x: Tensor, y: Tensor) -> Tensor:
         if kind == "eval":
             self.norm.eval()
         elif kind == "train":
             self.scale.train()
-        else:
+        elif not late:
             self.scale.weight.requires_grad_(kind == "unfreeze")
-        return self.scale(self.norm(y) if kind == "eval" else y)
+        y = self.scale(self.norm(y) if kind == "eval" else y)
+        if kind.endswith("freeze"):
+            self.scale.weight.requires_grad_(kind == "unfreeze")
+        return y
 
     part = Part(act)
     part.norm, part.scale = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -237,14 +240,17 @@ def first_forward_state(draw: Random) -> Case:
             with torch.no_grad():
                 start = self.linear.weight.std(0) if kind == "from weights" else y.std(0)
                 self.scale.copy_(1 / (start + 1))
-            self.ready = True
-            self.flag.fill_(1)
+            if kind == "buffer flag":
+                self.flag.fill_(1)
+            else:
+                self.ready = True
         return y * self.scale
 
     part = Part(act)
     part.scale, part.ready = nn.Parameter(torch.ones(WIDTH)), False
     part.register_buffer("flag", torch.tensor(0))
-    return Case(Chain(draw, part).to(D), lambda n: (rows(n),))
+    model = part if draw.random() < 0.3 else Chain(draw, part)
+    return Case(model.to(D), lambda n: (rows(n),))
 
 
 class Tracker:

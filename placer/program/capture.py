@@ -49,6 +49,7 @@ from placer.program.rows import (
 from placer.program.size_log import reads_rows
 from placer.program.state import named_state
 from placer.program.stored import StateInput
+from placer.program.targets import WholeRoot
 from placer.program.types import Conditions, Program, WholeModule, rows_of, training_flags
 from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
@@ -337,8 +338,12 @@ class _Capture:
         found = []
         names_of = {name: set(names) for name, names in aliasing.mutated_state_of.items()}
         for node in recording.graph.nodes:  # which values a module reads may decide what it writes
-            if node.op == "call_module":
-                inside = {n for n in recording.written_inside if is_inside([str(node.target)], n)}
+            if _is_whole(node):
+                layer = str(node.target) if node.op == "call_module" else ""
+                found_in = (
+                    n for n in recording.written_inside if not layer or is_inside([layer], n)
+                )
+                inside = set(found_in)
                 names_of[node.name] = names_of.get(node.name, set()) | inside
         for node_name, names in names_of.items():
             node = nodes[node_name]
@@ -347,7 +352,7 @@ class _Capture:
                 if is_norm(owner) or is_norm_function(node):
                     continue
                 depends = flow.rows[node_name].depends
-                if node.op == "call_module":
+                if _is_whole(node):
                     depends = recording.written_inside.get(name, True)
                 if not (depends or self.rules.in_turn):
                     continue
@@ -413,6 +418,11 @@ class _Capture:
             return False
         more, _ = self._run_larger(grown(self.converter, self.inputs, dims, 4))
         return more is not None and graph_lines(more.graph) == graph_lines(other.graph)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Does ``node`` call a module, or all of the model?"""
+    return node.op == "call_module" or isinstance(node.target, WholeRoot)
 
 
 def _not_a_module(found: object) -> CaptureError:

@@ -219,6 +219,9 @@ def _call_script_function(
     return original(function, *args, **kwargs)
 
 
+_FLAG = 16  # elements of a buffer whose values may decide what a module does
+
+
 class GuessData:
     """In this context, code that reads values of fake tensors of ``mode`` gets guesses.
 
@@ -237,6 +240,16 @@ class GuessData:
         self._before = mode.guess
         self._reads = _GuessReads(self)
         self._values = WeakTensorKeyDictionary()  # fake tensor -> its value, where that is known
+
+    @classmethod
+    def other(cls, converter: FakeConverter, module: nn.Module, value: int) -> GuessData:
+        """Other guesses than ``value``: the values that small buffers of the fake ``module`` really have."""
+        guess = cls(converter.mode, 1 - value)
+        for buffer in module.buffers():
+            real = converter.original(buffer)
+            if real is not None and not real.is_meta and real.numel() <= _FLAG:
+                guess.know(buffer, real)
+        return guess
 
     def __enter__(self) -> GuessData:
         self._before, self.mode.guess = self.mode.guess, self

@@ -97,7 +97,6 @@ _READS = (
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 _REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)
-_FLAG = 16  # elements of a buffer whose values may decide what a module does
 _READS_VALUES = "its Python code depends on the value of a tensor"
 
 
@@ -466,11 +465,7 @@ class Recorder(TorchFunctionMode):
         These are the values that its buffers have, or other guesses for a model without data.
         """
         before = Snapshot(module_roots(module), self.reachable)
-        guess = GuessData(self.writer.converter.mode, 1 - self.guess)
-        for buffer in module.buffers():
-            real = self.writer.converter.original(buffer)
-            if real is not None and not real.is_meta and real.numel() <= _FLAG:
-                guess.know(buffer, real)
+        guess = GuessData.other(self.writer.converter, module, self.guess)
         try:
             with guess, keep_random(), without_torch_function():
                 copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))

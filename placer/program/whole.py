@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from placer._torch import HOOK_TABLES
+from placer._torch import HOOK_TABLES, DispatchMode
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.call import (
@@ -27,6 +27,8 @@ from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import GuessData
 from placer.program.guards import make_guards, watch_attributes
 from placer.program.objects import spell
+from placer.program.python_random import keep_random
+from placer.program.reached import Reached
 from placer.program.record import RecordedProgram, Setup, recording_modes
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import flatten_result
@@ -50,6 +52,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     )
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
     guesses = GuessData(converter.mode, setup.guess)
+    reached = Reached(fake_model)
+    flags = {name: parameter.requires_grad for name, parameter in fake_model.named_parameters()}
     attributes: set[tuple[str, str]] = set()
 
     def read(path: str, name: str) -> None:
@@ -58,20 +62,27 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     try:
         with (
             recording_modes(converter),
+            _Follow(reached),
             guesses,
             watch_attributes(dict(fake_model.named_modules()), read),
         ):
             arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
             given = Snapshot(arguments_roots(bound, arguments), root="call")
             args, kwargs = place_arguments(bound, arguments)
+            reached.begin((args, kwargs))
             leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
             _refuse_changes([*snapshot.changes(), *given.changes()], type(model), reason)
+            _refuse_flags(flags, fake_model, type(model), reason)
     except CaptureError:
         raise
     except Exception as error:
         raise ForwardFailure("", locate(error), guessed=guesses.guessed) from error
     finally:
         snapshot.restore()
+        for name, parameter in fake_model.named_parameters():
+            parameter.requires_grad_(flags[name])
+    if guesses.guessed:
+        _try_other_values(setup, inputs, reached, snapshot)
     writer = GraphWriter(converter, fake_model)
     for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
         writer.placeholder(name, tensor)
@@ -100,7 +111,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         state=(),
         stored=(),
         changed_inside=(),
-        written_inside={},
+        written_inside=reached.written,
         numbers=(),
         independent=(False,) * len(writer.shapes),
         repeats=True,
@@ -110,6 +121,41 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         sizes=SizeLog(),
         shapes=writer.shapes,
     )
+
+
+class _Follow(DispatchMode):
+    """Follows what the inputs of the model reach."""
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__()
+        self._reached = reached
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        value = func(*args, **kwargs)
+        self._reached.spread(func, args, kwargs, value)
+        return value
+
+
+def _try_other_values(
+    setup: Setup, inputs: Sequence[Tensor], reached: Reached, snapshot: Snapshot
+) -> None:
+    """Run the model once more, with other values where it reads them, to see what it then writes."""
+    converter, model = setup.converter, setup.fake_model
+    try:
+        with (
+            recording_modes(converter),
+            _Follow(reached),
+            GuessData.other(converter, model, setup.guess),
+            keep_random(),
+        ):
+            leaves = call_leaves(setup.bound, converter.copies(inputs))
+            args, kwargs = place_arguments(setup.bound, call_arguments(setup.bound, leaves))
+            reached.extend((args, kwargs))
+            model.forward(*args, **kwargs)
+    except Exception:  # these values may be impossible
+        pass
+    finally:
+        snapshot.restore()
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -124,6 +170,19 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for name in HOOK_TABLES:
         getattr(skeleton, name).clear()
     return skeleton
+
+
+def _refuse_flags(
+    flags: Mapping[str, bool], fake_model: nn.Module, kind: type[nn.Module], reason: str
+) -> None:
+    """Raise ``CaptureError`` if the model has let a parameter require gradients, or not."""
+    for name, parameter in fake_model.named_parameters():
+        if parameter.requires_grad != flags[name]:
+            raise CaptureError(
+                kind.__name__,
+                f"its forward cannot be captured ({reason}), and it changes requires_grad of {name}",
+                "change it before the call, or move the code that cannot be captured into a submodule",
+            )
 
 
 def _refuse_changes(changes: Sequence[Change], kind: type[nn.Module], reason: str) -> None:

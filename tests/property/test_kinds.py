@@ -11,6 +11,7 @@ from hypothesis import settings
 from kinds import KINDS, Case
 from oracle import assert_seen_alike
 
+_LATE = "after it has used it"  # refused in every spec
 SPECS: tuple[dict[str, Any], ...] = (
     {},
     {"microbatches": 2},
@@ -35,4 +36,4 @@ def test_equal_in_all_that_is_seen_or_refused(kind: str) -> None:
         if spec and plain.per_slice:
             plain.outside = ours.outside = lambda: None
         found = assert_seen_alike(plain, ours, {"devices": ["cpu:0", "cpu:1"], **spec})
-        assert found == "equal" or spec, f"seed {seed}: {found}"
+        assert found == "equal" or spec or _LATE in found, f"seed {seed}: {found}"
