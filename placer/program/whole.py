@@ -79,10 +79,9 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         raise ForwardFailure("", locate(error), guessed=guesses.guessed) from error
     finally:
         snapshot.restore()
-        for name, parameter in fake_model.named_parameters():
-            parameter.requires_grad_(flags[name])
     if guesses.guessed:
         _try_other_values(setup, inputs, reached, snapshot)
+        _refuse_flags(flags, fake_model, type(model), reason)
     writer = GraphWriter(converter, fake_model)
     for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
         writer.placeholder(name, tensor)
@@ -176,13 +175,15 @@ def _refuse_flags(
     flags: Mapping[str, bool], fake_model: nn.Module, kind: type[nn.Module], reason: str
 ) -> None:
     """Raise ``CaptureError`` if the model has let a parameter require gradients, or not."""
+    changed = [n for n, p in fake_model.named_parameters() if p.requires_grad != flags[n]]
     for name, parameter in fake_model.named_parameters():
-        if parameter.requires_grad != flags[name]:
-            raise CaptureError(
-                kind.__name__,
-                f"its forward cannot be captured ({reason}), and it changes requires_grad of {name}",
-                "change it before the call, or move the code that cannot be captured into a submodule",
-            )
+        parameter.requires_grad_(flags[name])
+    if changed:
+        raise CaptureError(
+            kind.__name__,
+            f"its forward cannot be captured ({reason}), and it changes requires_grad of {changed[0]}",
+            "change it before the call, or move the code that cannot be captured into a submodule",
+        )
 
 
 def _refuse_changes(changes: Sequence[Change], kind: type[nn.Module], reason: str) -> None:
