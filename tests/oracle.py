@@ -7,9 +7,9 @@ that a mistake in placer's own scatter or verification cannot hide itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +155,155 @@ def assert_same(
     if twins is not None:
         _step_both(*twins, model, args, kwargs)
     return placed
+
+
+TABLES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+def seen(module: nn.Module, plain: nn.Module, output: Any, args: Any) -> dict[str, Any]:
+    """What a caller of ``module`` can see after a call, by name; attributes by the names that ``plain`` has.
+
+    Written anew, so that a mistake in what placer looks at cannot hide itself.
+    """
+    found: dict[str, Any] = {}
+    add = partial(_add_seen, found)
+    add("output", output)
+    add("argument", args)
+    for path, part in plain.named_modules():
+        ours = module.get_submodule(path)
+        found[f"mode of {path}"] = ours.training
+        for name in vars(part).keys() - TABLES:
+            add(f"{path}.{name}", getattr(ours, name, "missing"))
+    for name, parameter in module.named_parameters():
+        found[f"requires_grad of {name}"] = parameter.requires_grad
+    found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    return found
+
+
+def _add_seen(found: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(value, Tensor | bool | int | float | str | None):
+        found[name] = value
+    elif isinstance(value, Mapping):
+        found[name] = f"mapping of {list(value)}"
+        for key in value:
+            _add_seen(found, f"{name}[{key}]", value[key])
+    elif isinstance(value, Iterable):
+        items = list(value)
+        found[name] = f"{len(items)} items"
+        for index, item in enumerate(items):
+            _add_seen(found, f"{name}[{index}]", item)
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module) and not callable(value):
+        for key, part in vars(value).items():
+            _add_seen(found, f"{name}.{key}", part)
+
+
+class Case(Protocol):
+    """A model, arguments with so many rows, others in every call, and what forward changes elsewhere."""
+
+    model: nn.Module
+    example: Callable[[int], tuple[Any, ...]]
+    outside: Callable[[], Any]
+
+
+def assert_seen_alike(plain: Case, ours: Case, spec: Any, *, rows: int = 6) -> str:
+    """Call two equal models, one of them placed, in five situations; compare all `seen`, and gradients.
+
+    What is held outside, such as a global list, is emptied before a call. Returns "equal", or "refused: …" if
+    placer raises one of its errors.
+    """
+    torch.manual_seed(0)
+    try:
+        placed = placer.compile(ours.model, spec, ours.example(rows))
+        plain.example(rows)
+        for index, (train, grad, size) in enumerate(SITUATIONS):
+            looks = []
+            for net, case in ((plain.model, plain), (placed, ours)):
+                torch.manual_seed(index)
+                args = case.example(rows + size)
+                looks.append(_look(net, plain.model, train, grad, args, case.outside))
+            _assert_alike(*looks, f"{spec}, call {index}")
+    except placer.PlacerError as error:
+        return f"refused: {error}"
+    return "equal"
+
+
+# Train mode or not, with gradients or not, and how many rows more than the example
+SITUATIONS = (
+    (True, True, 0),
+    (True, True, 0),
+    (False, True, 1),
+    (False, False, 0),
+    (True, True, 1),
+)
+
+
+def _look(
+    net: nn.Module,
+    plain: nn.Module,
+    train: bool,
+    grad: bool,
+    args: tuple[Any, ...],
+    outside: Callable[[], Any],
+) -> dict[str, Any]:
+    """What is seen of a call of ``net`` and of its backward, after an SGD step."""
+    if net.training != train:
+        net.train(train)
+    net.zero_grad()
+    held = outside()
+    if isinstance(held, list | dict):
+        held.clear()
+    known = [*seen(net, plain, None, args).values()]
+    with torch.set_grad_enabled(grad):
+        output = net(*args)
+    found = seen(net, plain, output, args)
+    _add_seen(found, "outside", outside())
+    if grad:
+        new = [
+            x
+            for name, x in sorted(found.items())
+            if isinstance(x, Tensor)
+            and x.grad_fn is not None
+            and not name.startswith("output")
+            and not any(x is y for y in known)
+        ]
+        loss = sum((x.mean() for x in new), mean_square(output))
+        loss.backward()
+        found["loss"] = loss.detach()
+    found |= {f"gradient of {name}": p.grad for name, p in net.named_parameters()}
+    for index, x in enumerate(tree_leaves(args)):
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad:
+            found[f"gradient of input {index}"] = x.grad
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.01)
+    found |= {f"parameter {name}": p.detach().clone() for name, p in net.named_parameters()}
+    return {name: _snapshot(value) for name, value in found.items()}
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
+
+
+def _assert_alike(expected: Mapping[str, Any], found: Mapping[str, Any], when: str) -> None:
+    grads = [
+        x.abs().max() for n, x in expected.items() if n.startswith("gradient") and x is not None
+    ]
+    floor = max([1e-300, *(1e-15 * x.item() for x in grads)])
+    assert found.keys() == expected.keys(), f"{when}: {found.keys() ^ expected.keys()}"
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            assert isinstance(found[name], Tensor), f"{when}: {name} is {found[name]!r}"
+            assert found[name].requires_grad == value.requires_grad, f"{when}: graph of {name}"
+            assert_close(
+                found[name].detach(), value.detach(), f"{when}: {name}", floor=lambda: floor
+            )
+        else:
+            same = found[name] == value and not isinstance(found[name], Tensor)
+            assert same, f"{when}: {name} is {found[name]!r}, not {value!r}"
 
 
 def _train_both(

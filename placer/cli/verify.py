@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from placer.verification import Comparison, Verification
 
 EXIT_DIFFERENT = 1
-_SHOWN = 10  # how many of the tensors that differ are listed
+_SHOWN = 10  # how much of what differs is listed
+# Columns of the table, each with the kinds that it counts; all other kinds are "state".
+_COLUMNS = {"results": ("output", "loss"), "gradients": ("gradient",)}
 
 Double = Annotated[
     bool, typer.Option("--double", help="Run model and inputs in float64, and compare to 1e-10.")
@@ -54,12 +56,15 @@ def verify(
     tolerance: Tolerance = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a training step of the placed and of the original model, and compare them.
+    """Call the placed and the original model in several situations, and compare all that a caller can see.
 
-    Every output, gradient and parameter is compared. The exit code is 1 if any of them differs.
+    The situations are train and eval mode, with and without gradients, with other inputs, and with another
+    batch size. Every output, gradient, parameter, buffer, attribute and mode is compared. The exit code is 1
+    if any of them differs.
 
     The original model runs on the CPU. On a GPU, fp32 is computed without TF32, and dropout draws other
-    random numbers than on the CPU: set its probability to 0, or use --run-on cpu.
+    random numbers than on the CPU, so that nothing with dropout is compared: set its probability to 0, or use
+    --run-on cpu.
     """
     from placer.cli.sources import load_spec_or_plan
 
@@ -71,7 +76,7 @@ def verify(
         from placer.verification import verify as compare
 
         loaded = model_options.load(allocate=True, double=double, seed=seed)
-    with progress(console, "running a step of the placed model and one of the plain model"):
+    with progress(console, "calling the placed model and the plain model"):
         result = compare(
             loaded.model,
             wanted,
@@ -84,12 +89,10 @@ def verify(
         )
     console.print(_table(result))
     console.print()
-    for line in _different(result):
-        console.print(line, markup=False)
+    for line in (*_different(result), *result.remarks):
+        console.print(line, markup=False, soft_wrap=True)
     style = "bold green" if result.ok else "bold red"
-    console.print(result.summary, style=style, markup=False)
-    if result.hint:
-        console.print(result.hint, markup=False)
+    console.print(result.summary, style=style, markup=False, soft_wrap=True)
     if as_json:
         print_json(to_json(result))
     if not result.ok:
@@ -102,9 +105,11 @@ def to_json(result: Verification) -> dict[str, Any]:
     def values(c: Comparison) -> dict[str, Any]:
         error = c.relative_error if math.isfinite(c.relative_error) else None
         return {
+            "situation": c.situation,
             "kind": c.kind,
             "name": c.name,
             "relative_error": error,
+            "detail": c.detail,
             "tolerance": c.tolerance,
             "ok": c.ok,
         }
@@ -113,6 +118,17 @@ def to_json(result: Verification) -> dict[str, Any]:
         "equal": result.ok,
         "reference": result.reference,
         "random_layers": list(result.random_layers),
+        "remarks": list(result.remarks),
+        "situations": [
+            {
+                "situation": outcome.situation,
+                "compared": bool(outcome.comparisons),
+                "equal": outcome.ok if outcome.comparisons else None,
+                "slices": outcome.slices,
+                "note": outcome.note,
+            }
+            for outcome in result.outcomes
+        ],
         "worst": values(result.worst),
         "comparisons": [values(comparison) for comparison in result.comparisons],
     }
@@ -142,32 +158,34 @@ def _substitute_device(wanted: PlacementSpec | Plan) -> str | None:
 
 
 def _table(result: Verification) -> FittedTable:
-    """One row per kind of tensor: how many there are, and the one with the largest error."""
-    table = FittedTable(optional=("tolerance", "tensors", "worst"))
-    table.add_column("compared")
-    table.add_column("tensors", justify="right")
-    table.add_column("worst", wraps=True)
-    for header in ("relative error", "tolerance"):
+    """One row per situation: how much was compared, and the largest difference."""
+    table = FittedTable(optional=("tolerance", "state"))
+    table.add_column("situation")
+    for header in (*_COLUMNS, "state", "error", "tolerance"):
         table.add_column(header, justify="right")
     table.add_column("")
-    for kind in dict.fromkeys(c.kind for c in result.comparisons):
-        of_kind = [c for c in result.comparisons if c.kind == kind]
-        worst = max(of_kind, key=lambda c: (c.relative_error, c.name))
+    for outcome in result.outcomes:
+        if not outcome.comparisons:
+            table.add_row(outcome.situation, *("" for _ in (*_COLUMNS, 1, 2, 3)), "not compared")
+            continue
+        columns = [
+            sum(outcome.counts.get(kind, 0) for kind in kinds) for kinds in _COLUMNS.values()
+        ]
+        worst = max(outcome.comparisons, key=lambda c: c.relative_error)
         table.add_row(
-            kind,
-            str(len(of_kind)),
-            worst.name,
-            f"{worst.relative_error:.2e}",
+            outcome.situation,
+            *map(str, (*columns, len(outcome.comparisons) - sum(columns))),
+            f"{worst.relative_error:.1e}",
             f"{worst.tolerance:.0e}",
-            "equal" if all(c.ok for c in of_kind) else "DIFFERENT",
+            "EQUAL" if outcome.ok else "DIFFERENT",
         )
     return table
 
 
 def _different(result: Verification) -> list[str]:
-    off = sorted(
-        (c for c in result.comparisons if not c.ok), key=lambda c: (-c.relative_error, c.name)
-    )
-    lines = [f"  {c.kind} of {c.name}: relative error {c.relative_error:.2e}" for c in off]
-    more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return lines[:_SHOWN] + more
+    """What differs, in the first situation in which anything does."""
+    off = result.different
+    lines = [f"  {c}" for c in off if c.situation == off[0].situation]
+    more = [f"  … and {len(off) - _SHOWN} more"] if len(off) > _SHOWN else []
+    head = [f"{off[0].situation}:"] if off else []
+    return head + lines[:_SHOWN] + more

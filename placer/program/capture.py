@@ -47,6 +47,7 @@ from placer.program.rows import (
 from placer.program.size_log import reads_rows, varying_reading
 from placer.program.state import named_state
 from placer.program.stored import StateInput
+from placer.program.targets import WholeRoot
 from placer.program.types import Conditions, Program, WholeModule, rows_of, training_flags
 from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
@@ -368,8 +369,12 @@ class _Capture:
         found = []
         names_of = {name: set(names) for name, names in aliasing.mutated_state_of.items()}
         for node in recording.graph.nodes:  # which values a module reads may decide what it writes
-            if node.op == "call_module":
-                inside = {n for n in recording.written_inside if is_inside([str(node.target)], n)}
+            if _is_whole(node):
+                layer = str(node.target) if node.op == "call_module" else ""
+                found_in = (
+                    n for n in recording.written_inside if not layer or is_inside([layer], n)
+                )
+                inside = set(found_in)
                 names_of[node.name] = names_of.get(node.name, set()) | inside
         for node_name, names in names_of.items():
             node = nodes[node_name]
@@ -378,7 +383,7 @@ class _Capture:
                 if is_norm(owner) or is_norm_function(node):
                     continue
                 depends = flow.rows[node_name].depends
-                if node.op == "call_module":
+                if _is_whole(node):
                     depends = recording.written_inside.get(name, True)
                 if not (depends or self.rules.in_turn):
                     continue
@@ -450,6 +455,11 @@ def _remedy(error: BaseException | None) -> str:
     if isinstance(error, UnsupportedOperatorException):
         return "torch cannot run this operator without data; use another one (padding, for a nested tensor)"
     return _CHECK_INPUTS
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Does ``node`` call a module, or all of the model?"""
+    return node.op == "call_module" or isinstance(node.target, WholeRoot)
 
 
 def _assemble(

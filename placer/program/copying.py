@@ -38,7 +38,9 @@ def copy_module(
     ``CaptureError``, which names the attribute, if that object holds a module or a parameter.
     """
     known = dict(memo or {})
-    for tensor in tensors_of(model):
+    held = (part for hook in _callables(model) for part in _bound(hook))
+    kept = (x for _, x in walk(((), part) for part in held) if isinstance(x, Tensor))
+    for tensor in (*tensors_of(model), *kept):
         fake = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
         if (fake or tensor.grad_fn is not None) and id(tensor) not in known:
             known[id(tensor)] = tensor.detach().clone()
@@ -81,12 +83,32 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
             callables.append(forward)
         for value in callables:
             owner = value.__self__ if isinstance(value, MethodType) else value
-            if not isinstance(owner, nn.Module | FunctionType | functools.partial):
+            if isinstance(owner, functools.partial):
+                for given in (*owner.args, *owner.keywords.values()):
+                    if not any(id(x) in owned for _, x in walk([((), given)], functions=True)):
+                        known[id(given)] = given
+            elif not isinstance(owner, nn.Module | FunctionType):
                 known[id(owner)] = owner
     found: dict[int, bool] = {}
     for (_, name), value in module_parts(model):
         if name not in _TABLES:
             _keep_without_state(value, owned, known, found)
+
+
+def _callables(model: nn.Module) -> Iterator[Any]:
+    """The hooks of all modules, and what stands for a ``forward``."""
+    for module in model.modules():
+        yield vars(module).get("forward")
+        yield from (hook for name in HOOK_TABLES for hook in vars(module)[name].values())
+
+
+def _bound(value: Any) -> Iterator[Any]:
+    """The objects that a ``partial`` or a bound method is copied with."""
+    if isinstance(value, MethodType | functools.partial):
+        for part in function_parts(value):
+            yield from _bound(part)
+    elif not isinstance(value, FunctionType | nn.Module):
+        yield value
 
 
 def _keep_without_state(

@@ -220,6 +220,9 @@ def _call_script_function(
     return original(function, *args, **kwargs)
 
 
+_FLAG = 16  # elements of a buffer whose values may decide what a module does
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guess:
     """What code gets where it reads values of fake tensors: ``value``; at ``others`` the other of 1 and 0."""
@@ -261,6 +264,16 @@ class GuessData:
         self._before = mode.guess
         self._reads = _GuessReads(self)
         self._values = WeakTensorKeyDictionary()  # fake tensor -> its value, where that is known
+
+    @classmethod
+    def other(cls, converter: FakeConverter, module: nn.Module, guess: Guess) -> GuessData:
+        """Other guesses than ``guess``: the values that small buffers of the fake ``module`` really have."""
+        other = cls(converter.mode, Guess(value=1 - guess.value))
+        for buffer in module.buffers():
+            real = converter.original(buffer)
+            if real is not None and not real.is_meta and real.numel() <= _FLAG:
+                other.know(buffer, real)
+        return other
 
     def __enter__(self) -> GuessData:
         self._before, self.mode.guess = self.mode.guess, self

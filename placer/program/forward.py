@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from placer._torch import storage_key, without_torch_function
+from placer.errors import CaptureError
 from placer.program.call import (
     BoundCall,
     arguments_roots,
@@ -97,7 +98,7 @@ def run_forward(
                 left.append(written_tensor("input", (index,), node, tensor, label=name))
             if tensor.is_leaf and tensor.requires_grad != flags[id(tensor)]:
                 left.append(flag_of("input", (index,), tensor.requires_grad))
-        left += _changed_flags(model, flags)
+        left += _changed_flags(model, flags, recorder.reached.flags)
     finally:
         passed.restore()  # objects that pytree does not flatten are the caller's own
         with without_torch_function():
@@ -128,8 +129,22 @@ def _put(each: StateInput, recorder: Recorder, bound: BoundCall, given: list[Any
     return table[each.path[-1]]
 
 
-def _changed_flags(model: nn.Module, flags: Mapping[int, bool]) -> list[Left]:
-    """The parameters that forward lets require gradients, or not."""
+def _changed_flags(
+    model: nn.Module, flags: Mapping[int, bool], used: Mapping[str, bool]
+) -> list[Left]:
+    """The parameters that forward lets require gradients, or not: before a call of the placed model.
+
+    ``used``: whether parameters required gradients when a module that stays whole read them. Raises
+    ``CaptureError`` if that is another flag.
+    """
+    for name, parameter in model.named_parameters():
+        if used.get(name, parameter.requires_grad) != parameter.requires_grad:
+            layer, _, own = name.rpartition(".")
+            raise CaptureError(
+                layer or type(model).__name__,
+                f"its forward changes requires_grad of {own} after it has used it",
+                "change it before it is used, or outside of forward",
+            )
     return [
         flag_of("model", (path, "_parameters", name), parameter.requires_grad)
         for path, module in model.named_modules()

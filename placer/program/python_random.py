@@ -21,9 +21,9 @@ class PythonRandomDraw(Untraceable):
 @contextmanager
 def forbid_python_random() -> Iterator[None]:
     """Raise ``PythonRandomDraw`` at the end if the block drew random numbers from Python or numpy."""
-    before = _python_state()
+    before = python_random_state()
     yield
-    if _python_state() != before:
+    if python_random_state() != before:
         raise PythonRandomDraw("it draws from Python's or numpy's random numbers")
 
 
@@ -43,6 +43,7 @@ def keep_random(*devices: torch.device) -> Iterator[None]:
             set_random_state(device, state)
 
 
-def _python_state() -> tuple[Any, ...]:
+def python_random_state() -> tuple[Any, ...]:
+    """The states of ``random`` and ``numpy.random``, to be compared."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, np.asarray(keys).tobytes(), *rest

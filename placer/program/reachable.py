@@ -178,6 +178,9 @@ class _Search:
                 self.look(None, None, value.__func__)
             elif isinstance(value, functools.partial):
                 self.look(None, None, value.func)
+                name = getattr(value.func, "__name__", "partial")
+                for index, item in enumerate((*value.args, *value.keywords.values())):
+                    self.look(None, f"{name}({index})", item)
             elif isinstance(value, dict):
                 for key, item in list(value.items()):
                     self.look(value, key, item)

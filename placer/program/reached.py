@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from placer._torch import storage_key
+from placer._torch import DispatchMode, storage_key
 from placer.operands import tensors_in, tensors_of_tree
 from placer.program.alias import written_arguments
 
@@ -16,11 +16,13 @@ class Reached:
     """The tensors that depend on the inputs of a module, by the operators that it runs.
 
     ``written`` has the names of parameters and buffers that operators write, and whether what they write
-    depends on the inputs.
+    depends on the inputs; ``flags`` those of the parameters that any module has read, and whether they
+    required gradients then.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.written: dict[str, bool] = {}
+        self.flags: dict[str, bool] = {}
         self._state = {
             storage_key(tensor): name
             for name, tensor in (*model.named_buffers(), *model.named_parameters())
@@ -44,7 +46,11 @@ class Reached:
     def spread(self, func: Any, args: Any, kwargs: Any, value: Any) -> None:
         """Note what an operator computed from ``args`` and ``kwargs``."""
         written = written_arguments(func)
-        depends = any(tensor in self._tensors for tensor in tensors_in(args, kwargs))
+        given = tensors_in(args, kwargs)
+        depends = any(tensor in self._tensors for tensor in given)
+        for tensor in given:
+            if isinstance(tensor, nn.Parameter) and storage_key(tensor) in self._state:
+                self.flags.setdefault(self._state[storage_key(tensor)], tensor.requires_grad)
         if depends:
             for tensor in tensors_in(value):
                 self._tensors[tensor] = True
@@ -56,3 +62,16 @@ class Reached:
                 state = self._state.get(storage_key(tensor))
                 if state is not None:
                     self.written[state] = self.written.get(state, False) or depends
+
+
+class Follow(DispatchMode):
+    """Follows what the inputs of the model reach."""
+
+    def __init__(self, reached: Reached) -> None:
+        super().__init__()
+        self._reached = reached
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        value = func(*args, **kwargs)
+        self._reached.spread(func, args, kwargs, value)
+        return value

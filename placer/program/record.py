@@ -206,7 +206,7 @@ def _run(
     try:
         with recording_modes(setup.converter), recorder.watching():
             return run_forward(recorder, setup.bound, given, setup.numbers, before)
-    except TraceFailure:
+    except (TraceFailure, CaptureError):
         raise
     except Exception as error:
         if recorder.devices.error is not None:

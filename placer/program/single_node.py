@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from placer._torch import without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
-from placer.program.fake import Guess, GuessData
+from placer.program.fake import GuessData
 from placer.program.leaves import is_torch_leaf, must_stay_whole
 from placer.program.packed import assume_sizes, packed_sequences
 from placer.program.python_random import keep_random
@@ -23,8 +23,6 @@ from placer.program.writer import executable
 
 if TYPE_CHECKING:
     from placer.program.recorder import Recorder
-
-_FLAG = 16  # elements of a buffer whose values may decide what a module does
 
 
 def call_single_node(
@@ -122,12 +120,7 @@ def _try_other_values(
     These are the values that its buffers have, or other guesses for a model without data.
     """
     before = Snapshot(module_roots(module), recorder.reachable)
-    converter = recorder.writer.converter
-    guess = GuessData(converter.mode, Guess(value=1 - recorder.guess.value))
-    for buffer in module.buffers():
-        real = converter.original(buffer)
-        if real is not None and not real.is_meta and real.numel() <= _FLAG:
-            guess.know(buffer, real)
+    guess = GuessData.other(recorder.writer.converter, module, recorder.guess)
     try:
         with guess, keep_random(), without_torch_function():
             copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))

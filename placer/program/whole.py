@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,8 @@ from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import GuessData
 from placer.program.guards import make_guards, watch_attributes
 from placer.program.objects import spell
+from placer.program.python_random import keep_random
+from placer.program.reached import Follow, Reached
 from placer.program.record import RecordedProgram, Setup, recording_modes
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import flatten_result
@@ -50,6 +52,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     )
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
     guesses = GuessData(converter.mode, setup.guess)
+    reached = Reached(fake_model)
+    flags = {name: parameter.requires_grad for name, parameter in fake_model.named_parameters()}
     attributes: set[tuple[str, str]] = set()
 
     def read(path: str, name: str) -> None:
@@ -58,17 +62,20 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     try:
         with (
             recording_modes(converter),
+            Follow(reached),
             guesses,
             watch_attributes(dict(fake_model.named_modules()), read),
         ):
             arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
             given = Snapshot(arguments_roots(bound, arguments), root="call")
             args, kwargs = place_arguments(bound, arguments)
+            reached.begin((args, kwargs))
             try:
                 leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 _refuse_changes([*snapshot.changes(), *given.changes()], type(model), reason)
             finally:
                 given.restore()
+            _refuse_flags(flags, fake_model, type(model), reason)
     except CaptureError:
         raise
     except Exception as error:
@@ -76,6 +83,9 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         raise ForwardFailure("", locate(error), guessed=guesses.guessed, places=places) from error
     finally:
         snapshot.restore()
+    if guesses.guessed:
+        _try_other_values(setup, inputs, reached, snapshot)
+        _refuse_flags(flags, fake_model, type(model), reason)
     writer = GraphWriter(converter, fake_model)
     for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
         writer.placeholder(name, tensor)
@@ -105,7 +115,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         stored=(),
         changed_inside=(),
         changing=frozenset(),
-        written_inside={},
+        written_inside=reached.written,
         numbers=(),
         independent=(False,) * len(writer.shapes),
         repeats=True,
@@ -116,6 +126,28 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         packs=False,
         shapes=writer.shapes,
     )
+
+
+def _try_other_values(
+    setup: Setup, inputs: Sequence[Tensor], reached: Reached, snapshot: Snapshot
+) -> None:
+    """Run the model once more, with other values where it reads them, to see what it then writes."""
+    converter, model = setup.converter, setup.fake_model
+    try:
+        with (
+            recording_modes(converter),
+            Follow(reached),
+            GuessData.other(converter, model, setup.guess),
+            keep_random(),
+        ):
+            leaves = call_leaves(setup.bound, converter.copies(inputs))
+            args, kwargs = place_arguments(setup.bound, call_arguments(setup.bound, leaves))
+            reached.extend((args, kwargs))
+            model.forward(*args, **kwargs)
+    except Exception:  # these values may be impossible
+        pass
+    finally:
+        snapshot.restore()
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -132,14 +164,27 @@ def _skeleton(model: nn.Module) -> nn.Module:
     return skeleton
 
 
+def _refuse_flags(
+    flags: Mapping[str, bool], fake_model: nn.Module, kind: type[nn.Module], reason: str
+) -> None:
+    """Raise ``CaptureError`` if the model has let a parameter require gradients, or not."""
+    changed = [n for n, p in fake_model.named_parameters() if p.requires_grad != flags[n]]
+    for name, parameter in fake_model.named_parameters():
+        parameter.requires_grad_(flags[name])
+    if changed:
+        raise CaptureError(
+            kind.__name__,
+            f"its forward cannot be captured ({reason}), and it changes requires_grad of {changed[0]}",
+            "change it before the call, or move the code that cannot be captured into a submodule",
+        )
+
+
 def _refuse_changes(changes: Sequence[Change], kind: type[nn.Module], reason: str) -> None:
-    """Raise ``CaptureError`` for a change that a caller could see; the model's own flags are none."""
+    """Raise ``CaptureError`` for a change that a caller could see; what the code keeps for itself is none."""
     for change in changes:
-        own_flag = change.root == "model" and isinstance(change.value, bool | str | type(None))
         hooks = change.root == "model" and change.path[1].endswith("hooks")
-        mode = change.path[-1] == "training"
         in_code = change.root == "code" and not tensors_of_tree(change.value)
-        if mode or not (own_flag or hooks or in_code):
+        if not (hooks or in_code):
             raise CaptureError(
                 kind.__name__,
                 f"its forward cannot be captured ({reason}), and it sets {spell(change.path)}, which a call "

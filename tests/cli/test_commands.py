@@ -173,24 +173,47 @@ def test_verify_proves_equality(placer: Run) -> None:
     data = json.loads(result.stdout)
     assert data["equal"] is True
     kinds = {c["kind"] for c in data["comparisons"]}
-    assert {"loss", "output", "gradient", "parameter after a step"} <= kinds
+    assert {"loss", "output", "gradient", "parameter", "mode", "attribute"} <= kinds
+    assert [found["equal"] for found in data["situations"]] == [True] * 6
     assert all(c["tolerance"] == 1e-10 for c in data["comparisons"])
     assert "EQUAL" in result.stderr
 
 
 def test_verify_says_which_tensors_differ(placer: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from placer import verification
+    from placer.verification import observation
 
-    made = verification._relative_error
+    made = observation.relative_error
 
     def off(found: Any, expected: Any, least: float) -> float:
-        return 0.5 if found is not None and found.shape == (2, 64) else made(found, expected, least)
+        shape = getattr(found, "shape", None)
+        return 0.5 if shape == (2, 64) else made(found, expected, least)
 
-    monkeypatch.setattr(verification, "_relative_error", off)
+    monkeypatch.setattr(observation, "relative_error", off)
     result = placer("verify", "net.py:Net", "pinned.json", *X)
     assert result.exit_code == 1
-    assert "gradient of head.weight: relative error 5.00e-01" in result.stdout
+    assert (
+        "train: the example:\n  gradient of head.weight: relative error 5.00e-01" in result.stdout
+    )
     assert "DIFFERENT" in result.stdout
+
+
+def test_verify_has_a_row_for_every_situation(placer: Run) -> None:
+    rows = [
+        line.split("  ")
+        for line in placer("verify", "net.py:Net", "pinned.json", *X).stdout.splitlines()
+    ]
+    verdicts = {row[0]: row[-1].strip() for row in rows if row[0].startswith(("train", "eval"))}
+    assert verdicts == dict.fromkeys(
+        (
+            "train: the example",
+            "train: other values",
+            "train: another batch size",
+            "train, no_grad: other values",
+            "eval: other values",
+            "eval, no_grad: other values",
+        ),
+        "EQUAL",
+    )
 
 
 def test_auto_writes_a_spec_that_fits(placer: Run, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_verification_is_its_verdict_and_what_differs(model: nn.Module) -> Non
     )
     lines = _block(strict, 7)
     assert lines[0].startswith("Verification(DIFFERENT: ")
-    assert lines[-1].endswith(" more tensors that differ")
+    assert lines[-1].endswith(" more that differ")
 
 
 def test_a_spec_says_what_was_asked_for() -> None:

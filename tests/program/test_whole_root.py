@@ -1,0 +1,76 @@
+"""A model whose own forward cannot be recorded: what it changes is seen. And hooks that are partials."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placer
+
+X = torch.randn(8, 4)
+TWO: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"]}
+
+
+class SetsItself(nn.Module):
+    """It sets a parameter in its first forward, which it knows by the value of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("ready", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.ready.item() == 0:
+            self.scale.data.copy_(1 / x.detach().std(0))
+            self.ready.fill_(1)
+        return self.last(x * self.scale)
+
+
+@pytest.mark.parametrize("cut", [{"replicas": 2}, {"microbatches": 2}])
+def test_slices_that_would_set_other_weights_are_refused(cut: dict[str, int]) -> None:
+    with pytest.raises(placer.CaptureError, match="it sets the parameter scale from the batch"):
+        placer.compile(SetsItself(), {**TWO, **cut}, X)
+    assert placer.verify(SetsItself(), TWO, X).ok
+
+
+class Freezes(nn.Module):
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.reads = nn.Linear(4, 4), nn.Linear(4, 4), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads and x.sum() > 1e9:
+            return x
+        y: Tensor = self.last(self.first(x))
+        self.last.weight.requires_grad_(False)
+        return y
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_requires_grad_changed_after_use_is_refused(reads: bool, inside: bool) -> None:
+    model: nn.Module = Freezes(reads=reads)
+    if inside:
+        model = nn.Sequential(model, nn.Linear(4, 4))
+    with pytest.raises(placer.CaptureError, match="changes requires_grad of"):
+        placer.compile(model, TWO, X)
+
+
+def test_a_partial_as_a_hook_fills_the_users_own_list() -> None:
+    seen: list[str] = []
+
+    def note(into: list[str], *call: Any) -> None:
+        into.append(type(call[2]).__name__)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_forward_hook(functools.partial(note, seen))
+    placed = placer.compile(model, TWO, X)
+    for rows in (8, 5):  # another size may be recorded anew, on tensors without data
+        placed(X[:rows])
+    assert seen == ["Tensor", "Tensor"]
