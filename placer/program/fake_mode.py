@@ -196,7 +196,6 @@ class FakeMode(TraceableMode, FakeTensorMode):
             return (
                 argument.shape,
                 argument.stride(),
-                argument.storage_offset(),
                 argument.dtype,
                 argument.requires_grad,
                 argument.is_neg(),

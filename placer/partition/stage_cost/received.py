@@ -118,13 +118,21 @@ def releases(
     kept = need.kept
     if set(readers).issubset(kept):  # every reader saves it for backward, as with most values
         return
-    uses = sorted({*readers, *need.used[bisect_right(need.used, producer) :]})
+    reading = set(readers)
+    uses = sorted({*reading, *need.used[bisect_right(need.used, producer) :]})
     last = -1  # the last reader so far; the value may be used through a view that it returned
+    views = iter([*need.lent, (NEVER, NEVER)])
+    made, end = next(views)
+    lent = [(-1, NEVER)]  # views up to a use, the latest last; from there those are dropped that are over
     for use, following in pairwise([*uses, NEVER]):
-        last = use if use in readers else last
+        last = use if use in reading else last
+        while made <= use:
+            lent.append((made, end))
+            made, end = next(views)
+        while lent[-1][1] <= use:
+            lent.pop()
         count = bisect_right(kept, use)
-        lent = max((made for made, end in need.lent if made <= use < end), default=-1)
-        first = max(producer, kept[count - 1] if count else -1, lent) + 1
+        first = max(producer, kept[count - 1] if count else -1, lent[-1][0]) + 1
         if first <= last:
             yield IntervalCorrection(
                 first=first,
