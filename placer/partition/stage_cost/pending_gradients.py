@@ -17,9 +17,9 @@ Whether a stage has a sender depends on where the stage ends. The tables assume 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import AddedGradient, CostTable, PendingGradient
+from placer.regions import RegionKey
 
 _BLOCK = 64  # columns in a block; 16 to 128 were about equally fast for 2,600 columns
 
@@ -77,10 +78,12 @@ def pending_gradients(
         else:
             source_of[sum_at] = max(source, source_of.get(sum_at, source))
     # node -> values that other nodes save as well
-    shared: dict[int, list[int]] = defaultdict(list)
+    shared: dict[int, list[_SharedValue]] = defaultdict(list)
     for index, value in enumerate(costs.values):
-        for saver in value.savers if len(value.savers) > 1 else ():
-            shared[saver].append(index)
+        if len(value.savers) > 1:
+            found = _shared_value(index, costs, place)
+            for saver in value.savers:
+                shared[saver].append(found)
     for sum_ in costs.added:
         home, node = int(place[sum_.home]), int(place[sum_.node])
         if home >= node:
@@ -182,9 +185,35 @@ class _Filling:
             self.change(first, last, begin, until, sender, -nbytes)
 
 
+class _SharedValue(NamedTuple):
+    """A value that several nodes save: their sorted positions, by the region that they are in."""
+
+    index: int
+    nbytes: int
+    savers: Mapping[RegionKey | None, Sequence[int]]
+    is_recomputed: bool  # by one of these regions
+
+
+def _shared_value(index: int, costs: CostTable, place: NDArray[np.int64]) -> _SharedValue:
+    value = costs.values[index]
+    savers: dict[RegionKey | None, list[int]] = defaultdict(list)
+    for saver in value.savers:
+        savers[_key_of(saver, costs)].append(int(place[saver]))
+    return _SharedValue(
+        index=index,
+        nbytes=value.nbytes,
+        savers={key: sorted(positions) for key, positions in savers.items()},
+        is_recomputed=any(key is not None and key.recompute for key in savers),
+    )
+
+
+def _key_of(node: int, costs: CostTable) -> RegionKey | None:
+    return costs.keys[node] if node < len(costs.keys) else None
+
+
 def _beside_sum(
     added: AddedGradient,
-    shared: Sequence[int],
+    shared: Sequence[_SharedValue],
     costs: CostTable,
     place: NDArray[np.int64],
     live_from: LiveFrom | None,
@@ -195,21 +224,19 @@ def _beside_sum(
     added. ``shared`` are the values that both this node and others save.
     """
     node = int(place[added.node])
-    key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
+    own = _key_of(added.node, costs)
     # start of a stage -> change of the freed bytes, compared with the previous start
     steps: dict[int, float] = defaultdict(float)
-    for index in shared:
-        value = costs.values[index]
-        own, *keys = (key_of(saver) for saver in (added.node, *value.savers))
-        if any(key is not None and key.recompute for key in (own, *keys)):
-            for first, last in live_from(index, node) if live_from is not None else ():
+    for value in shared:
+        if value.is_recomputed:
+            for first, last in live_from(value.index, node) if live_from is not None else ():
                 steps[first] += value.nbytes
                 steps[last + 1] -= value.nbytes
             continue
         # An offloaded region fetches its own copy, which only its savers need.
-        savers = zip(value.savers, keys, strict=True)
-        positions = (int(place[s]) for s, key in savers if key == own)
-        steps[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
+        savers = value.savers[own]
+        earlier = bisect_left(savers, node)
+        steps[savers[earlier - 1] + 1 if earlier else 0] += value.nbytes
     released = 0.0
     starts = sorted({0, *(start for start in steps if start <= node)})
     nbytes = float(added.nbytes)

@@ -22,7 +22,7 @@ from placer.partition.stage_cost.order_bytes import (
     positions_of,
 )
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
-from placer.partition.stage_cost.received import smaller_copies
+from placer.partition.stage_cost.received import releases, smaller_copies
 from placer.partition.stage_cost.rectangles import Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 from placer.partition.stage_cost.state import StageState
@@ -99,9 +99,8 @@ def build_tables(
     if grown is not None:
         grown[:, -1] += LOSS_NBYTES
     received = build.at_ends(crossing.received)
-    most_forward = build.running_max(
-        forward + along.forward_transient, corrections=crossing.released
-    )
+    freed = [each for value in crossing.copies for each in releases(value, build.starts)]
+    most_forward = build.running_max(forward + along.forward_transient, corrections=freed)
     return IntervalTables(
         cuts=tuple(cuts),
         state=StageState(
