@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -261,18 +261,9 @@ def largest_up_to(
     first, width = np.asarray(starts), table.shape[1]
     # Transposed, so that a block is contiguous in memory.
     current = np.where(np.arange(width)[:, None] >= first[None, :], table.T, -np.inf)
-    pending: list[tuple[int, slice, slice, float]] = []
-    rows = np.searchsorted(first, [(item.first, item.last + 1) for item in corrections])
-    for item, (top, bottom) in zip(corrections, rows.reshape(-1, 2).tolist(), strict=True):
-        begin = max(item.begin, int(first[top])) if top < bottom else item.until
-        if begin >= item.until:  # stages with these starts have none of these columns
-            continue
-        if bisect_right(ends, begin) == bisect_right(ends, item.sender):
-            continue  # no stage that has the first of these columns ends before the sender
-        columns, stages = slice(begin, item.until), slice(top, bottom)
-        current[columns, stages] += item.nbytes
-        pending.append((item.sender, columns, stages, item.nbytes))
-    pending.sort(key=lambda entry: -entry[0])
+    pending = _that_matter(first, np.asarray(ends), corrections)
+    for _, columns, stages, nbytes in pending:
+        current[columns, stages] += nbytes
     blocks = np.full((-(-width // _BLOCK), len(starts)), -np.inf)
     found = np.empty((len(starts), len(ends)))
     before = 0
@@ -289,3 +280,22 @@ def largest_up_to(
         found[:, index] = blocks.max(axis=0)
         before = end
     return found
+
+
+def _that_matter(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], corrections: Sequence[IntervalCorrection]
+) -> list[tuple[int, slice, slice, float]]:
+    """The sender, columns, rows and bytes of corrections of some stage's columns, the last sender first."""
+    if not corrections:
+        return []
+    table = np.fromiter(chain.from_iterable(corrections), float).reshape(-1, 6)
+    first, last, begin, until, sender = table[:, :5].astype(np.int64).T
+    top, bottom = np.searchsorted(starts, first), np.searchsorted(starts, last + 1)
+    # Stages with these starts have no columns before the first of them.
+    begin = np.maximum(begin, starts[np.minimum(top, len(starts) - 1)])
+    # Some stage has the first of these columns, and ends before the sender.
+    ends_before = np.searchsorted(ends, begin, "right") < np.searchsorted(ends, sender, "right")
+    found = np.flatnonzero((top < bottom) & (begin < until) & ends_before)
+    found = found[np.argsort(-sender[found], kind="stable")]
+    chosen = (each[found].tolist() for each in (sender, begin, until, top, bottom, table[:, 5]))
+    return [(s, slice(b, u), slice(t, e), n) for s, b, u, t, e, n in zip(*chosen, strict=True)]
