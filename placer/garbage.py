@@ -9,7 +9,7 @@ from contextlib import contextmanager
 _FROZEN_BY_PYTHON = 1_000  # objects at most; Python 3.12 freezes 375 when it starts
 # By how many the objects grow until Python collects the newest ones; every hundredth time it collects all. By
 # default these are 700, with which a scan of 7,000 operations spent 3 of 15 seconds in collections.
-_NEW_OBJECTS = 10_000
+_NEW_OBJECTS = 50_000
 
 
 @contextmanager

@@ -11,10 +11,12 @@ from torch import nn
 from placer.emit import emit_stages, materialize
 from placer.executor.module import PlacedModule
 from placer.executor.place import Place
+from placer.garbage import only_new_garbage
 from placer.plan.types import Plan
 from placer.program import Program
 
 
+@only_new_garbage()
 def place_model(
     model: nn.Module,
     program: Program,
