@@ -93,8 +93,8 @@ def device_chains(
     """Yields orders of devices (one per stage) that agree with the pins of nodes along an order.
 
     A device is repeated if its pins require it. Devices without pins are tried at every position between the
-    others. Devices that differ only in their names, or in what dry runs corrected, keep their order. Yields at
-    most 64 orders.
+    others. Devices that differ only in their names, or in what dry runs corrected, keep their order.
+    Yields at most 64 orders.
     """
     by_name = {slot.name: slot for slot in devices}
     runs = [name for name, _ in itertools.groupby(p for p in pinned if p is not None)]

@@ -253,7 +253,9 @@ class StageCosts:
             kept,
         )
         computed = for_each(
-            lambda kind, overlapped: _computed_seconds(tables, kind, options, overlapped=overlapped),
+            lambda kind, overlapped: _computed_seconds(
+                tables, kind, options, overlapped=overlapped
+            ),
             kinds,
             [copies_overlap(options, slot) for slot in chain],
         )

@@ -14,16 +14,17 @@ of DNN Graph Operators", NeurIPS 2020, section 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Made = TypeVar("Made")
 
 
-def for_each(function: Callable[..., Table], *columns: Sequence[Any]) -> list[Table]:
+def for_each(function: Callable[..., Made], *columns: Sequence[Any]) -> list[Made]:
     """``function`` of every row of ``columns``; equal rows (tables are compared by identity) have one result.
 
     Most stages of a chain are alike, and those that are have the same tables.
@@ -32,7 +33,7 @@ def for_each(function: Callable[..., Table], *columns: Sequence[Any]) -> list[Ta
     >>> tables[0] is tables[2]
     True
     """
-    known: dict[tuple[Any, ...], Table] = {}
+    known: dict[tuple[Any, ...], Made] = {}
     found = []
     for row in zip(*columns, strict=True):
         key = tuple(id(value) if isinstance(value, np.ndarray) else value for value in row)

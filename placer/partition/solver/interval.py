@@ -117,6 +117,9 @@ def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) ->
             previous = interval
         if not value.external:
             add(0, own[0], own[-1] + 1, count, -value.nbytes)
-    steps = np.bincount(at, weights=changes, minlength=size * size).reshape(size, size)
+    steps: Vector = np.bincount(
+        np.array(at, dtype=np.int64), weights=np.array(changes, dtype=float), minlength=size * size
+    ).astype(float, copy=False)
+    steps = steps.reshape(size, size)
     table: Vector = np.cumsum(np.cumsum(steps, axis=0), axis=1)[:count, :count]
     return table

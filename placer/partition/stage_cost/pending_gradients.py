@@ -17,7 +17,7 @@ Whether a stage has a sender depends on where the stage ends. The tables assume 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
@@ -186,21 +186,21 @@ class _Filling:
 
 
 class _SharedValue(NamedTuple):
-    """A value that several nodes save: their sorted positions, by the region that they are in."""
+    """A value that several nodes save, with their sorted positions by the region that they are in."""
 
-    index: int
+    number: int
     nbytes: int
     savers: Mapping[RegionKey | None, Sequence[int]]
     is_recomputed: bool  # by one of these regions
 
 
-def _shared_value(index: int, costs: CostTable, place: NDArray[np.int64]) -> _SharedValue:
-    value = costs.values[index]
+def _shared_value(number: int, costs: CostTable, place: NDArray[np.int64]) -> _SharedValue:
+    value = costs.values[number]
     savers: dict[RegionKey | None, list[int]] = defaultdict(list)
     for saver in value.savers:
         savers[_key_of(saver, costs)].append(int(place[saver]))
     return _SharedValue(
-        index=index,
+        number=number,
         nbytes=value.nbytes,
         savers={key: sorted(positions) for key, positions in savers.items()},
         is_recomputed=any(key is not None and key.recompute for key in savers),
@@ -229,7 +229,7 @@ def _beside_sum(
     steps: dict[int, float] = defaultdict(float)
     for value in shared:
         if value.is_recomputed:
-            for first, last in live_from(value.index, node) if live_from is not None else ():
+            for first, last in live_from(value.number, node) if live_from is not None else ():
                 steps[first] += value.nbytes
                 steps[last + 1] -= value.nbytes
             continue
