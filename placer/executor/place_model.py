@@ -12,10 +12,12 @@ from placer.emit import emit_stages, materialize
 from placer.executor.module import PlacedModule, make_placed
 from placer.executor.place import Place
 from placer.executor.runtime import Runtime
+from placer.garbage import only_new_garbage
 from placer.plan.types import Plan
 from placer.program import Program
 
 
+@only_new_garbage()
 def place_model(
     model: nn.Module,
     program: Program,

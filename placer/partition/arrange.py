@@ -93,16 +93,15 @@ def device_chains(
     """Yields orders of devices (one per stage) that agree with the pins of nodes along an order.
 
     A device is repeated if its pins require it. Devices without pins are tried at every position between the
-    others. Yields at most 64 orders.
+    others. Devices that differ only in their names, or in what dry runs corrected, keep their order.
+    Yields at most 64 orders.
     """
     by_name = {slot.name: slot for slot in devices}
     runs = [name for name, _ in itertools.groupby(p for p in pinned if p is not None)]
     fixed = [by_name[name] for name in runs]
     free = [slot for slot in devices if slot.name not in runs]
-    kinds = {(s.kind.name, s.budget, s.withheld) for s in free}
-    arrangements = itertools.permutations(free) if len(kinds) > 1 else iter([tuple(free)])
     tried = 0
-    for arrangement in arrangements:
+    for arrangement in _arrangements(free):
         for gaps in itertools.combinations_with_replacement(range(len(fixed) + 1), len(free)):
             chain: list[DeviceSlot] = []
             for i in range(len(fixed) + 1):
@@ -112,3 +111,21 @@ def device_chains(
             tried += 1
             if tried >= _MAX_CHAINS:
                 return
+
+
+def _arrangements(slots: Sequence[DeviceSlot]) -> Iterator[tuple[DeviceSlot, ...]]:
+    """Yields the orders of ``slots`` in which equal devices keep their order, in lexicographic order."""
+    kinds = [(slot.kind.name, slot.budget, slot.context + slot.reserve) for slot in slots]
+    order = list(range(len(slots)))
+    following: int | None = -1
+    while following is not None:
+        yield tuple(slots[i] for i in order)
+        following = None
+        for at in reversed(range(len(order))):
+            rest = sorted(order[at:])
+            firsts = {kinds[i]: i for i in reversed(rest)}.values()
+            following = min((i for i in firsts if i > order[at]), default=None)
+            if following is not None:
+                rest.remove(following)
+                order[at:] = [following, *rest]
+                break

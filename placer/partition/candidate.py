@@ -10,8 +10,9 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from placer.catalogue import DeviceKind
 from placer.cost import device_type, updates_together
-from placer.partition.chain import Mask, Table, best_cuts, boundary_costs
+from placer.partition.chain import Mask, Table, best_cuts, boundary_costs, for_each
 from placer.partition.stage_cost.optimizer import OptimizerMemory, optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes, stage_seconds, transfer_seconds
 from placer.partition.stage_cost.tables import IntervalTables
@@ -148,7 +149,7 @@ def solve_order(
             result = best_cuts(costs.peaks, allowed, combine="max", may_be_empty=empty)
             assert result is not None
             near = result[1] * (1 + _TIE)
-            allowed = [a & (p <= near) for a, p in zip(allowed, costs.peaks, strict=True)]
+            allowed = for_each(lambda a, p: a & (p <= near), allowed, costs.peaks)
         if options.objective == "throughput":
             cuts = _shortest_step(costs, allowed, empty)
         else:
@@ -166,7 +167,7 @@ def _shortest_step(
     least possible one and that.
     """
     whole = costs.once[0][0, -1] or 1.0
-    loads = [once + _EVEN * once**2 / whole for once in costs.once]
+    loads = for_each(lambda once: once + _EVEN * once**2 / whole, costs.once)
     result = best_cuts(loads, allowed, combine="sum", may_be_empty=empty)
     slowest = best_cuts(costs.seconds, allowed, combine="max", may_be_empty=empty)
     assert result is not None and slowest is not None
@@ -175,7 +176,7 @@ def _shortest_step(
         count = int(min(_MOST_LIMITS, _LIMITED_ENTRIES // (len(allowed) * allowed[0].size)))
         unlimited = max(costs.along(costs.seconds, result[0]))
         for limit in np.geomspace(slowest[1], max(unlimited, slowest[1]), count + 1)[:-1]:
-            below = [a & (s <= limit) for a, s in zip(allowed, costs.seconds, strict=True)]
+            below = for_each(lambda a, s, most=limit: a & (s <= most), allowed, costs.seconds)
             result = best_cuts(loads, below, combine="sum", may_be_empty=empty)
             if result is not None:
                 found.append((costs.step(result[0]), result[0]))
@@ -235,25 +236,50 @@ class StageCosts:
     ) -> None:
         largest = reference_bytes(chain)
         self.options, self.chain = options, tuple(chain)
-        self.seconds, self.shares, self.peaks, self.follow_pins = [], [], [], []
-        self.once: list[Table] = []
-        for q, slot in enumerate(chain):
-            count = in_flight_at(options, len(chain), q)
-            updated = [slot] if options.processes else chain
-            kept = optimizer_on(options, (other.name for other in updated))
-            peak = peak_bytes(tables, count, kept, training=options.training)
-            computed = _computed_seconds(tables, slot, options)
-            moved = transfer_seconds(tables, slot.kind, training=options.training)
-            self.seconds.append(computed + moved)
-            came = tables.computed * (2 if options.training else 1) / slot.kind.link_bandwidth
-            self.once.append(computed + came)
-            self.peaks.append(peak_share(peak, slot, largest))
-            self.shares.append(np.zeros_like(peak) if slot.budget is None else self.peaks[-1])
-            self.follow_pins.append(_follows_pins(tables, pinned, slot.name))
+        passes = 2 if options.training else 1
+        # For each stage what its tables depend on, which is the same for most
+        kinds = [slot.kind for slot in chain]
+        alike = {(slot.budget, slot.withheld): slot for slot in chain}
+        limits = [alike[slot.budget, slot.withheld] for slot in chain]
+        names = [slot.name if slot.name in pinned else "" for slot in chain]
+        counts = [in_flight_at(options, len(chain), q) for q in range(len(chain))]
+        together = optimizer_on(options, (slot.name for slot in chain))
+        kept = [
+            optimizer_on(options, [slot.name]) if options.processes else together for slot in chain
+        ]
+        needed = for_each(
+            lambda count, kept: peak_bytes(tables, count, kept, training=options.training),
+            counts,
+            kept,
+        )
+        computed = for_each(
+            lambda kind, overlapped: _computed_seconds(
+                tables, kind, options, overlapped=overlapped
+            ),
+            kinds,
+            [copies_overlap(options, slot) for slot in chain],
+        )
+        self.seconds = for_each(
+            lambda own, kind: own + transfer_seconds(tables, kind, training=options.training),
+            computed,
+            kinds,
+        )
+        self.once = for_each(
+            lambda own, kind: own + tables.computed * passes / kind.link_bandwidth, computed, kinds
+        )
+        self.peaks = for_each(lambda peak, slot: peak_share(peak, slot, largest), needed, limits)
+        self.shares = for_each(
+            lambda peak, slot: np.zeros_like(peak) if slot.budget is None else peak,
+            self.peaks,
+            limits,
+        )
+        self.follow_pins: list[Mask] = for_each(
+            functools.partial(_follows_pins, tables, pinned), names
+        )
 
     def allowed(self, limit: float) -> list[Mask]:
         """The intervals that follow the pins and take at most a share ``limit`` of their budgets."""
-        return [f & (s <= limit) for f, s in zip(self.follow_pins, self.shares, strict=True)]
+        return for_each(lambda f, s: f & (s <= limit), self.follow_pins, self.shares)
 
     def step(self, cuts: Sequence[int]) -> float:
         """The `steady_step` of the stages between ``cuts``."""
@@ -327,18 +353,18 @@ def _fastest(
         return result[0]
     result = best_cuts(times, allowed, combine="max", may_be_empty=empty)
     assert result is not None
-    near = [a & (t <= result[1] * (1 + _TIE)) for a, t in zip(allowed, times, strict=True)]
+    most = result[1] * (1 + _TIE)
+    near = for_each(lambda a, t: a & (t <= most), allowed, times)
     second = best_cuts(times, near, combine="sum", may_be_empty=empty)
     assert second is not None
     return second[0]
 
 
-def _computed_seconds(tables: IntervalTables, slot: DeviceSlot, options: PlanningOptions) -> Table:
+def _computed_seconds(
+    tables: IntervalTables, kind: DeviceKind, options: PlanningOptions, *, overlapped: bool
+) -> Table:
     forward, backward = stage_seconds(
-        tables,
-        slot.kind,
-        own_host=options.processes,
-        overlapped=copies_overlap(options, slot),
+        tables, kind, own_host=options.processes, overlapped=overlapped
     )
     return forward + (backward if options.training else 0.0)
 

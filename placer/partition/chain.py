@@ -13,14 +13,34 @@ of DNN Graph Operators", NeurIPS 2020, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Made = TypeVar("Made")
+
+
+def for_each(function: Callable[..., Made], *columns: Sequence[Any]) -> list[Made]:
+    """``function`` of every row of ``columns``; equal rows (tables are compared by identity) have one result.
+
+    Most stages of a chain are alike, and those that are have the same tables.
+
+    >>> tables = for_each(np.full, [2, 3, 2], [1.0, 1.0, 1.0])
+    >>> tables[0] is tables[2]
+    True
+    """
+    known: dict[tuple[Any, ...], Made] = {}
+    found = []
+    for row in zip(*columns, strict=True):
+        key = tuple(id(value) if isinstance(value, np.ndarray) else value for value in row)
+        if key not in known:
+            known[key] = function(*row)
+        found.append(known[key])
+    return found
 
 
 def best_cuts(
@@ -44,11 +64,10 @@ def best_cuts(
     cost = np.full(count + 1, np.inf)
     cost[0] = 0.0
     columns = np.arange(count)
+    join = np.maximum if combine == "max" else np.add
     choices: list[NDArray[np.int64]] = []
-    for load, allowed, empty in zip(loads, feasible, may_be_empty, strict=True):
-        before = cost[:-1, None]
-        reached = np.maximum(before, load) if combine == "max" else before + load
-        reached = np.where(allowed & (columns[:, None] <= columns[None, :]), reached, np.inf)
+    for load, empty in zip(_allowed_loads(loads, feasible), may_be_empty, strict=True):
+        reached = join(cost[:-1, None], load)
         start = np.argmin(reached, axis=0)
         choice = np.concatenate([[0], start])
         following = np.concatenate([[np.inf], reached[start, columns]])
@@ -75,10 +94,7 @@ def boundary_costs(
     """
     count = loads[0].shape[0]
     join = np.maximum if combine == "max" else np.add
-    tables = [
-        np.where(allowed & np.tri(count, dtype=bool).T, load, np.inf)
-        for load, allowed in zip(loads, feasible, strict=True)
-    ]
+    tables = _allowed_loads(loads, feasible)
     front, back = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
     front[0] = back[count] = 0.0
     before, after = [], []
@@ -89,3 +105,11 @@ def boundary_costs(
         back = np.concatenate([join(table, back[None, 1:]).min(axis=1), [np.inf]])
         after.append(back)
     return np.array([join(x, y) for x, y in zip(before, after[::-1], strict=True)])
+
+
+def _allowed_loads(loads: Sequence[Table], feasible: Sequence[Mask]) -> list[Table]:
+    """The loads, infinite where a stage would end before it begins or is not allowed."""
+    forward = np.tri(loads[0].shape[0], dtype=bool).T
+    return for_each(
+        lambda load, allowed: np.where(allowed & forward, load, np.inf), loads, feasible
+    )

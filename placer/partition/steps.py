@@ -35,7 +35,9 @@ class StepClock:
     def __init__(self, candidate: Candidate, costs: CostTable, options: PlanningOptions) -> None:
         self._tables, self._slots, self._options = candidate.tables, candidate.slots, options
         self.microbatches = options.microbatches
-        self._passes = [self._of(slot) for slot in candidate.slots]
+        alike = {(slot.kind, device_type(slot.name)): slot for slot in candidate.slots}
+        known = {key: self._of(slot) for key, slot in alike.items()}
+        self._passes = [known[slot.kind, device_type(slot.name)] for slot in candidate.slots]
         place = np.argsort(candidate.tables.nodes)
         pairs = [
             (int(place[maker]), int(place[reader]), costs.nodes[maker].output_nbytes)

@@ -125,7 +125,7 @@ class JudgingPlanner:
         )
         other.costs, other._tables = self.costs, self._tables
         judged = other.judge(replace(plan, processes=not plan.processes))
-        if plan.fits and not judged.fits:
+        if not judged.fits:
             judged = other(spec)  # with other stages it may
         if judged.fits == plan.fits:
             return ""

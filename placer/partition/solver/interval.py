@@ -79,13 +79,13 @@ def _choose_cuts(problem: PartitionProblem, order: Indices, place: Indices) -> I
     possible = np.flatnonzero((standalone[1:-1] > 0) & (standalone[1:-1] < standalone[-1])) + 1
     most = max(_MOST_CUTS, 4 * len(problem.slots))
     if len(possible) > most:
-        crossing = np.zeros(n + 1)
+        changes, position = [0.0] * (n + 1), place.tolist()
         for value in problem.values:
-            at = place[list(value.units)]
             if not value.external:
-                crossing[at.min() + 1] += value.nbytes
-                crossing[at.max() + 1] -= value.nbytes
-        crossing = np.cumsum(crossing)
+                at = [position[unit] for unit in value.units]
+                changes[min(at) + 1] += value.nbytes
+                changes[max(at) + 1] -= value.nbytes
+        crossing = np.cumsum(changes)
         work = np.cumsum(problem.slots[0].seconds[order])
         share = np.arange(1, n + 1) / n + (work / work[-1] if work[-1] else 0.0)
         stretch = np.minimum((share * (most / 2)).astype(np.int64), most - 1)[possible - 1]
@@ -98,23 +98,28 @@ def _choose_cuts(problem: PartitionProblem, order: Indices, place: Indices) -> I
 def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) -> Vector:
     """``[x, y]``: the bytes of values that cross the boundaries of the stage from cut x to cut y."""
     count = len(cuts)
-    steps = np.zeros((count + 1, count + 1))
+    size = count + 1
+    at: list[int] = []
+    changes: list[float] = []
 
     def add(first: int, last: int, column: int, until: int, nbytes: float) -> None:
         """Add ``nbytes`` to stages with first <= x <= last and column <= y < until."""
-        steps[first, column] += nbytes
-        steps[last + 1, column] -= nbytes
-        steps[first, until] -= nbytes
-        steps[last + 1, until] += nbytes
+        top, bottom = first * size, (last + 1) * size
+        at.extend((top + column, bottom + column, top + until, bottom + until))
+        changes.extend((nbytes, -nbytes, -nbytes, nbytes))
 
-    interval_of = np.searchsorted(cuts, np.arange(problem.num_units), side="right") - 1
+    interval_of = (np.searchsorted(cuts, place, side="right") - 1).tolist()
     for value in problem.values:
-        own = np.unique(interval_of[place[list(value.units)]]).tolist()
+        own = sorted({interval_of[unit] for unit in value.units})
         previous = -1
         for interval in own:  # [x, y) has some unit if the first one at or after x is before y
             add(previous + 1, interval, interval + 1, count, value.nbytes)
             previous = interval
         if not value.external:
             add(0, own[0], own[-1] + 1, count, -value.nbytes)
+    steps: Vector = np.bincount(
+        np.array(at, dtype=np.int64), weights=np.array(changes, dtype=float), minlength=size * size
+    ).astype(float, copy=False)
+    steps = steps.reshape(size, size)
     table: Vector = np.cumsum(np.cumsum(steps, axis=0), axis=1)[:count, :count]
     return table

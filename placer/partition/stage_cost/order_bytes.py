@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, pending_gradients
-from placer.partition.stage_cost.received import find_needs, releases
+from placer.partition.stage_cost.received import Received, find_needs
 from placer.partition.stage_cost.rectangles import Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 from placer.partition.stage_cost.state import StateRectangles, state_rectangles
@@ -44,14 +44,14 @@ class RetainedValues:
 class CrossingValues:
     """Bytes of values that cross stage boundaries.
 
-    ``released`` has corrections for copies that are freed before the forward of their stage ends.
+    ``copies`` are the values, to find copies that are freed before the forward of their stage ends.
     """
 
     received: Rectangles
     computed: Rectangles
     sent: Rectangles
     results: Rectangles
-    released: tuple[IntervalCorrection, ...]
+    copies: tuple[Received, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,33 +137,27 @@ def _retained_values(
 
 def _crossing_values(costs: CostTable, place: NDArray[np.int64]) -> CrossingValues:
     received, computed, sent, results = (Rectangles() for _ in range(4))
-    released: list[IntervalCorrection] = []
     loss = len(place) - 1
     needs = find_needs(costs, place)
+    made_by = zip(place.tolist(), costs.readers, costs.nodes, needs.nodes, strict=False)
+    inputs = zip(costs.input_readers, costs.input_nbytes, needs.inputs, strict=True)
+    made = [(producer, nodes, cost.output_nbytes, need) for producer, nodes, cost, need in made_by]
     crossing = [
-        *(
-            (int(place[i]), _at(place, r), costs.nodes[i].output_nbytes, needs.nodes[i])
-            for i, r in enumerate(costs.readers)
-        ),
-        *(
-            (-1, _at(place, r), b, need)
-            for r, b, need in zip(
-                costs.input_readers, costs.input_nbytes, needs.inputs, strict=True
-            )
-        ),
+        Received(producer=producer, readers=tuple(_at(place, nodes)), nbytes=nbytes, need=need)
+        for producer, nodes, nbytes, need in (*made, *((-1, *each) for each in inputs))
+        if nodes
     ]
-    for producer, readers, nbytes, need in crossing:
+    for value in crossing:
+        producer, readers, nbytes = value.producer, value.readers, value.nbytes
         received.some(readers, nbytes, after=producer)
-        if readers:
-            released += releases(producer, readers, need, nbytes)
         if producer >= 0:
             computed.some(readers, nbytes, after=producer)
-        if producer >= 0 and readers and readers[-1] > producer:
+        if producer >= 0 and readers[-1] > producer:
             sent.add(0, producer, producer, nbytes, until=readers[-1])
-    returned = sum(b for _, readers, b, _ in crossing if readers and readers[-1] == loss)
+    returned = sum(value.nbytes for value in crossing if value.readers[-1] == loss)
     results.add(0, loss, loss, returned)
     return CrossingValues(
-        received=received, computed=computed, sent=sent, results=results, released=tuple(released)
+        received=received, computed=computed, sent=sent, results=results, copies=tuple(crossing)
     )
 
 

@@ -17,16 +17,17 @@ Whether a stage has a sender depends on where the stage ends. The tables assume 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import AddedGradient, CostTable, PendingGradient
+from placer.regions import RegionKey
 
 _BLOCK = 64  # columns in a block; 16 to 128 were about equally fast for 2,600 columns
 
@@ -77,10 +78,12 @@ def pending_gradients(
         else:
             source_of[sum_at] = max(source, source_of.get(sum_at, source))
     # node -> values that other nodes save as well
-    shared: dict[int, list[int]] = defaultdict(list)
+    shared: dict[int, list[_SharedValue]] = defaultdict(list)
     for index, value in enumerate(costs.values):
-        for saver in value.savers if len(value.savers) > 1 else ():
-            shared[saver].append(index)
+        if len(value.savers) > 1:
+            found = _shared_value(index, costs, place)
+            for saver in value.savers:
+                shared[saver].append(found)
     for sum_ in costs.added:
         home, node = int(place[sum_.home]), int(place[sum_.node])
         if home >= node:
@@ -182,9 +185,35 @@ class _Filling:
             self.change(first, last, begin, until, sender, -nbytes)
 
 
+class _SharedValue(NamedTuple):
+    """A value that several nodes save, with their sorted positions by the region that they are in."""
+
+    number: int
+    nbytes: int
+    savers: Mapping[RegionKey | None, Sequence[int]]
+    is_recomputed: bool  # by one of these regions
+
+
+def _shared_value(number: int, costs: CostTable, place: NDArray[np.int64]) -> _SharedValue:
+    value = costs.values[number]
+    savers: dict[RegionKey | None, list[int]] = defaultdict(list)
+    for saver in value.savers:
+        savers[_key_of(saver, costs)].append(int(place[saver]))
+    return _SharedValue(
+        number=number,
+        nbytes=value.nbytes,
+        savers={key: sorted(positions) for key, positions in savers.items()},
+        is_recomputed=any(key is not None and key.recompute for key in savers),
+    )
+
+
+def _key_of(node: int, costs: CostTable) -> RegionKey | None:
+    return costs.keys[node] if node < len(costs.keys) else None
+
+
 def _beside_sum(
     added: AddedGradient,
-    shared: Sequence[int],
+    shared: Sequence[_SharedValue],
     costs: CostTable,
     place: NDArray[np.int64],
     live_from: LiveFrom | None,
@@ -195,21 +224,19 @@ def _beside_sum(
     added. ``shared`` are the values that both this node and others save.
     """
     node = int(place[added.node])
-    key_of = lambda i: costs.keys[i] if i < len(costs.keys) else None  # noqa: E731
+    own = _key_of(added.node, costs)
     # start of a stage -> change of the freed bytes, compared with the previous start
     steps: dict[int, float] = defaultdict(float)
-    for index in shared:
-        value = costs.values[index]
-        own, *keys = (key_of(saver) for saver in (added.node, *value.savers))
-        if any(key is not None and key.recompute for key in (own, *keys)):
-            for first, last in live_from(index, node) if live_from is not None else ():
+    for value in shared:
+        if value.is_recomputed:
+            for first, last in live_from(value.number, node) if live_from is not None else ():
                 steps[first] += value.nbytes
                 steps[last + 1] -= value.nbytes
             continue
         # An offloaded region fetches its own copy, which only its savers need.
-        savers = zip(value.savers, keys, strict=True)
-        positions = (int(place[s]) for s, key in savers if key == own)
-        steps[max((p for p in positions if p < node), default=-1) + 1] += value.nbytes
+        savers = value.savers[own]
+        earlier = bisect_left(savers, node)
+        steps[savers[earlier - 1] + 1 if earlier else 0] += value.nbytes
     released = 0.0
     starts = sorted({0, *(start for start in steps if start <= node)})
     nbytes = float(added.nbytes)
@@ -234,18 +261,9 @@ def largest_up_to(
     first, width = np.asarray(starts), table.shape[1]
     # Transposed, so that a block is contiguous in memory.
     current = np.where(np.arange(width)[:, None] >= first[None, :], table.T, -np.inf)
-    pending: list[tuple[int, slice, slice, float]] = []
-    rows = np.searchsorted(first, [(item.first, item.last + 1) for item in corrections])
-    for item, (top, bottom) in zip(corrections, rows.reshape(-1, 2).tolist(), strict=True):
-        begin = max(item.begin, int(first[top])) if top < bottom else item.until
-        if begin >= item.until:  # stages with these starts have none of these columns
-            continue
-        if bisect_right(ends, begin) == bisect_right(ends, item.sender):
-            continue  # no stage that has the first of these columns ends before the sender
-        columns, stages = slice(begin, item.until), slice(top, bottom)
-        current[columns, stages] += item.nbytes
-        pending.append((item.sender, columns, stages, item.nbytes))
-    pending.sort(key=lambda entry: -entry[0])
+    pending = _that_matter(first, np.asarray(ends), corrections)
+    for _, columns, stages, nbytes in pending:
+        current[columns, stages] += nbytes
     blocks = np.full((-(-width // _BLOCK), len(starts)), -np.inf)
     found = np.empty((len(starts), len(ends)))
     before = 0
@@ -262,3 +280,22 @@ def largest_up_to(
         found[:, index] = blocks.max(axis=0)
         before = end
     return found
+
+
+def _that_matter(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], corrections: Sequence[IntervalCorrection]
+) -> list[tuple[int, slice, slice, float]]:
+    """The sender, columns, rows and bytes of corrections of some stage's columns, the last sender first."""
+    if not corrections:
+        return []
+    table = np.fromiter(chain.from_iterable(corrections), float).reshape(-1, 6)
+    first, last, begin, until, sender = table[:, :5].astype(np.int64).T
+    top, bottom = np.searchsorted(starts, first), np.searchsorted(starts, last + 1)
+    # Stages with these starts have no columns before the first of them.
+    begin = np.maximum(begin, starts[np.minimum(top, len(starts) - 1)])
+    # Some stage has the first of these columns, and ends before the sender.
+    ends_before = np.searchsorted(ends, begin, "right") < np.searchsorted(ends, sender, "right")
+    found = np.flatnonzero((top < bottom) & (begin < until) & ends_before)
+    found = found[np.argsort(-sender[found], kind="stable")]
+    chosen = (each[found].tolist() for each in (sender, begin, until, top, bottom, table[:, 5]))
+    return [(s, slice(b, u), slice(t, e), n) for s, b, u, t, e, n in zip(*chosen, strict=True)]

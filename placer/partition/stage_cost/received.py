@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,16 @@ class Needs:
     inputs: tuple[Need, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A result, or an input (``producer`` is -1), that stages which start after its producer may receive."""
+
+    producer: int
+    readers: tuple[int, ...]  # sorted; not empty
+    nbytes: float
+    need: Need
+
+
 def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
     """The needs of all results, including those of their views. ``place`` has the position of each node."""
     lent: list[list[tuple[int, int]]] = [[] for _ in costs.values]
@@ -61,14 +72,15 @@ def smaller_copies(
 
     Yields (start of the stage, its first node that saves a part, bytes that it does not receive).
     """
-    for index, start, nbytes in copied_parts(costs, place, starts):
+    for index, copies in groupby(copied_parts(costs, place, starts), key=itemgetter(0)):
         value = costs.values[index]
         if any(costs.keys[i] for i in {*value.users, *value.savers} if i < len(costs.keys)):
             continue  # counted by `RegionLiveness`
-        savers = (int(place[node]) for node in value.savers)
-        first = min((saver for saver in savers if saver >= start), default=None)
-        if first is not None:
-            yield start, first, value.nbytes - nbytes
+        savers = sorted(int(place[node]) for node in value.savers)
+        for _, start, nbytes in copies:
+            following = bisect_left(savers, start)
+            if following < len(savers):
+                yield start, savers[following], value.nbytes - nbytes
 
 
 def copied_parts(
@@ -87,8 +99,13 @@ def copied_parts(
             continue
         begin = max(whole_until[index], min(node for node, _, _ in parts))
         end = max(last for _, last, _ in parts)
+        changes = [(node + 1, nbytes) for node, _, nbytes in parts]
+        changes += [(last + 1, -nbytes) for _, last, nbytes in parts]
+        changes.sort(reverse=True)  # the next one at the end
+        crossing = 0
         for start in starts[bisect_right(starts, begin) : bisect_right(starts, end)]:
-            crossing = sum(nbytes for node, last, nbytes in parts if node < start <= last)
+            while changes[-1][0] <= start:
+                crossing += changes.pop()[1]
             if 0 < crossing < value.nbytes:
                 yield index, start, crossing
 
@@ -106,25 +123,35 @@ def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
     return found
 
 
-def releases(
-    producer: int, readers: Sequence[int], need: Need, nbytes: float
-) -> Iterator[IntervalCorrection]:
-    """Corrections for stages that free their copy of a result before their forward ends.
+def releases(value: Received, starts: Sequence[int]) -> Iterator[IntervalCorrection]:
+    """Corrections for stages, from one of ``starts`` on, that free a copy before their forward ends.
 
     A copy is freed after its last use in the stage, by a reader or through a reader's view, unless it is
     needed by the stage's backward or by a view that a later stage reads. Each correction covers the stages
     that end between one use and the next.
     """
-    kept = need.kept
+    producer, readers, need, kept = value.producer, value.readers, value.need, value.need.kept
+    if bisect_right(starts, producer) == bisect_right(starts, readers[-1]):
+        return  # no stage receives it
     if set(readers).issubset(kept):  # every reader saves it for backward, as with most values
         return
-    uses = sorted({*readers, *need.used[bisect_right(need.used, producer) :]})
+    reading = set(readers)
+    uses = sorted({*reading, *need.used[bisect_right(need.used, producer) :]})
     last = -1  # the last reader so far; the value may be used through a view that it returned
+    views = iter([*need.lent, (NEVER, NEVER)])
+    made, end = next(views)
+    lent = [
+        (-1, NEVER)
+    ]  # views up to a use, the latest last; from there those are dropped that are over
     for use, following in pairwise([*uses, NEVER]):
-        last = use if use in readers else last
+        last = use if use in reading else last
+        while made <= use:
+            lent.append((made, end))
+            made, end = next(views)
+        while lent[-1][1] <= use:
+            lent.pop()
         count = bisect_right(kept, use)
-        lent = max((made for made, end in need.lent if made <= use < end), default=-1)
-        first = max(producer, kept[count - 1] if count else -1, lent) + 1
+        first = max(producer, kept[count - 1] if count else -1, lent[-1][0]) + 1
         if first <= last:
             yield IntervalCorrection(
                 first=first,
@@ -132,11 +159,13 @@ def releases(
                 begin=use + 1,
                 until=following + 1,
                 sender=following,
-                nbytes=-nbytes,
+                nbytes=-value.nbytes,
             )
 
 
 def _joined(needs: Sequence[Need]) -> Need:
+    if len(needs) == 1:
+        return needs[0]
     return Need(
         kept=tuple(sorted({node for need in needs for node in need.kept})),
         used=tuple(sorted({node for need in needs for node in need.used})),

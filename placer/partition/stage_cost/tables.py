@@ -22,8 +22,8 @@ from placer.partition.stage_cost.order_bytes import (
     positions_of,
 )
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
-from placer.partition.stage_cost.received import smaller_copies
-from placer.partition.stage_cost.rectangles import Rectangles, Table
+from placer.partition.stage_cost.received import releases, smaller_copies
+from placer.partition.stage_cost.rectangles import NEVER, Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 from placer.partition.stage_cost.state import StageState
 
@@ -81,7 +81,13 @@ def build_tables(
         parts.add(start, start, first_saver, -nbytes)
     saved = build.at_ends(retained.saved.with_more(parts))
     backward = build.everywhere(retained.backward.with_more(parts))
-    forward = build.everywhere(retained.forward)
+    gone, freed = Rectangles(), list[IntervalCorrection]()
+    for each in (each for value in crossing.copies for each in releases(value, build.starts)):
+        if each.sender == NEVER:  # whatever the stage's end
+            gone.add(each.first, each.last, each.begin, each.nbytes)
+        else:
+            freed.append(each)
+    forward = build.everywhere(retained.forward.with_more(gone))
     corrections = list(retained.pending)
     live = backward + along.backward_transient
     if regions is not None:
@@ -99,9 +105,7 @@ def build_tables(
     if grown is not None:
         grown[:, -1] += LOSS_NBYTES
     received = build.at_ends(crossing.received)
-    most_forward = build.running_max(
-        forward + along.forward_transient, corrections=crossing.released
-    )
+    most_forward = build.running_max(forward + along.forward_transient, corrections=freed)
     return IntervalTables(
         cuts=tuple(cuts),
         state=StageState(
