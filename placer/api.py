@@ -143,7 +143,7 @@ def _plan_or_refuse(
     same result, because the ranks have not exchanged anything yet.
     """
     in_job = job is not None
-    make = JudgingPlanner(program, inputs, processes=in_job, verdict_only=in_job)
+    make = JudgingPlanner(program, inputs, processes=in_job, verdict_only=True)
     if isinstance(wanted, Plan):
         check_plan(wanted, program)
         judged_again = in_job and not wanted.processes

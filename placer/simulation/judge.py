@@ -72,7 +72,7 @@ class JudgingPlanner:
     is always a dry run, because only that shows what torch's allocator reserves
     (`placer.simulation.usage`). With ``processes`` the dry run is that of `rank_timelines`, because
     estimates are for one process and a rank needs more memory (received values, both halves of a split
-    backward, buckets, whole results in inference, an optimizer per replica). With ``verdict_only`` that
+    backward, buckets, whole results in inference, an optimizer per replica). With ``verdict_only`` a
     dry run is made only if there is a budget.
     """
 
@@ -230,10 +230,9 @@ class JudgingPlanner:
 
     def _replaces_estimates(self, plan: Plan) -> bool:
         """Whether the peaks of ``plan`` must come from a dry run, whatever its estimates are."""
-        if not self._processes:
-            return any(device.allocator is not None for device in plan.devices)
-        budgets = [device.budget for device in plan.devices]
-        return not self._verdict_only or any(budget is not None for budget in budgets)
+        if self._verdict_only and all(device.budget is None for device in plan.devices):
+            return False
+        return self._processes or any(device.allocator is not None for device in plan.devices)
 
     def _dry_run(self, plan: Plan) -> _DryRun:
         """The dry run of ``plan``; cached."""
