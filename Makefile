@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint lock versions multi_node gpu simulated_gpu clean
+.PHONY: demo test law check lint lock versions multi_node gpu simulated_gpu clean
 
 $(READY): pyproject.toml requirements.lock .ci/install.py
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadgroup
+
+# The whole of every matrix of models, specs and schedules, of which `make test` runs a fixed sample.
+law: $(READY)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --law
 
 lint: $(READY)
 	$(BIN)/ruff check placer tests examples benchmarks

@@ -1,7 +1,9 @@
-"""Settings of all tests: one thread per process, and no failures because a test is slow."""
+"""Settings of all tests: one thread per process, no failures because a test is slow, a sample of matrices."""
 
 import os
+from collections import defaultdict
 
+import pytest
 from hypothesis import settings
 
 # Before torch is imported; child processes have it too. Some test processes share two cores, where
@@ -11,3 +13,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("placer", deadline=None)
 if settings.get_current_profile_name() == "default":
     settings.load_profile("placer")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--law``: the whole of every matrix of cases."""
+    parser.addoption("--law", action="store_true", help="run the whole of every matrix of cases")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register ``matrix(n)``, the mark of a test with many cases, of which a fixed sample of n runs."""
+    config.addinivalue_line(
+        "markers", "matrix(n): run n of the cases, evenly spread; --law runs all"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without ``--law``, leave out all but the sample of every matrix."""
+    if config.getoption("--law"):
+        return
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("matrix"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for each in cases.values():
+        mark = each[0].get_closest_marker("matrix")
+        assert mark is not None
+        count = min(len(each), int(mark.args[0]))
+        kept = {i * len(each) // count for i in range(count)}
+        left_out.update(item for i, item in enumerate(each) if i not in kept)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))

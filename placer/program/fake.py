@@ -269,6 +269,7 @@ class GuessData:
     def other(cls, converter: FakeConverter, module: nn.Module, guess: Guess) -> GuessData:
         """Other guesses than ``guess``: the values that small buffers of the fake ``module`` really have."""
         other = cls(converter.mode, Guess(value=1 - guess.value))
+        other._reads_left = _FEW_READS
         for buffer in module.buffers():
             real = converter.original(buffer)
             if real is not None and not real.is_meta and real.numel() <= _FLAG:
@@ -344,6 +345,7 @@ class GuessData:
 _MOST_OTHERS = 16  # places where another value is tried than elsewhere
 # Guess -> reads of single values in one run. A capture tries 1 first and then 0, so 1 is given up early.
 # (Mask R-CNN reads 1,400 for each image, and runs with 0.)
+_FEW_READS = 100  # in a run that only looks for what else a module writes
 _MOST_READS = {1: 1_000, 0: 50_000}
 _READ_AS_VALUES = ("numpy", "__array__", "tolist", "__format__")
 _WATCHED = {*_READ_AS_VALUES, *(f.__name__ for f in EMBEDDINGS), *PACKING, *RECURRENT}

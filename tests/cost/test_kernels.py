@@ -118,6 +118,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.matrix(24)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -43,6 +43,7 @@ def check(
     assert {name for rank in found for name in rank["names"]} == set(model.state_dict())
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
 @pytest.mark.parametrize("name", ["convnet", "3D U-Net", "tied transformer"])
 def test_three_steps_equal_the_plain_model(
@@ -51,12 +52,14 @@ def test_three_steps_equal_the_plain_model(
     check(job_of, name, shape, SCHEDULES)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
 def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
     # Fewer, larger cuts: BatchNorm over a row or two amplifies rounding.
     check(job_of, "resnet18", shape, SCHEDULES, microbatches=2, batches=(8, 8, 6))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: str) -> None:
     check(job_of, name, (2, 2), SCHEDULES)

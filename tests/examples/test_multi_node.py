@@ -34,6 +34,7 @@ def _train() -> ModuleType:
     return module
 
 
+@pytest.mark.matrix(0)
 @pytest.mark.skipif(not _namespaces_are_allowed(), reason="no network namespaces here")
 def test_two_hosts_train_as_one_process(tmp_path: Path) -> None:
     """One process per host: the second host starts late, the stages talk over the wire, and the

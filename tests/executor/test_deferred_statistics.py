@@ -42,6 +42,7 @@ def _compare_buffers(placed: nn.Module, expected: dict[str, Tensor]) -> None:
         assert_close(buffer, expected[name], name)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", NORMS)
 def test_statistics_are_those_of_all_that_the_norm_was_given(name: str) -> None:
     x = torch.randn(10, 3, 4, 4, dtype=D)
@@ -94,6 +95,7 @@ def test_one_cut_equals_the_plain_model_bit_by_bit(name: str) -> None:
         torch.testing.assert_close(placed.get_buffer(key), buffer, rtol=0, atol=0)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 @pytest.mark.parametrize("policy", ["checkpoint", "offload"])
 def test_recomputed_layers_count_once(schedule: str, policy: str) -> None:

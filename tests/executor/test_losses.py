@@ -126,6 +126,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("rows", [8, 5])
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),

@@ -114,6 +114,7 @@ def _arguments(x: Tensor, model: nn.Module, value: Any) -> tuple[Any, ...]:
     return x, value
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("kind", [Net, Attribute])
 @pytest.mark.parametrize("spec", [STAGES, SPLIT], ids=["stages", "split"])
 @pytest.mark.parametrize("use", ARITHMETIC)

@@ -58,6 +58,7 @@ def _run_on(device: str, how: str) -> str | None:
     return None if enough else ("cuda:0" if device == "cuda" else "cpu")
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["U-Net", "tied transformer"])
 @pytest.mark.parametrize("device", DEVICES)
@@ -69,6 +70,7 @@ def test_one_process_equals_the_plain_model(device: str, name: str, how: str) ->
     assert found.ok, found
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_equals_the_plain_models(device: str, how: str) -> None:

@@ -81,6 +81,7 @@ def test_more_host_memory_is_a_remedy(offload: Any) -> None:
     assert plan.fits and plan.host is not None
 
 
+@pytest.mark.matrix(0)
 def test_expandable_segments_are_a_remedy() -> None:
     """Segments of fixed sizes lose memory that tensors of other sizes cannot use."""
     with torch.device("meta"):

@@ -89,6 +89,7 @@ def tokens_and(lengths: Any) -> Callable[[], Arguments]:
     return lambda: (torch.randint(20, (len(lengths), 9)), lengths)
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("name", MODELS)
 def test_lengths_may_change_with_every_call(name: str, way: str) -> None:
@@ -195,6 +196,7 @@ def packed_of(*lengths: int, is_sorted: bool) -> Callable[[], Arguments]:
     return make
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("way", UNCUT)

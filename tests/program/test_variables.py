@@ -64,6 +64,7 @@ def call() -> Arguments:
     return (torch.randn(4, 8, dtype=D),)
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [write, assign, assign_in_containers, flip])
 def test_the_present_values_are_used(change: Callable[[], None], way: str) -> None:

@@ -33,6 +33,7 @@ def _spec(memory: str, schedule: str = "InterleavedZeroBubble") -> Any:
     return load_spec({"devices": devices, "microbatches": 4, "schedule": schedule})
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("processes", [False, True])
 def test_what_fits_in_one_process_may_not_under_torchrun(
     planner: Callable[[bool], JudgingPlanner], *, processes: bool

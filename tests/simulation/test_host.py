@@ -120,6 +120,7 @@ def within(model: nn.Module, x: Tensor, share: float, *, stages: int, **fields: 
     return {"devices": [{"name": n, "memory": int(share * most)} for n in names], **fields}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("stages", "fields"),
     [

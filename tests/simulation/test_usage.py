@@ -117,6 +117,7 @@ def test_a_plan_near_the_edge_prefers_to_leave_kernels_their_workspaces() -> Non
     assert not describe_step(lighter).endswith(" or more")
 
 
+@pytest.mark.matrix(0)
 def test_recomputing_or_offloading_alone_is_judged_too() -> None:
     """The search for both at once ends with a plan that starves kernels; one alone starves none."""
     (found,) = _plan("16GiB").devices
