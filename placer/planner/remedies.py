@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.check import describe_overflow, host_error
-from placer.plan.types import Plan
+from placer.plan.types import DevicePeak, Plan
 from placer.planner.build import PlanMaker
 from placer.planner.cut_limits import largest_piece
 from placer.planner.devices import device_slot, likely_kernels
@@ -405,12 +406,19 @@ def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
     for _ in range(_MAX_ROUNDS):
         if made is None:
             return None
-        needed = max(device.needed + device.reserve for device in made.devices)
+        needed = max(map(_memory_for, made.devices))
         devices = [d.model_copy(update={"memory": needed}) for d in spec.devices]
         made = _plan(make, spec.with_devices(devices))
         if made is not None and made.fits:
             return needed
     return None
+
+
+def _memory_for(device: DevicePeak) -> int:
+    """Bytes of a device with which ``device`` would fit; its reserve is a share of the memory."""
+    if device.budget is None or device.budget <= device.reserve:
+        return device.needed + device.reserve
+    return math.ceil(device.needed * device.budget / (device.budget - device.reserve))
 
 
 def _next_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
