@@ -12,8 +12,8 @@ from placer.timeline import (
     CachingAllocator,
     OutOfMemory,
     Recorder,
+    StepPosition,
     Timeline,
-    Where,
     device_usage,
 )
 
@@ -21,7 +21,7 @@ KIB, MIB = 2**10, 2**20
 
 
 def block(nbytes: int, device: str = "cuda:0", node: str = "") -> Block:
-    where = Where(phase="forward", node=node)
+    where = StepPosition(phase="forward", node=node)
     return Block(
         device=device, nbytes=nbytes, kind="saved", name=node, layer="", shape=(), where=where
     )

@@ -13,7 +13,7 @@ from placer.cost.cpu_results import cpu_result
 from placer.cost.operations import Operation, operations_of
 from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
 from placer.operands import nbytes_of, tensors_in
-from placer.timeline import Block, Where
+from placer.timeline import Block, StepPosition
 
 OUTSIDE = -1  # position of the producer of inputs, which exist before the first node runs
 
@@ -66,7 +66,7 @@ class StorageRecorder(TimelineMode):
         self.runs: list[NodeRun] = []
         self.position = OUTSIDE
         self.backward = False
-        self._where = Where()
+        self._where = StepPosition()
 
     def start_node(self, position: int) -> None:
         """The node at ``position`` runs from now on; with `OUTSIDE`, recording ends."""
@@ -74,7 +74,9 @@ class StorageRecorder(TimelineMode):
         self.runs.append(NodeRun(position=position, backward=self.backward, start=self.num_events))
         phase = "backward" if self.backward else "forward"
         self._where = (
-            Where() if position == OUTSIDE else Where(phase=phase, node=self._names[position])
+            StepPosition()
+            if position == OUTSIDE
+            else StepPosition(phase=phase, node=self._names[position])
         )
 
     def start_backward(self) -> None:

@@ -9,7 +9,7 @@ from types import FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
 from placer.emit import SegmentCode, StageCode, node_lines
-from placer.timeline import Where
+from placer.timeline import StepPosition
 
 
 class Attribution:
@@ -28,7 +28,7 @@ class Attribution:
         self._numbers: list[int] = []
         self._nodes: list[str] = []
 
-    def where(self) -> Where:
+    def where(self) -> StepPosition:
         """The phase, node and layer of the operation that is being dispatched."""
         number = running_sequence_number()
         if number is not None:
@@ -52,8 +52,8 @@ class Attribution:
         index = bisect.bisect_right(self._numbers, number) - 1
         return self._nodes[index] if index >= 0 else ""
 
-    def _at(self, phase: str, node: str) -> Where:
-        return Where(phase=phase, node=node, layer=self._layer_of.get(node, ""))
+    def _at(self, phase: str, node: str) -> StepPosition:
+        return StepPosition(phase=phase, node=node, layer=self._layer_of.get(node, ""))
 
     def _forward_node(self) -> str:
         frame: FrameType | None = sys._getframe(2)

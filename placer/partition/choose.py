@@ -66,7 +66,7 @@ def choose_partition(
     options: PlanningOptions,
     *,
     tables: TableCache | None = None,
-    enough: float = 0.0,
+    stop_at_share: float = 0.0,
 ) -> Partition:
     """The best chain of stages on ``devices``, with every node of ``pins`` on its device.
 
@@ -81,7 +81,7 @@ def choose_partition(
     memory decides, some random orders are tried, too. `Partition.optimality` has a lower bound on all
     placements.
 
-    ``tables`` is a cache that searches for one model share. With ``enough``, the search ends if the
+    ``tables`` is a cache that searches for one model share. With ``stop_at_share``, the search ends if the
     placement along program order fills no device beyond this share of its budget, including the reserve;
     no lower bound is stated then.
     """
@@ -92,7 +92,7 @@ def choose_partition(
     order = program_order(units)
     search.try_order(order)
     found = search.best
-    if enough and found is not None and found.fullest <= enough:
+    if stop_at_share and found is not None and found.fullest <= stop_at_share:
         return describe_partition(found, program, costs, search.pins_of(found), options, 0.0)
     if len(set(pin_of.values())) > 1:
         search.try_order(grouped_order(units, pin_of))

@@ -28,8 +28,8 @@ from placer.planner.assemble import assemble_plan
 from placer.planner.devices import (
     check_kinds,
     device_slot,
+    fields_that_need_memory,
     likely_kernels,
-    memory_uses,
     with_known_memory,
 )
 from placer.planner.host_memory import HOST_NAME
@@ -62,7 +62,7 @@ class PlanMaker(Protocol):
     def __call__(self, spec: PlacementSpec) -> Plan:
         """The plan for ``spec``."""
 
-    def try_out(self, spec: PlacementSpec) -> Plan:
+    def quick_plan(self, spec: PlacementSpec) -> Plan:
         """A plan that shows whether ``spec`` fits, not the fastest one.
 
         It prefers little memory to little time, so it is seldom near a budget and seldom needs a dry run.
@@ -76,7 +76,7 @@ class PlanMaker(Protocol):
         """``plan`` with the verdict of a dry run, if one is needed."""
 
     def guess(self, spec: PlacementSpec) -> Plan:
-        """An approximation of `try_out`'s plan from costs that are known, without running the model."""
+        """An approximation of `quick_plan`'s plan from costs that are known, without running the model."""
 
 
 def build_plan(
@@ -89,7 +89,7 @@ def build_plan(
     processes: bool = False,
     corrections: Mapping[str, int] | None = None,
     tables: TableCache | None = None,
-    enough: float = 0.0,
+    stop_at_share: float = 0.0,
     loss: Loss | None = None,
 ) -> Plan:
     """The plan for ``program`` under ``spec``, for a batch shaped like ``inputs`` (any device).
@@ -98,8 +98,8 @@ def build_plan(
     default a new `CostEstimates`) and ``tables`` are caches that plans of one capture share, so that the
     model runs once per size of micro-batch. ``processes`` asks for a plan with one process per device.
     ``corrections`` has, for a device of the first replica or for the host (`HOST_NAME`), the bytes that it
-    is known to need beyond its estimate. With ``enough`` the plan only has to fit: the search ends with the
-    first plan that fills no device beyond this share of its budget, and otherwise minimizes memory.
+    is known to need beyond its estimate. With ``stop_at_share`` the plan only has to fit: the search ends
+    with the first plan that fills no device beyond this share of its budget, and otherwise minimizes memory.
     ``loss`` is the loss to count; by default the one that the spec names, or one that is assumed.
 
     A plan that exceeds a budget is returned with ``fits`` False. Raises ``SpecError`` if the spec's layers
@@ -107,9 +107,9 @@ def build_plan(
     """
     check_supported(spec)
     check_kinds(spec, program.fingerprint)
-    for use in memory_uses(spec):
+    for use in fields_that_need_memory(spec):
         spec = with_known_memory(spec, use)
-    if enough:
+    if stop_at_share:
         spec = spec.model_copy(update={"objective": "memory"})
     replicas = count_replicas(spec)
     pins = {**wanted_devices(program, spec), **(pins or {})}
@@ -133,7 +133,7 @@ def build_plan(
                 processes=processes,
                 corrections=corrections or {},
                 tables=tables,
-                enough=enough,
+                stop_at_share=stop_at_share,
                 loss=loss,
             )
         except CaptureError:
@@ -141,7 +141,7 @@ def build_plan(
                 raise
             break  # with "auto": too few rows for the model, such as a single one for BatchNorm
         plans.append(plan)
-        if enough and plan.fits:
+        if stop_at_share and plan.fits:
             break
     return min(plans, key=lambda plan: (not plan.fits, plan.overflow_bytes, plan.rank_time))
 
@@ -159,7 +159,7 @@ def _plan_for(
     processes: bool,
     corrections: Mapping[str, int],
     tables: TableCache,
-    enough: float,
+    stop_at_share: float,
     loss: Loss,
 ) -> Plan:
     """The plan for these numbers of replicas and micro-batches."""
@@ -186,7 +186,7 @@ def _plan_for(
     offloaded = any(key is not None and key.offload for key in keys)
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
-        choose = partial(_choose, program, slots, pins, options, tables, enough)
+        choose = partial(_choose, program, slots, pins, options, tables, stop_at_share)
         plain = with_added_rows(costs_of(kernels=kernels, offloads=offloaded), len(sizes))
         first = choose(with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
@@ -201,7 +201,7 @@ def _plan_for(
             options,
             choose,
             first=first,
-            at_once=enough > 0,
+            at_once=stop_at_share > 0,
         )
 
     light = place(likely_kernels(spec), pins)
@@ -221,10 +221,16 @@ def _choose(
     pins: Mapping[str, str],
     options: PlanningOptions,
     tables: TableCache,
-    enough: float,
+    stop_at_share: float,
     costs: CostTable,
     more_pins: Mapping[str, str],
 ) -> Partition:
     return choose_partition(
-        program, costs, slots, {**more_pins, **pins}, options, tables=tables, enough=enough
+        program,
+        costs,
+        slots,
+        {**more_pins, **pins},
+        options,
+        tables=tables,
+        stop_at_share=stop_at_share,
     )

@@ -193,7 +193,7 @@ def devices_needed(
             inputs,
             estimate=estimate,
             tables=tables,
-            enough=1.0,
+            stop_at_share=1.0,
         )
         return plan.fits
 

@@ -75,7 +75,7 @@ def profile_problem(kind: DeviceKind, fingerprint: str, precision: str) -> tuple
     return problem, f"measure this one: placer profile MODEL --precision {precision} -o FILE"
 
 
-def memory_uses(spec: PlacementSpec) -> tuple[str, ...]:
+def fields_that_need_memory(spec: PlacementSpec) -> tuple[str, ...]:
     """The fields of ``spec``, as JSON, that need devices of known memory.
 
     If no memory is given and the objective is "memory", "auto" recomputes and offloads for the least peak,

@@ -287,7 +287,7 @@ def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]
     """The host memory with which offloading suffices, where ``spec`` limits it and that is too little."""
     if spec.host_memory is None:
         return
-    plan = _plan(make.try_out, _updated(spec, offload="auto", host_memory=None))
+    plan = _plan(make.quick_plan, _updated(spec, offload="auto", host_memory=None))
     if plan is not None and plan.fits and plan.host is not None:
         needed = format_bytes(plan.host.needed, enough=True).replace(" ", "")
         more = f'"host_memory": "{needed}"'
@@ -436,7 +436,7 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
 
 def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     """The plan of ``spec``: the one that a user would get if it can fit, otherwise that of least memory."""
-    made = _plan(make.try_out, spec)
+    made = _plan(make.quick_plan, spec)
     if made is not None and made.fits:
         made = _plan(make, spec)
     if made is not None:

@@ -156,10 +156,10 @@ def _shares(tables: Sequence[Table], together: Took) -> list[float]:
     forward, backward, forward_launch, backward_launch = (sum(t.values()) for t in tables)
     device, host = forward + backward, forward_launch + backward_launch
     of_host = min(1.0, together.host / host) if host else 1.0
-    of_device = together.device / device if device else 1.0
+    with_measured_memory = together.device / device if device else 1.0
     if device < host * of_host:  # the device waits in a step, nobody knows how long
-        of_device = min(1.0, of_device)
-    return [of_device, of_device, of_host, of_host]
+        with_measured_memory = min(1.0, with_measured_memory)
+    return [with_measured_memory, with_measured_memory, of_host, of_host]
 
 
 class _Run(NodeRunner):

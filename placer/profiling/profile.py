@@ -87,7 +87,7 @@ def profile_model(
                 rounds=rounds,
                 each_round=each_round,
             )
-            base = of_device(base, place)
+            base = with_measured_memory(base, place)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             device,
@@ -109,7 +109,7 @@ def profile_model(
     return Measured(kind=kind, times=times, costs=costs, memory=memory)
 
 
-def of_device(kind: DeviceKind, place: torch.device) -> DeviceKind:
+def with_measured_memory(kind: DeviceKind, place: torch.device) -> DeviceKind:
     """``kind`` with the memory and the context of this GPU; the same kind on a CPU."""
     if place.type != "cuda":
         return kind

@@ -25,7 +25,7 @@ from placer.simulation.ranks import rank_timelines, ranks_host_usage
 from placer.simulation.simulate import simulate_steps
 from placer.simulation.usage import (
     DeviceTimeline,
-    comfortable_nbytes,
+    bytes_without_starvation,
     device_timeline,
     measure,
     measure_host,
@@ -134,9 +134,9 @@ class JudgingPlanner:
             return f"{where}, it fits."
         return f"{where}, it does not fit, by {format_bytes(judged.overflow_bytes)}."
 
-    def try_out(self, spec: PlacementSpec) -> Plan:
+    def quick_plan(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` that was made in less time; see `PlanMaker`."""
-        return self._plan(spec, enough=_CLEAR_SHARE, second_look=False)
+        return self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False)
 
     @only_new_garbage()
     def estimate(self, spec: PlacementSpec) -> Plan:
@@ -146,7 +146,7 @@ class JudgingPlanner:
     @only_new_garbage()
     def guess(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
-        return self._build(spec, estimate=self.costs.scaled, enough=_CLEAR_SHARE)()
+        return self._build(spec, estimate=self.costs.scaled, stop_at_share=_CLEAR_SHARE)()
 
     def _build(self, spec: PlacementSpec, **options: Any) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
@@ -170,8 +170,10 @@ class JudgingPlanner:
         return self._judge(plan)[0]
 
     @only_new_garbage()
-    def _plan(self, spec: PlacementSpec, *, enough: float = 0.0, second_look: bool = True) -> Plan:
-        build = self._build(spec, enough=enough)
+    def _plan(
+        self, spec: PlacementSpec, *, stop_at_share: float = 0.0, second_look: bool = True
+    ) -> Plan:
+        build = self._build(spec, stop_at_share=stop_at_share)
         plan = build()
         if not second_look:
             limited = plan.host is not None and plan.host.budget is not None
@@ -193,10 +195,10 @@ class JudgingPlanner:
         A plan that starves kernels counts as one that fits only with ``starving``.
         """
         judged: list[Plan] = []
-        beyond: dict[str, int] = {}  # bytes by which estimates were too low
+        shortfall: dict[str, int] = {}  # bytes by which estimates were too low
         for number in range(_MAX_ROUNDS):
             if number:
-                plan = build(corrections=beyond)
+                plan = build(corrections=shortfall)
             found, run = self._judge(plan)
             judged.append(found)
             if run is None or (found.fits and (starving or not found.starved)):
@@ -207,9 +209,9 @@ class JudgingPlanner:
                 if not _is_doubtful(d)
             ):
                 break  # a budget is exceeded by far, so corrections do not help
-            before = beyond
-            beyond = _corrections(before, plan, found, run, starving=starving)
-            if not any(nbytes > before.get(name, 0) for name, nbytes in beyond.items()):
+            before = shortfall
+            shortfall = _corrections(before, plan, found, run, starving=starving)
+            if not any(nbytes > before.get(name, 0) for name, nbytes in shortfall.items()):
                 break
         return judged
 
@@ -272,17 +274,17 @@ def _corrections(
     A device's excess is the largest over all replicas. The host has an entry, too. The memory that is
     needed is counted with starved kernels if ``starving``, otherwise without.
     """
-    beyond = dict(before)
+    shortfall = dict(before)
     # A plan need not use all the devices that another one did.
     names = itertools.cycle([device.device for device in plan.devices[: plan.num_devices]])
     given = zip(judged.devices, plan.devices, run.found, strict=True)
     for name, (now, estimate, timeline) in zip(names, given, strict=False):
-        needed = now.needed if starving else comfortable_nbytes(now, timeline)
-        beyond[name] = max(beyond.get(name, 0), needed - estimate.needed)
+        needed = now.needed if starving else bytes_without_starvation(now, timeline)
+        shortfall[name] = max(shortfall.get(name, 0), needed - estimate.needed)
     if plan.host is not None and judged.host is not None:
         more = judged.host.needed - plan.host.needed
-        beyond[HOST_NAME] = max(beyond.get(HOST_NAME, 0), more)
-    return beyond
+        shortfall[HOST_NAME] = max(shortfall.get(HOST_NAME, 0), more)
+    return shortfall
 
 
 def _verdict(plan: Plan) -> tuple[bool, int, int]:

@@ -26,7 +26,7 @@ from placer.cost import (
 from placer.errors import DeviceError
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.operands import tensors_in
-from placer.timeline import PINNED, Block, Where
+from placer.timeline import PINNED, Block, StepPosition
 
 
 class Ledger(TimelineMode):
@@ -38,14 +38,14 @@ class Ledger(TimelineMode):
 
     def __init__(
         self,
-        where: Callable[[], Where] = Where,
+        where: Callable[[], StepPosition] = StepPosition,
         *,
         kernels: Callable[[str], str] = lambda place: "",
     ) -> None:
         super().__init__()
         self._kernels = kernels
         self._where = where
-        self._here = Where()
+        self._here = StepPosition()
         self._latest = CALLER.name
         # Places, per thread, that have cuBLAS's workspace
         self._blas: set[tuple[str, bool]] = set()

@@ -41,7 +41,7 @@ from placer.simulation.simulate import (
 from placer.simulation.steps import explained_failure, record_steps
 from placer.simulation.types import SimulationReport
 from placer.simulation.usage import DeviceTimeline, measure_host, steps_of
-from placer.timeline import HostUsage, Moment, Timeline, Where, host_usage
+from placer.timeline import HostUsage, Moment, StepPosition, Timeline, host_usage
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
@@ -72,7 +72,7 @@ class RankLedger(Ledger):
 
     def __init__(
         self,
-        where: Callable[[], Where] = Where,
+        where: Callable[[], StepPosition] = StepPosition,
         *,
         kernels: Callable[[str], str] = lambda place: "cpu",
     ) -> None:

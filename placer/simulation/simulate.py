@@ -35,7 +35,7 @@ from placer.simulation.usage import (
     measure_host,
     steps_of,
 )
-from placer.timeline import Moment, Timeline, Where, host_usage
+from placer.timeline import Moment, StepPosition, Timeline, host_usage
 
 _LARGEST_SHOWN = 10
 
@@ -194,9 +194,9 @@ class _StepWatch:
             yield
         self.in_optimizer = False
 
-    def where(self) -> Where:
+    def where(self) -> StepPosition:
         """The phase, node and layer that is running."""
-        return Where(phase="optimizer") if self.in_optimizer else self._attribution.where()
+        return StepPosition(phase="optimizer") if self.in_optimizer else self._attribution.where()
 
 
 def _count_state(

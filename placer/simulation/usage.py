@@ -66,7 +66,7 @@ def measure_host(host: HostPeak | None, found: HostUsage) -> HostPeak | None:
     return HostPeak(peak=found.peak, reserved=found.reserved, budget=budget)
 
 
-def comfortable_nbytes(device: DevicePeak, run: DeviceTimeline) -> int:
+def bytes_without_starvation(device: DevicePeak, run: DeviceTimeline) -> int:
     """The bytes with which no kernel on ``device`` is starved, to within 0.4 %.
 
     ``device`` is a result of `measure` for ``run``.

@@ -10,7 +10,7 @@ from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, devi
 from placer.timeline.clock import Clock, Span, end_of, idle_share
 from placer.timeline.host import PINNED, HostUsage, host_usage, pinned_nbytes
 from placer.timeline.repeat import repeat_parts
-from placer.timeline.types import Block, Event, Moment, Recorder, Timeline, Where
+from placer.timeline.types import Block, Event, Moment, Recorder, StepPosition, Timeline
 
 __all__ = [
     "PINNED",
@@ -23,9 +23,9 @@ __all__ = [
     "OutOfMemory",
     "Recorder",
     "Span",
+    "StepPosition",
     "Timeline",
     "Usage",
-    "Where",
     "device_usage",
     "end_of",
     "host_usage",

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class StepPosition:
     """A point in a step: the phase, and the node and layer that are running ("" outside stages)."""
 
     phase: str = ""  # "forward", "backward", "recompute" (a forward again), "optimizer"
@@ -33,7 +33,7 @@ class Block:
     name: str  # of the parameter or buffer (also for its optimizer state), otherwise of the node
     layer: str
     shape: tuple[int, ...]
-    where: Where = field(default_factory=Where)
+    where: StepPosition = field(default_factory=StepPosition)
     operation: str = ""
     elastic: bool = False
 
@@ -54,7 +54,7 @@ class Moment:
     """A moment of a device's peak: its bytes, the point in the step, and the number of events so far."""
 
     nbytes: int = 0
-    where: Where = field(default_factory=Where)
+    where: StepPosition = field(default_factory=StepPosition)
     operation: str = ""
     events: int = 0
 

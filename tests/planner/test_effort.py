@@ -121,7 +121,7 @@ def test_a_guess_makes_no_run(runs: Counter[str]) -> None:
     runs.clear()
     guessed = make.guess(_spec(2**40, microbatches=4))
     assert runs["cost"] == 0
-    planned = make.try_out(_spec(2**40, microbatches=4))
+    planned = make.quick_plan(_spec(2**40, microbatches=4))
     assert runs["cost"] == 1
     peaks = [max(d.peak for d in plan.devices) for plan in (guessed, planned)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)

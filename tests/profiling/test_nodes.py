@@ -21,7 +21,7 @@ from placer.errors import PlacerError, SpecError
 from placer.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import NodeTimes, measure_nodes, profile_model
 from placer.profiling.clocks import HostClock
-from placer.profiling.profile import of_device
+from placer.profiling.profile import with_measured_memory
 from placer.program import Program, capture_model, flatten_call
 from placer.program.python_random import keep_random
 
@@ -161,9 +161,9 @@ def test_a_gpus_profile_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda place: SimpleNamespace(total_memory=24 * GIB)
     )
-    found = of_device(CATALOGUE["a100"], torch.device("cuda:0"))
+    found = with_measured_memory(CATALOGUE["a100"], torch.device("cuda:0"))
     assert (found.memory, found.context) == (24 * GIB, GIB)
-    assert of_device(CATALOGUE["cpu"], torch.device("cpu")) is CATALOGUE["cpu"]
+    assert with_measured_memory(CATALOGUE["cpu"], torch.device("cpu")) is CATALOGUE["cpu"]
 
 
 def test_profiling_draws_no_random_numbers_of_the_caller() -> None:

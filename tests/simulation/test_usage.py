@@ -12,7 +12,7 @@ import placer
 from placer.plan.summary import describe_step
 from placer.plan.types import DevicePeak
 from placer.report import verdict
-from placer.simulation.usage import DeviceTimeline, comfortable_nbytes, measure
+from placer.simulation.usage import DeviceTimeline, bytes_without_starvation, measure
 from placer.timeline import Block, Recorder
 
 MIB = 2**20
@@ -54,7 +54,7 @@ def test_a_budget_without_room_for_a_workspace_fits_with_starved_kernels() -> No
     assert found.fits
     assert found.reserved == 160 * MIB
     assert found.starved == 1  # per step
-    assert comfortable_nbytes(found, run()) == pytest.approx(380 * MIB, rel=0.02)
+    assert bytes_without_starvation(found, run()) == pytest.approx(380 * MIB, rel=0.02)
 
 
 def test_a_workspace_that_is_needed_counts() -> None:
