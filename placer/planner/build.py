@@ -75,7 +75,7 @@ class PlanMaker(Protocol):
     def judge(self, plan: Plan) -> Plan:
         """``plan`` with the verdict of a dry run, if one is needed."""
 
-    def guess(self, spec: PlacementSpec) -> Plan:
+    def rough_plan(self, spec: PlacementSpec) -> Plan:
         """An approximation of `quick_plan`'s plan from costs that are known, without running the model."""
 
 

@@ -25,7 +25,7 @@ _MAX_DEVICES = 8
 _MAX_ROUNDS = 4
 _MICROBATCHES = (2, 4, 8, 16)
 _REPLICAS = (2, 4, 8)
-_FAR = 1.15  # a guess of more than so many times a device's room is believed without a plan
+_FAR = 1.15  # a rough plan with more than so many times a device's room is believed without a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iter
             yield fitting
             return
     if not tried and far:
-        _, change, wanted = min(far, key=lambda guess: guess[0])
+        _, change, wanted = min(far, key=lambda rough: rough[0])
         tried += _try(change, make, wanted)
     yield from sorted(tried, key=lambda t: t.peak)[:1]
 
@@ -250,12 +250,12 @@ def _schedules(spec: PlacementSpec) -> list[str]:
 
 
 def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
-    """The largest peak in a guess, if by that guess ``spec`` is far from fitting; otherwise None."""
-    guess = _plan(make.guess, spec)
-    if guess is None:
+    """The largest peak in a rough plan, if by that ``spec`` is far from fitting; otherwise None."""
+    rough = _plan(make.rough_plan, spec)
+    if rough is None:
         return None
-    far = (d.room is not None and d.peak > _FAR * d.room for d in guess.devices)
-    return max(device.peak for device in guess.devices) if any(far) else None
+    far = (d.room is not None and d.peak > _FAR * d.room for d in rough.devices)
+    return max(device.peak for device in rough.devices) if any(far) else None
 
 
 def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:

@@ -144,7 +144,7 @@ class JudgingPlanner:
         return self._build(spec)()
 
     @only_new_garbage()
-    def guess(self, spec: PlacementSpec) -> Plan:
+    def rough_plan(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
         return self._build(spec, estimate=self.costs.scaled, stop_at_share=_CLEAR_SHARE)()
 

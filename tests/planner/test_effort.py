@@ -119,7 +119,7 @@ def test_a_guess_makes_no_run(runs: Counter[str]) -> None:
     make = JudgingPlanner(capture_model(MODEL, (X,)), [X])
     make(_spec(2**40))
     runs.clear()
-    guessed = make.guess(_spec(2**40, microbatches=4))
+    guessed = make.rough_plan(_spec(2**40, microbatches=4))
     assert runs["cost"] == 0
     planned = make.quick_plan(_spec(2**40, microbatches=4))
     assert runs["cost"] == 1
