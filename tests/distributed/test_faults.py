@@ -21,6 +21,7 @@ from placer.executor.distributed.job.assignment import find_job
 SPLIT = "InterleavedZeroBubble"
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("schedule", "fault", "rank", "stage", "layer", "said"),
     [
@@ -103,6 +104,7 @@ def patient_job() -> Iterator[Job]:
     job.close()
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("rank", "fault"), [(1, "loss"), (2, "layer"), (3, "norm")])
 def test_a_failed_rank_keeps_none_waiting_while_its_program_goes_on(

@@ -90,6 +90,7 @@ def test_ranks_are_simulated_with_the_guess_that_the_capture_needs() -> None:
 SAID = {"inputs": {"x": {"batch_dim": 0}}}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("captured_in_training", [True, False])
 @pytest.mark.parametrize(
     "spec", [make_spec(1, 2, 1, **SAID), make_spec(2, 2, 1, **SAID)], ids=["1x2", "2x2"]
@@ -134,6 +135,7 @@ def test_features_that_a_hook_keeps_of_every_slice() -> None:
         placer.make_plan(cases.KeepsFeatures(), make_spec(1, 2, 2), torch.randn(8, 4))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_what_forward_leaves_behind_is_on_every_rank(
     job_of: Callable[[int], Job], shape: tuple[int, int, int]
