@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from placer._torch import saved_tensor_hooks, without_modes, without_transforms
 from placer.emit import StagedModel, emit_stages
 from placer.executor.numbers import ENOUGH, ChangingNumbers, Recaptures
-from placer.executor.state import example_numbers
 from placer.plan.types import Plan
 from placer.planner.follow import follow_plan
 from placer.program import (
@@ -27,6 +26,7 @@ from placer.program import (
     StateInput,
     capture_model,
     condition_key,
+    example_numbers,
     failed_guard,
     hook_count,
     is_torch_leaf,
@@ -86,7 +86,7 @@ class ProgramCache:
         self._plan = plan
         self._captured = staged
         self._references = [staged]
-        self._numbers = ChangingNumbers(model, example_numbers(staged))
+        self._numbers = ChangingNumbers(model, example_numbers(staged.call))
         self._recaptures = Recaptures()
         self._whole = self._kept_whole()
         self._captured_buffers = self._buffers
@@ -96,7 +96,9 @@ class ProgramCache:
         condition = condition_key(staged.call, staged.conditions.modes, example)
         # By the conditions, and by the rows of a call if the program is not for every batch size.
         self._known: dict[Hashable, list[_CachedProgram]] = {}
-        self._remember(condition, self._whole, example, self._as_known(staged, {}))
+        self._remember(
+            condition, self._whole, example, self._as_known(staged, example_numbers(staged.call))
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -140,7 +142,7 @@ class ProgramCache:
         ``leaves`` are those of the call's arguments, by name. The model's state is inspected once, and
         micro-batches of one size share their stages.
         """
-        leaves = {**example_numbers(self._captured), **leaves}
+        leaves = {**example_numbers(self.call), **leaves}
         replaced = any(tuple(m._modules.values()) != children for m, children in self._parents)
         # Parametrizations and the old ``spectral_norm`` change a torch layer in one of these two ways.
         changed = any(len(m._buffers) != b or len(m._modules) != c for m, b, c in self._leaves)
@@ -259,7 +261,6 @@ class ProgramCache:
 
     def _as_known(self, staged: StagedModel, leaves: Mapping[str, Any]) -> _CachedProgram:
         conditions = staged.conditions
-        leaves = {**example_numbers(self._captured), **leaves}
         return _CachedProgram(
             guards=conditions.guards,
             staged=staged,
@@ -348,7 +349,7 @@ class ProgramCache:
             batch_dims={each.name: each.batch_dim for each in captured.call.inputs}
             | dict(said or {}),
             numbers=numbers,
-            changing=example_numbers(captured) if changing is None else changing,
+            changing=example_numbers(captured.call) if changing is None else changing,
             method=method or captured.call.method,
         )
 

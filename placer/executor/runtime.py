@@ -56,8 +56,6 @@ from placer.program import (
 )
 from placer.schedule import one_process_order
 
-_SHARED_TABLES = tuple(name for name in vars(nn.Module()) if name != "training")
-
 
 class Runtime:
     """Runs the stages of a placed model in one process.

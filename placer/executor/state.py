@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from placer.emit import StagedModel
 from placer.errors import PlacerError
-from placer.program import AnyNumber, StateInput
+from placer.program import StateInput, example_numbers
 
 
 class CallState:
@@ -54,7 +54,7 @@ class CallState:
         return self._values[key][position]
 
     def _slices(self, each: StateInput, staged: StagedModel) -> Sequence[Any]:
-        leaves = {**example_numbers(staged), **self._leaves}
+        leaves = {**example_numbers(staged.call), **self._leaves}
         value = self._cut(each.read(self._model, leaves))
         if value is None:
             raise PlacerError(
@@ -66,12 +66,6 @@ class CallState:
             return [value] * len(self._sizes)
         slices: Sequence[Any] = value.split(list(self._sizes), each.batch_dim)
         return slices
-
-
-def example_numbers(staged: StagedModel) -> dict[str, Any]:
-    """The numbers of the captured call among those that may be others in other calls, by name."""
-    pairs = zip(staged.call.leaf_names, staged.call.constants, strict=True)
-    return {name: c.value for name, c in pairs if isinstance(c, AnyNumber)}
 
 
 def refuse_held_tensors(staged: StagedModel) -> None:

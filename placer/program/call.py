@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path
 
 from placer.errors import CaptureError, nearest
 from placer.program.batch import BatchDim
-from placer.program.marks import differing_mark, is_mark, marked_dims, unmarked
+from placer.program.marks import is_mark, marked_dims, unmarked
 from placer.program.objects import Path, is_object, parts
 from placer.program.packed import unflatten
 from placer.program.result import ResultFormat, readable
@@ -238,9 +238,9 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
         else:
             continue
         return CaptureError(name, found, _RECAPTURE)
-    other = differing_mark(bound.said, {each.name: each.batch_dim for each in call.inputs})
-    if other is not None:
-        return CaptureError(other, "is split otherwise than it was captured", _RECAPTURE)
+    for each in call.inputs:
+        if each.name in bound.said and bound.said[each.name] != each.batch_dim:
+            return CaptureError(each.name, "is split otherwise than it was captured", _RECAPTURE)
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +66,3 @@ def marked_dims(value: Any) -> dict[str, BatchDim]:
                 )
             found[name] = None if dim is None else dim % leaf.dim()
     return found
-
-
-def differing_mark(said: Mapping[str, BatchDim], dims: Mapping[str, BatchDim]) -> str | None:
-    """The first input that is marked otherwise than ``dims`` have it, or None."""
-    return next((name for name, dim in said.items() if name in dims and dims[name] != dim), None)

@@ -141,13 +141,18 @@ class Program:
     state: tuple[StateInput, ...] = ()  # the inputs after those of the call
 
 
+def example_numbers(call: CallFormat) -> dict[str, int | float]:
+    """The numbers of the captured call among those that may be others in other calls, by name."""
+    pairs = zip(call.leaf_names, call.constants, strict=True)
+    return {name: c.value for name, c in pairs if isinstance(c, AnyNumber)}
+
+
 def read_state(program: Program, rows: int | None) -> list[Any]:
     """The present values of ``program.state`` for a slice of ``rows`` rows; numbers in the call are its own.
 
     Tensors may have fewer rows, if they were left by a smaller batch.
     """
-    pairs = zip(program.call.leaf_names, program.call.constants, strict=True)
-    leaves = {name: c.value for name, c in pairs if isinstance(c, AnyNumber)}
+    leaves = example_numbers(program.call)
     values = [each.read(program.model, leaves) for each in program.state]
     return [
         value

@@ -186,14 +186,7 @@ class DistributedRuntime(Runtime):
             results = self._execute(share.microbatches, None)
             moments = self._share_moments(share.largest)
             self._share_written(share.largest).wait()  # freed before the result takes memory
-            staged, result = gather_result(
-                share.batch,
-                results,
-                call,
-                self.finder,
-                assignment=self.assignment,
-                broadcast=partial(dist.broadcast, group=self.process_groups.world),
-            )
+            staged, result = self._gather(call, share, results, own_rows=False, grad=False)
             if moments is not None:
                 moments.wait()
             self._store(staged, result, call)
@@ -306,8 +299,16 @@ class DistributedRuntime(Runtime):
 
     def _store_of_step(self, call: Call, share: Share, results: Results, *, own_rows: bool) -> None:
         """Leave behind on every rank what forward would have left, for the rows that the rank was given."""
+        staged, leaves = self._gather(call, share, results, own_rows=own_rows, grad=True)
+        with torch.no_grad():
+            self._store(staged, leaves, call)
+
+    def _gather(
+        self, call: Call, share: Share, results: Results, *, own_rows: bool, grad: bool
+    ) -> tuple[StagedModel, list[Any]]:
+        """The leaves of the result for the rows that the ranks were given, on every rank."""
         group = self.process_groups.pp if own_rows else self.process_groups.world
-        staged, leaves = gather_result(
+        return gather_result(
             share.batch,
             results,
             call,
@@ -315,10 +316,8 @@ class DistributedRuntime(Runtime):
             assignment=self.assignment,
             broadcast=partial(dist.broadcast, group=group),
             own_rows=own_rows,
-            grad=True,
+            grad=grad,
         )
-        with torch.no_grad():
-            self._store(staged, leaves, call)
 
     def _hook_failure(self, parameter: Tensor, error: Exception) -> StageError:
         """The error for a hook on the gradient of ``parameter`` that raised ``error``."""

@@ -25,7 +25,6 @@ from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.place import Place
 from placer.executor.program_cache import ProgramCache
 from placer.executor.replica import Replica
-from placer.executor.state import example_numbers
 from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
 from placer.plan.types import Plan
 from placer.precision import autocast_state
@@ -33,6 +32,7 @@ from placer.program import (
     FakeConverter,
     copy_guarded_attributes,
     copy_module,
+    example_numbers,
     tensors_of,
     unflatten,
 )
@@ -248,7 +248,7 @@ class CrossingFinder:
         with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
             for each, name in zip(staged.state, staged.graph_inputs[len(shapes) :], strict=True):
-                values[name] = each.read(self._fake, example_numbers(staged))
+                values[name] = each.read(self._fake, example_numbers(staged.call))
             for name, (shape, dtype, wanted) in zip(staged.graph_inputs, shapes, strict=False):
                 leaf = torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
                 # A view, because the model may write to an input in place, but not to a leaf.
