@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from placer.program import AttributeGuard, StateInput
+from placer.program import AttributeGuard, SettingsGuard, StateInput
 
 ENOUGH = 3  # values with which a program was recorded before it serves calls with any value
 _FIRST_WARNING = 8  # captures of one kind of call; then a warning whenever they have doubled
@@ -19,7 +19,7 @@ class RecaptureWarning(UserWarning):
 
 
 class ChangingNumbers:
-    """The numbers that were seen to change, in attributes of ``model`` and among the arguments of a call.
+    """The numbers that were seen to change: in attributes of ``model``, variables and arguments of a call.
 
     A number is a candidate until a recording shows that Python code looks at it.
     """
@@ -44,6 +44,10 @@ class ChangingNumbers:
     ) -> None:
         """Note the numbers that are others now than when ``guards`` were made."""
         for guard in guards:
+            if isinstance(guard, SettingsGuard):
+                for each in guard.changed_numbers():
+                    self._numbers.setdefault(each)
+                continue
             table = vars(modules[guard.path]) if guard.path in modules else {}
             now, kind = table.get(guard.name), type(guard.value)
             if kind in (int, float) and type(now) is kind and now != guard.value:

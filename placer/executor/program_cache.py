@@ -65,7 +65,7 @@ class _CachedProgram(NamedTuple):
         yield from (name for name, value in self.fixed.items() if leaves.get(name) != value)
         guard = failed_guard(self.guards, modules)
         if guard is not None:
-            yield f"{guard.path}.{guard.name}".lstrip(".")
+            yield guard.label
 
 
 class ProgramCache:

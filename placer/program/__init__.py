@@ -20,7 +20,8 @@ call, result, marks        flatten arguments and results to lists of tensors, an
 batch, rows                which inputs have a row per sample, and how values depend on the rows
 forward, reached,          one run of forward, and what it leaves behind: found, written to the graph,
 leaving, stored, watched   and stored by a call of the placed model
-guards                     attributes that forward read; the graph is valid while they are unchanged
+guards, variable_guards    attributes and variables that forward read; the graph is valid while they are
+                           unchanged
 moves                      devices that the model's own code names
 targets                    callables of graph nodes for which torch has no function
 fingerprint, validity      identify a graph; check whether it is valid for other sizes and modes
@@ -50,7 +51,6 @@ from placer.program.failure import MethodNotCaptured
 from placer.program.fake import FakeConverter
 from placer.program.guards import (
     AttributeGuard,
-    VariableGuard,
     copy_guarded_attributes,
     failed_guard,
     find_tensor,
@@ -90,6 +90,7 @@ from placer.program.validity import (
     row_counts,
     same_program,
 )
+from placer.program.variable_guards import SettingsGuard, VariableGuard
 
 __all__ = [
     "SELECTS",
@@ -108,6 +109,7 @@ __all__ = [
     "Program",
     "Rows",
     "SameProgram",
+    "SettingsGuard",
     "SplitRules",
     "StateInput",
     "Stored",

@@ -24,13 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from placer._torch_patches import override_getattribute
 from placer.program.constants import digest
 from placer.program.objects import Path, at, module_parts, walk
-from placer.program.reachable import ReachableState, Reference
+from placer.program.reachable import Reference
 from placer.program.result import PLAIN
 
 _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
 _TABLES = ("_parameters", "_buffers", "_modules")
-_PLAIN = (*PLAIN, torch.device)
-_DEPTH = 6  # nesting of containers and objects; deeper values are compared by identity
+PLAIN_VALUES = (*PLAIN, torch.device)
+DEPTH = 6  # nesting of containers and objects; deeper values are compared by identity
 _SMALL = 1000  # elements of a tensor that is compared by its values and not by a hash
 _hashes = WeakTensorKeyDictionary()  # large tensor -> (version, hash of its values)
 
@@ -60,9 +60,14 @@ class AttributeGuard:
     unread: tuple[Path, ...] = ()
 
     @property
+    def label(self) -> str:
+        """What it is called in messages, such as ``encoder.scale``."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    @property
     def is_plain(self) -> bool:
         """Is the value immutable (a number, a string and so on), or is the attribute missing?"""
-        return isinstance(self.value, _PLAIN)
+        return isinstance(self.value, PLAIN_VALUES)
 
     def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
         """Is the attribute still what it was? ``freezer`` must have frozen the guards before this one."""
@@ -71,25 +76,6 @@ class AttributeGuard:
             return True
         frozen = freezer.freeze(now, values_read=self.values_read, unread=self.unread)
         return bool(frozen == self.frozen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariableGuard(AttributeGuard):
-    """A variable of the model's code that holds a tensor, itself or at ``keys``. ``path`` means nothing.
-
-    ``frozen`` are the values of the tensor, if ``values_read``.
-    """
-
-    variable: Reference
-    keys: Path
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> VariableGuard:
-        return self
-
-    def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
-        """Does it still hold the same tensor?"""
-        now = _part(self.variable.read(), self.keys)
-        return now is self.value and (not self.values_read or _values(now) == self.frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,40 +106,6 @@ def object_guards(
         for each in objects
         if each.key.partition(".")[0] not in skipped
     )
-
-
-def variable_guards(
-    model: nn.Module,
-    code: ReachableState,
-    arguments: Collection[Reference],
-    tensors: Collection[Tensor],
-    values_read: Collection[Tensor],
-) -> tuple[VariableGuard, ...]:
-    """Guards for those of ``tensors`` that are not in ``model``, but in variables of its ``code``.
-
-    Or in objects among the ``arguments``.
-    """
-    wanted = {id(tensor): tensor for tensor in tensors}
-    for _, value in walk(module_parts(model)) if wanted else ():
-        wanted.pop(id(value), None)
-    looked = set(map(id, values_read))
-    guards = []
-    roots = [*arguments, *code.variables, *code.containers, *code.objects] if wanted else []
-    for (index, *keys), value in walk(((i,), each.read()) for i, each in enumerate(roots)):
-        if id(value) in wanted:
-            is_read = id(value) in looked
-            guards.append(
-                VariableGuard(
-                    path="a variable",
-                    name=roots[index].name,
-                    value=value,
-                    frozen=_values(value) if is_read else None,
-                    values_read=is_read,
-                    variable=roots[index],
-                    keys=tuple(keys),
-                )
-            )
-    return tuple(guards)
 
 
 def failed_guard(
@@ -308,7 +260,9 @@ def watch_attributes(
                 if all(original(module, table).get(name) is None for table in _TABLES):
                     read(paths[id(module)], name)
                 raise
-            if name in original(module, "__dict__") or isinstance(getattr(cls, name, cls), _PLAIN):
+            if name in original(module, "__dict__") or isinstance(
+                getattr(cls, name, cls), PLAIN_VALUES
+            ):
                 read(paths[id(module)], name)
             return value
 
@@ -367,25 +321,25 @@ class Freezer:
         Of the containers and numbers at the paths ``unread`` in it, only the types matter.
         """
         for keys in unread:
-            part = _part(value, keys)
+            part = part_of(value, keys)
             if keys and type(part) in (int, float):
-                self._numbers_in.setdefault(id(_part(value, keys[:-1])), set()).add(keys[-1])
+                self._numbers_in.setdefault(id(part_of(value, keys[:-1])), set()).add(keys[-1])
             elif part is not None:
                 self._unread.add(id(part))
         key = id(value), values_read
         if key not in self._known:
-            self._known[key] = value, self._freeze(value, _DEPTH, values_read)
+            self._known[key] = value, self._freeze(value, DEPTH, values_read)
         return self._known[key][1]
 
     def _freeze(self, value: Any, depth: int, values_read: bool) -> Any:
         kind = type(value)
         if id(value) in self._unread:
             return kind
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN_VALUES):
             return kind, value
         if isinstance(value, Tensor):
             number = self._numbers.setdefault(id(value), len(self._numbers))
-            values = _values(value) if values_read and not value.is_meta else None
+            values = values_of(value) if values_read and not value.is_meta else None
             return kind, value.shape, value.dtype, number, values
         if isinstance(value, np.ndarray):
             return kind, value.shape, value.dtype, value.tobytes()
@@ -404,14 +358,14 @@ class Freezer:
         parts = _parts(value) if depth > 0 else None
         if parts is None:
             return _Same(value)
-        depth, numbers = _depth_inside(value, depth), self._numbers_in.get(id(value), ())
+        depth, numbers = depth_inside(value, depth), self._numbers_in.get(id(value), ())
         return kind, [
             (key, type(item) if key in numbers else self._freeze(item, depth, values_read))
             for key, item in parts
         ]
 
 
-def _values(tensor: Tensor) -> Any:
+def values_of(tensor: Tensor) -> Any:
     """The values of ``tensor``, to compare; of a large one a hash, computed once per version."""
     if tensor.numel() <= _SMALL or tensor.is_inference():
         return tensor.tolist()
@@ -433,23 +387,23 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
     return list(vars(value).items()) if hasattr(value, "__dict__") else None
 
 
-def _part(value: Any, keys: Path) -> Any:
+def part_of(value: Any, keys: Path) -> Any:
     try:
         return at(value, keys)
     except LookupError:
         return None
 
 
-def _depth_inside(value: Any, depth: int) -> int:
+def depth_inside(value: Any, depth: int) -> int:
     """The depth that is left inside ``value``; objects count double, as they may refer to each other."""
     return depth - (1 if isinstance(value, dict | list | tuple) else 2)
 
 
-def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+def _tensors_in(value: Any, depth: int = DEPTH) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """The tensors in ``value``, as deep as `Freezer` looks, each with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield (), value
-    elif depth > 0 and not isinstance(value, (*_PLAIN, np.ndarray, set, frozenset)):
+    elif depth > 0 and not isinstance(value, (*PLAIN_VALUES, np.ndarray, set, frozenset)):
         for key, item in _parts(value) or ():
-            for keys, tensor in _tensors_in(item, _depth_inside(value, depth)):
+            for keys, tensor in _tensors_in(item, depth_inside(value, depth)):
                 yield (key, *keys), tensor

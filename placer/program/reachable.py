@@ -6,19 +6,22 @@ continues from the functions that it finds. It skips code of torch and of the st
 
 from __future__ import annotations
 
+import argparse
+import enum
 import functools
 import os
+import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from placer.program.objects import is_object
+from placer.program.objects import Path, at, is_object, spell
 
 CACHED: type = type(functools.lru_cache(lambda: None))
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -36,6 +39,8 @@ _CODE = (FunctionType, MethodType, type, functools.partial, tuple)
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
+# Classes of the standard library whose objects hold settings; others of its objects are not searched.
+_SETTINGS = (SimpleNamespace, argparse.Namespace)
 
 
 def _itself(function: Any) -> Any:
@@ -46,13 +51,16 @@ def _itself(function: Any) -> Any:
 class Reference:
     """Where a value is stored: a key of a dict or list, a cell of a closure, or an attribute of a class.
 
-    The key of a cell is the name of its variable.
+    The key of a cell is the name of its variable. ``keys`` lead from there into containers and objects.
+    ``code`` is that of the function which names the variable.
     """
 
     holder: Any
     key: Any
     value: Any
     wrap: Callable[[Any], Any] = _itself  # staticmethod or classmethod, for an attribute of a class
+    code: CodeType | None = None
+    keys: Path = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reference:
         return self
@@ -61,26 +69,33 @@ class Reference:
         """The current value, or None."""
         try:
             if isinstance(self.holder, CellType):
-                return self.holder.cell_contents
-            if isinstance(self.holder, type):
+                held = self.holder.cell_contents
+            elif isinstance(self.holder, type):
                 held = vars(self.holder)[self.key]
-                return getattr(held, "__func__", held)
-            return self.holder[self.key]
+                held = getattr(held, "__func__", held)
+            else:
+                held = self.holder[self.key]
+            return at(held, self.keys)
         except (LookupError, ValueError):
             return None
 
     @property
     def name(self) -> str:
         """The name of the variable, for messages."""
+        name = str(self.key)
         if isinstance(self.holder, type):
-            return f"{self.holder.__qualname__}.{self.key}"
-        if isinstance(self.holder, dict) and "__name__" in self.holder:
-            return f"{self.holder['__name__']}.{self.key}"
-        return str(self.key)
+            name = f"{self.holder.__qualname__}.{name}"
+        elif isinstance(self.holder, dict) and "__name__" in self.holder:
+            name = f"{self.holder['__name__']}.{name}"
+        return spell((name, *self.keys))
 
     def write(self, value: Any) -> None:
         """Store ``value``."""
-        if isinstance(self.holder, CellType):
+        if self.keys:
+            table = replace(self, keys=self.keys[:-1]).read()
+            table = table if isinstance(table, dict | list | deque) else vars(table)
+            table[self.keys[-1]] = value
+        elif isinstance(self.holder, CellType):
             self.holder.cell_contents = value
         elif isinstance(self.holder, type):
             setattr(self.holder, self.key, self.wrap(value))
@@ -93,8 +108,9 @@ class ReachableState:
     """The state that the code of modules can reach.
 
     ``cached`` are references to ``functools.lru_cache`` functions, ``variables`` those of variables (global,
-    of a closure, or of a class) that are None, tensors, numbers or strings, ``containers`` those of dicts,
-    lists and sets, ``objects`` those of variables that are other objects, ``codes`` the code of functions.
+    of a closure, or of a class) that are None, tensors, numbers, strings, containers or objects,
+    ``containers`` those of dicts, lists and sets, and of objects in variables, ``objects`` those of variables
+    that are objects, ``codes`` the code of functions.
     """
 
     cached: list[Reference] = field(default_factory=list)
@@ -110,6 +126,16 @@ class ReachableState:
         self.containers += other.containers
         self.objects += other.objects
         self.codes += other.codes
+
+    def read_by(self, codes: Collection[CodeType]) -> list[Reference]:
+        """The variables that functions with these ``codes`` name; attributes of classes by name only."""
+        names = {name for code in codes for name in code.co_names}
+        found = {
+            (id(each.holder), each.key): each
+            for each in self.variables
+            if each.code in codes or (isinstance(each.holder, type) and each.key in names)
+        }
+        return list(found.values())
 
     def defines(self, code: CodeType | None) -> bool:
         """Does the code define a function with this ``code`` outside of ``__init__``?"""
@@ -135,6 +161,7 @@ class _Search:
     def __init__(self) -> None:
         self.found = ReachableState()
         self._seen: set[int] = set()
+        self._searched: set[tuple[int, int]] = set()  # ids of modules and the codes that name them
         self._alive: list[Any] = []  # keeps the ids in _seen valid
         self._waiting: list[Any] = []
 
@@ -213,7 +240,7 @@ class _Search:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             try:
-                self._variable(cell, name, cell.cell_contents)
+                self._variable(cell, name, cell.cell_contents, function.__code__)
             except ValueError:  # it is empty
                 continue
         space = function.__globals__
@@ -227,27 +254,42 @@ class _Search:
         for name in names & space.keys():
             value = space[name]
             if isinstance(value, ModuleType):
-                self._module(value, names)
+                self._module(value, names, function.__code__)
             else:
-                self._variable(space, name, value)
+                self._variable(space, name, value, function.__code__)
 
-    def _variable(self, holder: Any, key: Any, value: Any) -> None:
+    def _variable(self, holder: Any, key: Any, value: Any, code: CodeType | None = None) -> None:
         self.look(holder, key, value)
-        if isinstance(value, _VALUES):
-            self.found.variables.append(Reference(holder, key, value))
-        elif is_object(value):
-            self.found.objects.append(Reference(holder, key, value))
+        reference = Reference(holder, key, value, code=code)
+        if is_object(value) and not isinstance(value, enum.Enum):
+            self.found.objects.append(reference)
+            if _holds_settings(value):
+                self.found.variables.append(reference)
+                self._object(reference)
+        elif isinstance(value, _VALUES) or type(value) in (*_CONTAINERS, tuple):
+            self.found.variables.append(reference)
 
-    def _module(self, module: ModuleType, names: set[str]) -> None:
+    def _object(self, reference: Reference) -> None:
+        if not self._is_new(reference.value):
+            return
+        self.found.containers.append(reference)
+        table = vars(reference.value)
+        for name, part in list(table.items()):
+            self.look(table, name, part)
+            if is_object(part) and _holds_settings(part):
+                self._object(Reference(table, name, part))
+
+    def _module(self, module: ModuleType, names: set[str], code: CodeType) -> None:
         if _is_foreign(module):
             return
         for name in names & vars(module).keys():
             value = vars(module)[name]
             if isinstance(value, ModuleType):
-                if self._is_new(value):
-                    self._module(value, names)
+                if (id(value), id(code)) not in self._searched:
+                    self._searched.add((id(value), id(code)))
+                    self._module(value, names, code)
             else:
-                self._variable(vars(module), name, value)
+                self._variable(vars(module), name, value, code)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -260,6 +302,13 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _names(code: CodeType) -> Iterator[str]:
     return (name for inner in _nested(code) for name in inner.co_names)
+
+
+def _holds_settings(value: Any) -> bool:
+    module = sys.modules.get(type(value).__module__)
+    return isinstance(value, _SETTINGS) or not (
+        isinstance(value, nn.Module) or module is None or _is_foreign(module)
+    )
 
 
 def _is_foreign(value: Any) -> bool:

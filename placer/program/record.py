@@ -29,17 +29,18 @@ from placer.program.failure import (
 )
 from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.forward import ForwardRun, run_forward
-from placer.program.guards import AttributeGuard, object_guards, tensor_paths, variable_guards
+from placer.program.guards import AttributeGuard, object_guards, tensor_paths
 from placer.program.leaving import Left, written_tensor
 from placer.program.objects import Path, attribute_of, is_object, spell
 from placer.program.python_random import PythonRandomDraw
-from placer.program.reachable import Reference
+from placer.program.reachable import ReachableState, Reference
 from placer.program.recorder import Recorder
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.stored import StateInput, Stored, table_at
 from placer.program.targets import present_value
+from placer.program.variable_guards import settings_guards, variable_guards
 from placer.program.watched import watching
 from placer.program.writer import CPU
 
@@ -168,6 +169,11 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
             *variable_guards(
                 setup.model, setup.converter.reachable, objects, found, recorder.tensors_read
             ),
+            *settings_guards(
+                setup.converter.reachable.read_by(recorder.codes),
+                [each.change for each in left if each.change is not None],
+                setup.numbers,
+            ),
         ),
         checkpointed=recorder.checkpointed,
         grad=recorder.grad if recorder.asked_grad else None,
@@ -248,16 +254,16 @@ def _run_with_numbers(
         if any(each.kind is float for each in setup.numbers) and run.recorder.fixes_number():
             read |= {each for each in setup.numbers if each.kind is float}
         refused |= read
-        changed = [each for each in map(_changed_number, run.left) if each is not None]
-        numbers = [x for x in dict.fromkeys((*setup.numbers, *changed)) if x not in refused]
+        changed = [_changed_number(each, setup.converter.reachable) for each in run.left]
+        numbers = [x for x in dict.fromkeys((*setup.numbers, *changed)) if x and x not in refused]
         if numbers == list(setup.numbers):
             return run, setup
         before.restore()
         setup = replace(setup, numbers=tuple(numbers))
 
 
-def _changed_number(left: Left) -> StateInput | None:
-    """The number in an attribute or variable that forward has changed, or None."""
+def _changed_number(left: Left, code: ReachableState) -> StateInput | None:
+    """The number in an attribute or in a variable of ``code`` that forward has changed, or None."""
     change = left.change
     if change is None or change.kind != "set" or change.root not in ("model", "code"):
         return None
@@ -267,9 +273,11 @@ def _changed_number(left: Left) -> StateInput | None:
     name = spell(change.path)
     if change.root == "model":
         return StateInput(name=name, path=change.path, kind=kind)
-    if isinstance(change.holder, Reference) and len(change.path) == 1:
-        return StateInput(name=name, variable=change.holder, kind=kind)
-    return None
+    holder = change.holder
+    if not isinstance(holder, Reference):
+        container = next(each for each in code.containers if each.value is holder)
+        holder = replace(container, keys=(change.path[-1],))
+    return StateInput(name=name, variable=holder, kind=kind)
 
 
 def _state_inputs(
@@ -344,7 +352,8 @@ def _compare_with_next(
     )
     for each in left:
         key = each.stored.root, each.stored.path
-        silent = first.is_cache(each) or not containers.was_read(key)
+        number = _changed_number(each, reachable) in setup.numbers
+        silent = number or first.is_cache(each) or not containers.was_read(key)
         if each.stored.root == "code" and not (repeats and silent):
             raise CaptureError(
                 each.stored.name,

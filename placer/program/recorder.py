@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import CodeType
 from typing import Any
 
 import torch
@@ -76,7 +78,7 @@ from placer.program.targets import (
     Modes,
     UnderModes,
 )
-from placer.program.watch import watch_calls
+from placer.program.watch import trace_codes, watch_calls
 from placer.program.writer import CPU, GraphWriter, executable
 
 # Names of tensor methods: those that return sizes, those that return values of elements to Python,
@@ -157,6 +159,10 @@ class Recorder(TorchFunctionMode):
         self.made: set[fx.Node] = set()  # constants that forward made from numpy arrays
         self.made_tensors: list[Tensor] = []  # keeps them alive
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
+        self.codes: set[CodeType] = (
+            set()
+        )  # of Python functions that ran, outside of torch functions
+        self.trace = trace_codes(self.codes)
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
         self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
         self.training = {id(module): module.training for module in fake_model.modules()}
@@ -175,8 +181,13 @@ class Recorder(TorchFunctionMode):
             if not is_inside(self.whole, path)
         }
         watched = watch_attributes(traced, self.read_attribute)
+        before = sys.gettrace()
         with watch_calls(self), watched, self, _OperatorMode(self):
-            yield
+            sys.settrace(self.trace)
+            try:
+                yield
+            finally:
+                sys.settrace(before)
 
     def read_attribute(self, path: str, name: str) -> None:
         """The module at ``path`` read an attribute. A single-node module reads its own again in every run."""
@@ -234,6 +245,9 @@ class Recorder(TorchFunctionMode):
         if self.paused:
             return func(*args, **kwargs)
         before, self.inside = self.inside, True
+        traced = sys.gettrace()
+        if traced is self.trace:
+            sys.settrace(None)
         try:  # not `with self.refusing()`, which is slow: there are many calls
             return self.run_function(func, args, kwargs)
         except _REFUSALS as error:
@@ -241,6 +255,8 @@ class Recorder(TorchFunctionMode):
             raise
         finally:
             self.inside = before
+            if traced is self.trace:
+                sys.settrace(traced)
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an operator that ran outside of any torch function, as from ``torch.from_numpy``."""

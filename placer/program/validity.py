@@ -12,9 +12,10 @@ from placer.program.call import bind_call, describe_shapes
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
-from placer.program.guards import AttributeGuard, VariableGuard, failed_guard
+from placer.program.guards import AttributeGuard, failed_guard
 from placer.program.record import Setup, record_model
 from placer.program.types import CallFormat, Conditions
+from placer.program.variable_guards import VariableGuard
 from placer.program.watch import RECORDING
 
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from torch import nn
@@ -49,6 +50,20 @@ class Watcher(Protocol):
 
     def grad_enabled(self) -> bool:
         """The answer for code of the model that asks whether gradients are enabled."""
+
+
+def trace_codes(codes: set[CodeType]) -> Callable[[FrameType, Any, Any], Any]:
+    """A function for `sys.settrace` that adds the code of Python functions that are called to ``codes``.
+
+    It calls the present one, such as a debugger's, too.
+    """
+    present = sys.gettrace()
+
+    def trace(frame: FrameType, event: Any, arg: Any) -> Any:
+        codes.add(frame.f_code)
+        return present(frame, event, arg) if present is not None else None
+
+    return trace
 
 
 @contextmanager

@@ -1,15 +1,22 @@
-"""Tensors in variables of the model's code: a program uses what is in them at each call."""
+"""Variables of the model's code: a call uses what is in them then, and leaves in them what forward does."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from other_inputs import WAYS, Arguments, assert_equal_calls, compile_way
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from placer.executor.numbers import RecaptureWarning
+from placer.program import SettingsGuard, capture_model
 
 D = torch.float64
 SCALE = torch.tensor(1.5, dtype=D)
@@ -82,3 +89,161 @@ def test_a_deep_copy_uses_the_variables_too() -> None:
 
 def test_a_tensor_in_a_closure() -> None:
     assert_equal_calls(InClosure, [call] * 3, between=write)
+
+
+# Plain values: what a call uses is what the plain model would read then.
+
+RATE = 2.0
+STEPS = 3
+SETTINGS: dict[str, Any] = {
+    "scale": 2.0,
+    "deep": {"act": "tanh"},
+    "layers": [1, 1],
+    "function": F.gelu,
+}
+OPTIONS = types.SimpleNamespace(scale=2.0, inner=types.SimpleNamespace(flag=False))
+UNRELATED = {"count": 0}
+
+
+class Options:
+    scale = 2.0
+
+
+class Plain(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * RATE * self.factor() + SETTINGS["scale"]
+        for _ in SETTINGS["layers"]:
+            x = x + Options.scale
+        x = SETTINGS["function"](x) if OPTIONS.inner.flag else x * OPTIONS.scale
+        return self.last(getattr(x, SETTINGS["deep"]["act"])())
+
+    def factor(self) -> int:
+        return STEPS
+
+
+def unrelated() -> int:
+    return UNRELATED["count"]
+
+
+def put_rate(value: float) -> None:
+    global RATE
+    RATE = value
+
+
+def put_steps(value: float) -> None:
+    global STEPS
+    STEPS = int(value)
+
+
+def put_scale(value: float) -> None:
+    SETTINGS["scale"] = value
+
+
+def put_class(value: float) -> None:
+    Options.scale = value
+
+
+def put_object(value: float) -> None:
+    OPTIONS.scale = value
+
+
+def put_flag(value: float) -> None:
+    OPTIONS.inner.flag = value % 2 > 1
+
+
+def put_function(value: float) -> None:
+    OPTIONS.inner.flag, SETTINGS["function"] = True, F.relu if value > 3 else F.gelu
+
+
+def put_list(value: float) -> None:
+    SETTINGS["layers"] = [1] * (int(value) % 3)
+
+
+def put_string(value: float) -> None:
+    SETTINGS["deep"] = {"act": "tanh" if int(value) % 2 else "sigmoid"}
+
+
+PUTS = (
+    *(put_rate, put_steps, put_scale, put_class, put_object),
+    *(put_flag, put_function, put_list, put_string),
+)
+
+
+@pytest.fixture(autouse=True)
+def _values_restored() -> Iterator[None]:
+    here = globals()
+    plain = {name: copy.deepcopy(here[name]) for name in ("RATE", "STEPS", "SETTINGS", "OPTIONS")}
+    yield
+    here.update(plain)
+    Options.scale = 2.0
+
+
+@pytest.mark.matrix(12)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("put", PUTS)
+def test_a_plain_value_that_is_another_now(put: Callable[[float], None], way: str) -> None:
+    values = itertools.cycle([2.5, 3.5, 3.5, 4.5, 7.25, 2.5])
+    assert_equal_calls(Plain, [call] * 6, way, between=lambda: put(next(values)))
+
+
+@pytest.mark.parametrize("put", PUTS[:5])
+def test_a_number_that_is_another_in_every_call_is_not_captured_for_each(
+    put: Callable[[float], None],
+) -> None:
+    net = Plain().double()
+    placed = compile_way(net, call(), "stages")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecaptureWarning)
+        for value in range(3, 40):
+            put(value + 0.5)
+            (x,) = call()
+            assert torch.allclose(placed(x), net(x))
+
+
+def test_only_variables_of_code_that_ran_are_guarded() -> None:
+    net = Plain().double()
+    net.other = unrelated  # type: ignore[assignment]
+    program = capture_model(net, call(), {})
+    names = {each.name for each in program.conditions.guards if isinstance(each, SettingsGuard)}
+    assert f"{__name__}.SETTINGS" in names
+    assert f"{__name__}.UNRELATED" not in names
+
+
+class Left(Net):
+    """Leaves values in a global object, and counts in a dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        RESULTS.calls += 1
+        RESULTS.inner.mean = x.mean(1)
+        RESULTS.log.append(x.detach())
+        COUNTS["calls"] += 2
+        return self.last(x)
+
+
+class Inner:
+    mean: Tensor | None = None
+
+
+class Results:
+    def __init__(self) -> None:
+        self.calls, self.inner, self.log = 0, Inner(), list[Tensor]()
+
+
+RESULTS = Results()
+COUNTS = {"calls": 0}
+
+
+@pytest.mark.parametrize("way", ["stages", "micro-batches"])
+def test_what_forward_leaves_in_an_object_of_its_code(way: str) -> None:
+    net = Left().double()
+    placed = compile_way(net, call(), way)
+    for model in (net, placed, placed):
+        (x,) = call()
+        RESULTS.calls, COUNTS["calls"] = 5, 1
+        RESULTS.log.clear()
+        model(x).sum().backward()
+        assert (RESULTS.calls, COUNTS["calls"]) == (6, 3)
+        assert torch.allclose(RESULTS.inner.mean, net.first(x).mean(1))  # type: ignore[arg-type]
+        assert RESULTS.inner.mean.grad_fn is not None  # type: ignore[union-attr]
+        assert torch.allclose(torch.cat(RESULTS.log), net.first(x))
