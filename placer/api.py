@@ -24,6 +24,7 @@ from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
+from placer.precision import planned_autocast, recorded_under
 from placer.program import Program, SplitRules, capture_model, flatten_call, is_mark, unmarked
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
@@ -63,9 +64,7 @@ def make_plan(
     ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
     """
     wanted = as_spec(spec)
-    program, leaves = _capture(
-        model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
-    )
+    program, leaves = _capture(model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves)
     loss = _given_loss(loss_fn, target)
     return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
 
@@ -104,7 +103,7 @@ def compile(
         if isinstance(model, nn.Module):
             check_names(model)
         program, leaves = _capture(
-            model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
+            model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
         )
         return program, _plan_or_refuse(wanted, program, leaves, job)
 
@@ -186,9 +185,7 @@ def auto_spec(
     loss = _given_loss(loss_fn, target)
     if loss is not None:
         spec = spec.model_copy(update={"loss": loss.spec})
-    program, leaves = _capture(
-        model, args, kwargs, rules=_rules(spec), ignore_device_moves=ignore_device_moves
-    )
+    program, leaves = _capture(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
     return choose_spec(program, spec, leaves, make)
 
@@ -214,9 +211,7 @@ def simulate(
     and ``ignore_device_moves`` are as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
-    program, leaves = _capture(
-        model, args, kwargs, rules=_rules(wanted), ignore_device_moves=ignore_device_moves
-    )
+    program, leaves = _capture(model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=_given_loss(loss_fn, target))
     planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
     return simulate_captured(
@@ -310,21 +305,19 @@ def _refuse_placed(model: nn.Module) -> None:
             )
 
 
-def _rules(wanted: PlacementSpec | Plan) -> SplitRules:
-    return SplitRules.of(wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches)
-
-
 def _capture(
     model: nn.Module,
     args: Sequence[Any] | Tensor,
     kwargs: Mapping[str, Any] | None,
+    wanted: PlacementSpec | Plan,
     *,
-    rules: SplitRules | None = None,
     ignore_device_moves: bool,
 ) -> tuple[Program, list[Tensor]]:
+    rules = SplitRules.of(wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches)
     positional, keywords = example_call(args, kwargs)
     _refuse_placed(model)
-    with torch.inference_mode(False):  # a plan is for training, too
+    # A plan is for training, too.
+    with torch.inference_mode(False), recorded_under(planned_autocast(wanted.precision)):
         program = capture_model(
             model, positional, keywords, rules=rules, ignore_device_moves=ignore_device_moves
         )

@@ -32,6 +32,28 @@ def precision_context(precision: str, device_type: str) -> AbstractContextManage
     return torch.autocast(device_type, _AUTOCAST[precision], cache_enabled=kept)
 
 
+def present_autocast(precision: str) -> torch.dtype | None:
+    """The data type of the autocast under which stages of this precision would run now; None without one.
+
+    In fp32 that is the caller's autocast, of the accelerator or else of the CPU.
+    """
+    if precision != "fp32":
+        return _AUTOCAST[precision]
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
+    return next((torch.get_autocast_dtype(x) for x in kinds if torch.is_autocast_enabled(x)), None)
+
+
+def planned_autocast(precision: str) -> torch.dtype | None:
+    """The same where the caller has none."""
+    return _AUTOCAST.get(precision)
+
+
+def recorded_under(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast to ``dtype``, or none, on the CPU, where models are recorded on fake tensors."""
+    return torch.autocast("cpu", dtype or torch.bfloat16, dtype is not None, cache_enabled=False)
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """In this block, torch computes fp32 convolutions, products and RNNs in fp32; then as before.

@@ -17,6 +17,7 @@ from placer.cli.target import build_model
 from placer.cli.values import parse_values
 from placer.inputs import parse_inputs
 from placer.plan.types import Plan
+from placer.precision import planned_autocast, recorded_under
 from placer.program import IgnoreDeviceMoves, Program, SplitRules, capture_model, flatten_call
 from placer.spec import PlacementSpec
 
@@ -43,13 +44,15 @@ class LoadedModel:
             rules = SplitRules.of(
                 wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches
             )
-        program = capture_model(
-            self.model,
-            self.args,
-            self.kwargs,
-            ignore_device_moves=self.ignore_device_moves,
-            rules=rules,
-        )
+        precision = "fp32" if wanted is None else wanted.precision
+        with recorded_under(planned_autocast(precision)):
+            program = capture_model(
+                self.model,
+                self.args,
+                self.kwargs,
+                ignore_device_moves=self.ignore_device_moves,
+                rules=rules,
+            )
         return program, flatten_call(program.call, self.args, dict(self.kwargs))
 
 

@@ -18,6 +18,7 @@ from placer.errors import CaptureError, PlacerError
 from placer.executor.program_cache import capture_for_plan, isolated_from_caller, plan_rules
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
+from placer.precision import planned_autocast, recorded_under
 from placer.program import (
     AttributeGuard,
     BatchDim,
@@ -75,7 +76,7 @@ def check_changed(
 ) -> None:
     """Raise ``PlacerError`` if a pickle of ``model``, changed since it was placed, could not be loaded."""
     try:
-        with isolated_from_caller():
+        with isolated_from_caller(plan.precision):
             emit_changed(model, plan, call, state_stage)
     except CaptureError as error:
         raise PlacerError(
@@ -128,13 +129,14 @@ def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
     Generated code is not pickled. Raises ``PlanError`` if the graph is not the one that was planned,
     and ``CaptureError`` if capture fails. Call it inside `as_captured`.
     """
-    program = capture_model(
-        model,
-        call.args,
-        call.kwargs,
-        ignore_device_moves=call.ignore_device_moves,
-        rules=plan_rules(plan).with_names(call.batch_dims),
-    )
+    with recorded_under(planned_autocast(plan.precision)):
+        program = capture_model(
+            model,
+            call.args,
+            call.kwargs,
+            ignore_device_moves=call.ignore_device_moves,
+            rules=plan_rules(plan).with_names(call.batch_dims),
+        )
     check_plan(plan, program)
     return emit_stages(program, plan)
 

@@ -16,7 +16,9 @@ from placer.emit import StagedModel, emit_stages
 from placer.executor.numbers import ENOUGH, ChangingNumbers, Recaptures
 from placer.plan.types import Plan
 from placer.planner.follow import follow_plan
+from placer.precision import present_autocast, recorded_under
 from placer.program import (
+    Answers,
     AttributeGuard,
     BatchDim,
     BoundCall,
@@ -46,14 +48,14 @@ _MAX_REFERENCES = 8  # captured programs with which a new recording is compared
 class _CachedProgram(NamedTuple):
     """Stages, and the values of plain attributes for which they compute what the model does.
 
-    ``grad`` says with which answer, if the model asks whether gradients are enabled (None: it does not).
+    ``answers`` are those with which it was recorded, to what the model asks about gradients.
     ``fixed`` are the arguments' numbers for which the program holds, by name, and ``seen`` the values of its
     other numbers for which it was recorded.
     """
 
     guards: tuple[AttributeGuard, ...]
     staged: StagedModel
-    grad: bool | None
+    answers: Answers
     any_rows: bool  # for every batch size
     fixed: Mapping[str, Any]
     seen: set[tuple[Any, ...]]
@@ -76,10 +78,13 @@ class ProgramCache:
     and after modules were replaced, the model is recorded again on fake tensors. If the recording is
     the same, the captured stages are used. If it differs, or if hooks or parametrizations were added
     to a module whose inside was captured, the model is captured anew and its nodes are assigned to the
-    plan's stages. Results are cached. Weights stay where the plan placed them.
+    plan's stages. Results are cached. Weights stay where the plan placed them. ``autocast`` is the data type
+    of the autocast under which ``staged`` was captured.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, staged: StagedModel) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, staged: StagedModel, autocast: torch.dtype | None
+    ) -> None:
         self._model = model
         self._structure = 0  # how often modules were replaced
         self._note_modules()
@@ -93,7 +98,7 @@ class ProgramCache:
         # The inputs, on ``meta``, for which the model was recorded last:
         self.latest = staged.example_inputs()
         example = self.latest
-        condition = condition_key(staged.call, staged.conditions.modes, example)
+        condition = condition_key(staged.call, staged.conditions.modes, example), autocast
         # By the conditions, and by the rows of a call if the program is not for every batch size.
         self._known: dict[Hashable, list[_CachedProgram]] = {}
         self._remember(
@@ -153,8 +158,9 @@ class ProgramCache:
         whole = self._kept_whole()
         answers: dict[Hashable, StagedModel] = {}
         found: list[StagedModel] = []
+        autocast = present_autocast(self._plan.precision)
         for inputs in microbatches:
-            condition = condition_key(self.call, modes, inputs)
+            condition = condition_key(self.call, modes, inputs), autocast
             key = condition, row_counts(self.call, inputs)
             if key not in answers:
                 answers[key] = self._find(modes, condition, whole, inputs, leaves)
@@ -175,7 +181,7 @@ class ProgramCache:
             key = condition, rows, whole, self._structure
             known: list[_CachedProgram] = self._known.get(key, [])
             for each in known[::-1]:
-                if each.grad not in (None, grad):
+                if not self._answers(each.answers, inputs, leaves):
                     continue
                 if any(each.differences(leaves, self._module_at)):
                     others.append(each)
@@ -194,6 +200,26 @@ class ProgramCache:
             self._recaptures.add(self._model, what, time.perf_counter() - began)
         return program.staged
 
+    def _answers(
+        self, answers: Answers, inputs: Sequence[Tensor], leaves: Mapping[str, Any]
+    ) -> bool:
+        """Does code of the model that asks about gradients get these ``answers`` now?"""
+        if len(answers) < 2:
+            return answers in ((), (torch.is_grad_enabled(),))
+        tensors = *self._uncut(inputs, leaves), *self._model.parameters()
+        return answers == (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors))
+
+    def _uncut(self, inputs: Sequence[Tensor], leaves: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of the call of which ``inputs`` are slices, which may require no gradient."""
+        named = zip(self.call.inputs, inputs, strict=True)
+        return [leaves.get(each.name, own) for each, own in named]
+
+    def _without_data(self, inputs: Sequence[Tensor], leaves: Mapping[str, Any]) -> list[Tensor]:
+        empty = without_data(inputs)
+        for each, uncut in zip(empty, self._uncut(inputs, leaves), strict=True):
+            each.requires_grad_(uncut.requires_grad)
+        return empty
+
     def _serves(
         self,
         known: _CachedProgram,
@@ -209,8 +235,8 @@ class ProgramCache:
         values = self._numbers.values(known.staged.conditions.numbers, leaves)
         if not values or values in known.seen or len(known.seen) >= ENOUGH:
             return True
-        with isolated_from_caller():
-            found = self._same(known.staged, without_data(inputs), leaves, grad=grad)
+        with isolated_from_caller(self._plan.precision):
+            found = self._same(known.staged, self._without_data(inputs, leaves), leaves, grad=grad)
         known.seen.add(values)
         return found is not None
 
@@ -224,8 +250,8 @@ class ProgramCache:
         grad: bool,
     ) -> _CachedProgram:
         """A program for new conditions or values: a captured one if the recording is the same."""
-        with isolated_from_caller():
-            shaped = without_data(inputs)
+        with isolated_from_caller(self._plan.precision):
+            shaped = self._without_data(inputs, leaves)
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             comparable = whole == self._whole and self._buffers == self._captured_buffers
             like = [x for x in reversed(self._references) if x.conditions.modes == modes]
@@ -235,7 +261,7 @@ class ProgramCache:
                     self.latest = shaped
                     known = self._as_known(reference, leaves)
                     return known._replace(
-                        guards=found.guards, grad=found.grad, any_rows=found.any_rows
+                        guards=found.guards, answers=found.answers, any_rows=found.any_rows
                     )
             args, kwargs = rebuild_call(self.call, shaped, leaves)
             numbers = self._numbers.candidates(modes)
@@ -264,7 +290,7 @@ class ProgramCache:
         return _CachedProgram(
             guards=conditions.guards,
             staged=staged,
-            grad=conditions.grad,
+            answers=conditions.answers,
             any_rows=conditions.any_batch_size and not conditions.reads_rows,
             fixed={name: leaves[name] for name in conditions.fixed},
             seen={self._numbers.values(conditions.numbers, leaves)},
@@ -285,7 +311,7 @@ class ProgramCache:
     def for_call(self, bound: BoundCall) -> ProgramCache:
         """The programs for a call with other arguments or other constants."""
         grad = torch.is_grad_enabled()
-        with isolated_from_caller():
+        with isolated_from_caller(self._plan.precision):
             args, kwargs = rebuild_arguments(bound, without_data(bound.leaves))
             staged = self._capture(
                 args,
@@ -300,7 +326,8 @@ class ProgramCache:
                 said=bound.said,
                 method=bound.method,
             )
-            return ProgramCache(self._model, self._plan, staged)
+            autocast = present_autocast(self._plan.precision)
+            return ProgramCache(self._model, self._plan, staged, autocast)
 
     def _note_modules(self) -> None:
         self._module_at = dict(self._model.named_modules())
@@ -395,15 +422,19 @@ def plan_rules(plan: Plan) -> SplitRules:
 
 
 @contextmanager
-def isolated_from_caller() -> Iterator[None]:
-    """Run a capture without the caller's modes, transforms, gradient mode and saved-tensor hooks."""
+def isolated_from_caller(precision: str) -> Iterator[None]:
+    """Run a capture without the caller's modes, transforms, gradient mode and saved-tensor hooks.
+
+    Autocast is that of stages of this ``precision``.
+    """
     # `torch.utils.checkpoint` counts the tensors that its saved-tensor hooks see. Under any such hooks
     # torch.func does not work, so there are none here if the caller has none.
     own_saving: AbstractContextManager[object] = nullcontext()
     if saved_tensor_hooks() is not None:
         own_saving = torch.autograd.graph.saved_tensors_hooks(_same, _same)
     anew = torch.inference_mode(False), torch.enable_grad()
-    with without_modes(), without_transforms(), own_saving, anew[0], anew[1]:
+    cast = recorded_under(present_autocast(precision))
+    with without_modes(), without_transforms(), own_saving, anew[0], anew[1], cast:
         yield
 
 

@@ -44,6 +44,7 @@ from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
+from placer.precision import planned_autocast
 from placer.program import (
     CallFormat,
     MethodNotCaptured,
@@ -82,7 +83,7 @@ class Runtime:
         self.replicas = tuple(
             Replica(staged, row, places[0], plan.precision, self.statistics) for row in places
         )
-        self.calls = CallCache(ProgramCache(tree, plan, staged))
+        self.calls = CallCache(ProgramCache(tree, plan, staged, planned_autocast(plan.precision)))
         self.signature = model_signature(tree)  # of the model that was planned
         self.combination = CombinationFinder()
         self._as_written: dict[str, MethodNotCaptured] = {}  # names of methods -> why not captured

@@ -74,6 +74,7 @@ from placer.program.stored import StateInput, Stored, Target, set_flags, store
 from placer.program.targets import SELECTS
 from placer.program.types import (
     TENSOR,
+    Answers,
     AnyNumber,
     CallFormat,
     Conditions,
@@ -95,6 +96,7 @@ from placer.program.variable_guards import SettingsGuard, VariableGuard
 __all__ = [
     "SELECTS",
     "TENSOR",
+    "Answers",
     "AnyNumber",
     "AttributeGuard",
     "BatchDim",

@@ -515,7 +515,7 @@ def _assemble(
             fixed=_fixed(bound, recording),
             repeats=recording.repeats,
             ignore_device_moves=capture.setup.ignore_device_moves,
-            grad=recording.grad,
+            answers=recording.answers,
             hooked_by_forward=any(
                 runs_own_hooks(x, capture.converter.reachable) for x in modules.values()
             ),

@@ -110,7 +110,8 @@ class ReachableState:
     ``cached`` are references to ``functools.lru_cache`` functions, ``variables`` those of variables (global,
     of a closure, or of a class) that are None, tensors, numbers, strings, containers or objects,
     ``containers`` those of dicts, lists and sets, and of objects in variables, ``objects`` those of variables
-    that are objects, ``codes`` the code of functions.
+    that are objects, ``codes`` the code of functions, and ``classes`` the classes that each function names or
+    belongs to, by its code.
     """
 
     cached: list[Reference] = field(default_factory=list)
@@ -118,6 +119,7 @@ class ReachableState:
     containers: list[Reference] = field(default_factory=list)
     objects: list[Reference] = field(default_factory=list)
     codes: list[CodeType] = field(default_factory=list)
+    classes: list[tuple[CodeType, type]] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
         """Add everything in ``other``."""
@@ -126,14 +128,21 @@ class ReachableState:
         self.containers += other.containers
         self.objects += other.objects
         self.codes += other.codes
+        self.classes += other.classes
 
     def read_by(self, codes: Collection[CodeType]) -> list[Reference]:
-        """The variables that functions with these ``codes`` name; attributes of classes by name only."""
+        """The variables that functions with these ``codes`` name.
+
+        Attributes of a class count if one of them names the class or an object of it, or is a method of it.
+        """
+        ran = set(map(id, codes))  # not by value: generated methods of different classes are equal
         names = {name for code in codes for name in code.co_names}
+        classes = {base for code, kind in self.classes if id(code) in ran for base in kind.__mro__}
         found = {
             (id(each.holder), each.key): each
             for each in self.variables
-            if each.code in codes or (isinstance(each.holder, type) and each.key in names)
+            if id(each.code) in ran
+            or (isinstance(each.holder, type) and each.holder in classes and each.key in names)
         }
         return list(found.values())
 
@@ -229,6 +238,8 @@ class _Search:
             elif isinstance(value, property):
                 self.look(None, None, value.fget)
             elif isinstance(value, FunctionType):
+                if value.__code__.co_qualname.startswith(f"{cls.__qualname__}."):
+                    self.found.classes.append((value.__code__, cls))
                 self.look(cls, name, value)
             elif not name.startswith("__"):
                 self._variable(cls, name, value)
@@ -261,7 +272,13 @@ class _Search:
     def _variable(self, holder: Any, key: Any, value: Any, code: CodeType | None = None) -> None:
         self.look(holder, key, value)
         reference = Reference(holder, key, value, code=code)
-        if is_object(value) and not isinstance(value, enum.Enum):
+        if code is not None and not isinstance(value, (*_ATOMS, *_CONTAINERS)):
+            self.found.classes.append((code, value if isinstance(value, type) else type(value)))
+        if isinstance(holder, enum.EnumMeta):
+            return
+        if isinstance(value, enum.Enum):
+            self.found.variables.append(reference)
+        elif is_object(value):
             self.found.objects.append(reference)
             if _holds_settings(value):
                 self.found.variables.append(reference)

@@ -40,6 +40,7 @@ from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.stored import StateInput, Stored, table_at
 from placer.program.targets import present_value
+from placer.program.types import Answers
 from placer.program.variable_guards import settings_guards, variable_guards
 from placer.program.watched import watching
 from placer.program.writer import CPU
@@ -67,9 +68,7 @@ class RecordedProgram:
     repeats: bool  # does the next call compute the same, in the state that this one leaves?
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
-    grad: (
-        bool | None
-    )  # the answer given to ``torch.is_grad_enabled()``; None if forward never asked
+    answers: Answers  # to questions about gradients
     sizes: SizeLog
     packs: bool  # forward packs sequences
     shapes: tuple[Any, ...]  # per node: the shape of its tensor, its number, or None
@@ -170,13 +169,13 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
                 setup.model, setup.converter.reachable, objects, found, recorder.tensors_read
             ),
             *settings_guards(
-                setup.converter.reachable.read_by(recorder.codes),
+                setup.converter.reachable.read_by(recorder.codes.values()),
                 [each.change for each in left if each.change is not None],
                 setup.numbers,
             ),
         ),
         checkpointed=recorder.checkpointed,
-        grad=recorder.grad if recorder.asked_grad else None,
+        answers=recorder.answers(setup.bound.tensors),
         sizes=sizes,
         packs=recorder.packs,
         shapes=writer.shapes,

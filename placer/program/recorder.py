@@ -78,7 +78,8 @@ from placer.program.targets import (
     Modes,
     UnderModes,
 )
-from placer.program.watch import trace_codes, watch_calls
+from placer.program.types import Answers
+from placer.program.watch import is_librarys, trace_codes, watch_calls
 from placer.program.writer import CPU, GraphWriter, executable
 
 # Names of tensor methods: those that return sizes, those that return values of elements to Python,
@@ -124,6 +125,7 @@ class Recorder(TorchFunctionMode):
         self.grad = grad  # whether gradients are enabled, for code that asks
         self.grad_mode = True  # whether forward has left gradients enabled at this point
         self.asked_grad = False
+        self.asked_flags = False  # has code asked whether a tensor requires gradients?
         self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
         self.reachable = converter.reachable
@@ -159,9 +161,7 @@ class Recorder(TorchFunctionMode):
         self.made: set[fx.Node] = set()  # constants that forward made from numpy arrays
         self.made_tensors: list[Tensor] = []  # keeps them alive
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
-        self.codes: set[CodeType] = (
-            set()
-        )  # of Python functions that ran, outside of torch functions
+        self.codes: dict[int, CodeType] = {}  # of functions that ran outside of torch functions
         self.trace = trace_codes(self.codes)
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
         self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
@@ -217,6 +217,13 @@ class Recorder(TorchFunctionMode):
     def number_input(self, name: str, value: float) -> Any:
         """A new input of the graph that is a number."""
         return self.sizes.input(self.writer.number(name), value)
+
+    def answers(self, inputs: Sequence[Tensor]) -> Answers:
+        """What forward asked about gradients; ``inputs`` are the caller's."""
+        if self.asked_flags:
+            tensors = *inputs, *self.model.parameters()
+            return self.grad, *(tensor.requires_grad for tensor in tensors)
+        return (self.grad,) if self.asked_grad else ()
 
     def reads_number(self, placeholder: fx.Node) -> bool:
         """Does Python code look at a number that is an input, or at one computed from it?"""
@@ -522,6 +529,9 @@ class Recorder(TorchFunctionMode):
     def get_property(self, func: Any, tensor: Tensor) -> Any:
         """Read a property of a tensor, such as ``x.shape`` or ``x.T``."""
         value, name = func(tensor), func.__self__.__name__
+        if name == "requires_grad" and not is_librarys(sys._getframe(3)):
+            self.asked_flags = True
+            return value and (self.grad or tensor.is_leaf)
         if name == "shape":
             return self.sizes.shape(tensor, value)
         if isinstance(value, Tensor) and name not in ("grad", "_base"):

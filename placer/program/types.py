@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -72,6 +72,11 @@ class CallFormat:
         return rows_of(self.batch_dims, [each.shape for each in self.inputs])
 
 
+# The answers to what forward asked about gradients: whether they are enabled, and `requires_grad` of every
+# input of the call and every parameter. Empty, or just the first, if forward asked no more.
+Answers: TypeAlias = tuple[bool, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """The conditions of a capture. Under other conditions, the model may run other operations."""
@@ -91,9 +96,7 @@ class Conditions:
     fixed: Mapping[str, int | float]
     repeats: bool  # does a call compute the same in the state that a call leaves?
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
-    grad: bool | None = (
-        None  # the answer to ``torch.is_grad_enabled()``; None if forward never asked
-    )
+    answers: Answers = ()
     hooked_by_forward: bool = False  # had forward itself installed hooks on the model?
 
 

@@ -14,7 +14,7 @@ from placer.program.fake import FakeConverter
 from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard, failed_guard
 from placer.program.record import Setup, record_model
-from placer.program.types import CallFormat, Conditions
+from placer.program.types import Answers, CallFormat, Conditions
 from placer.program.variable_guards import VariableGuard
 from placer.program.watch import RECORDING
 
@@ -24,7 +24,7 @@ class SameProgram:
     """The model's operations are those of the captured graph. The fields describe the new recording."""
 
     guards: tuple[AttributeGuard, ...]
-    grad: bool | None  # as in `Conditions`
+    answers: Answers  # as in `Conditions`
     any_rows: bool  # are the operations the same for every batch size?
 
 
@@ -104,6 +104,6 @@ def same_program(
         reads_rows = bool(recording.sizes.readings)  # which of them depend on the rows is not known
     return SameProgram(
         guards=recording.guards,
-        grad=recording.grad,
+        answers=recording.answers,
         any_rows=conditions.any_batch_size and not reads_rows,
     )

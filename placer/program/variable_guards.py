@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType
@@ -23,7 +24,7 @@ from placer.program.reachable import ReachableState, Reference
 from placer.program.restore import Change
 from placer.program.stored import StateInput
 
-_COMPARED = (*PLAIN_VALUES, FunctionType, BuiltinFunctionType, type)
+_COMPARED = (*PLAIN_VALUES, enum.Enum, FunctionType, BuiltinFunctionType, type)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +182,8 @@ def _settings(
     """The plain values and functions in ``value``, and the types of the rest, with keys, in a fixed order."""
     if keys in unread:
         return
-    yield keys, type(value), value if isinstance(value, _COMPARED) else None
-    if depth > 0 and not isinstance(value, nn.Module):
+    compared = isinstance(value, _COMPARED)
+    yield keys, type(value), value if compared else None
+    if depth > 0 and not compared and not isinstance(value, nn.Module):
         for key, part in parts(value):
             yield from _settings(part, unread, (*keys, key), depth_inside(value, depth))

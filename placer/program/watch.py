@@ -52,15 +52,20 @@ class Watcher(Protocol):
         """The answer for code of the model that asks whether gradients are enabled."""
 
 
-def trace_codes(codes: set[CodeType]) -> Callable[[FrameType, Any, Any], Any]:
-    """A function for `sys.settrace` that adds the code of Python functions that are called to ``codes``.
+def is_librarys(frame: FrameType) -> bool:
+    """Does ``frame`` run code of torch or placer?"""
+    return str(frame.f_globals.get("__name__", "")).startswith(("torch.", "placer."))
+
+
+def trace_codes(codes: dict[int, CodeType]) -> Callable[[FrameType, Any, Any], Any]:
+    """A function for `sys.settrace` that adds the codes of functions that are called to ``codes``, by id.
 
     It calls the present one, such as a debugger's, too.
     """
     present = sys.gettrace()
 
     def trace(frame: FrameType, event: Any, arg: Any) -> Any:
-        codes.add(frame.f_code)
+        codes[id(frame.f_code)] = frame.f_code
         return present(frame, event, arg) if present is not None else None
 
     return trace
@@ -104,8 +109,7 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
             watcher.seed()
 
     def grad_enabled(original: Callable[[], bool]) -> bool:
-        asked_by = str(sys._getframe(2).f_globals.get("__name__", ""))
-        if asked_by.startswith(("torch.", "placer.")) or not is_watched():
+        if is_librarys(sys._getframe(2)) or not is_watched():
             return original()
         return original() and watcher.grad_enabled()
 

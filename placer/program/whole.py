@@ -121,7 +121,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         repeats=True,
         guards=make_guards(model, attributes),
         checkpointed={},
-        grad=None,
+        answers=(),
         sizes=SizeLog(),
         packs=False,
         shapes=writer.shapes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -354,11 +355,62 @@ def test_a_model_that_asks_whether_gradients_are_enabled() -> None:
     assert loss.isfinite()
 
 
+class _AsksFlags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        factors = [x.requires_grad, hidden.requires_grad, self.last.weight.requires_grad]
+        return self.last(hidden * sum(10**i for i, asked in enumerate(factors) if asked))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_model_that_asks_which_tensors_require_gradients(microbatches: int) -> None:
+    plain = _AsksFlags().double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    placed = placer.compile(plain, {"devices": ["cpu"], "microbatches": microbatches}, x)
+    for of_input, enabled, first, last in itertools.product((False, True), repeat=4):
+        for model in (plain, placed):
+            model.first.requires_grad_(first), model.last.requires_grad_(last)
+        given = x.clone().requires_grad_(of_input)
+        with torch.set_grad_enabled(enabled):
+            torch.testing.assert_close(placed(given), plain(given))
+
+
+class _KeepsType(nn.Module):
+    """Reads the data type of a value that autocast casts, and asks for autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        x = (x * 0.333).to(y.dtype)
+        return x * 3 if torch.is_autocast_enabled("cpu") else x
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_programs_hold_for_one_autocast(precision: str) -> None:
+    plain, x = _KeepsType(), torch.randn(6, 4)
+    placed = placer.compile(plain, {"devices": ["cpu"], "precision": precision}, x)
+    for dtype in (None, torch.bfloat16, torch.float16, None):
+        of_plain = torch.bfloat16 if precision == "bf16" else dtype
+        with torch.autocast("cpu", of_plain or torch.bfloat16, of_plain is not None):
+            expected = plain(x)
+        with torch.autocast("cpu", dtype or torch.bfloat16, dtype is not None):
+            found = placed(x)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_model_that_does_not_ask_has_one_program_for_both_answers() -> None:
     model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     x = torch.randn(6, 3, 4)
     placed = placer.compile(model, {"devices": ["cpu"]}, x)
-    assert runtime_of(placed).staged.conditions.grad is None
+    assert runtime_of(placed).staged.conditions.answers == ()
     captured = runtime_of(placed).programs.find([x], {})
     with torch.no_grad():
         assert runtime_of(placed).programs.find([x], {}) is captured

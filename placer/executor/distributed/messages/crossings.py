@@ -27,7 +27,7 @@ from placer.executor.program_cache import ProgramCache
 from placer.executor.replica import Replica
 from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
 from placer.plan.types import Plan
-from placer.precision import autocast_state
+from placer.precision import autocast_state, planned_autocast
 from placer.program import (
     FakeConverter,
     copy_guarded_attributes,
@@ -172,7 +172,7 @@ class CrossingFinder:
         self._copies = [dict(model.named_modules()) for model in (self._shadow, self._fake)]
         self.part = part
         self._ownership = ownership
-        programs = ProgramCache(self._shadow, plan, staged)
+        programs = ProgramCache(self._shadow, plan, staged, planned_autocast(plan.precision))
         self.calls = CallCache(programs, before_capture=self.follow)
         places = [self._place] * len(staged.stages)
         self._statistics = DeferredStatistics() if defers_statistics(plan) else None
