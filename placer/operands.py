@@ -1,12 +1,21 @@
-"""Finds the tensors in the arguments and results of operators."""
+"""Finds the tensors in the arguments and results of operators, and the leaves of pytrees."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES, tree_iter
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    KeyPath,
+    SequenceKey,
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_iter,
+)
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -42,3 +51,17 @@ def tensors_of_tree(value: Any) -> list[Tensor]:
     if kind in SUPPORTED_NODES or isinstance(value, tuple):
         return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
     return []
+
+
+def leaves_with_paths(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[KeyPath, Any]], TreeSpec]:
+    """`tree_flatten_with_path`, also where a class was registered without names for its parts.
+
+    Then the leaves of the whole tree have their positions as paths. (The outputs of diffusers are such.)
+    """
+    try:
+        return tree_flatten_with_path(tree, is_leaf)
+    except ValueError:
+        leaves, spec = tree_flatten(tree, is_leaf)
+        return [((SequenceKey(i),), leaf) for i, leaf in enumerate(leaves)], spec

@@ -13,12 +13,12 @@ import torch
 from torch.utils._pytree import (
     keystr,
     tree_flatten,
-    tree_flatten_with_path,
     tree_unflatten,
 )
 
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError
+from placer.operands import leaves_with_paths
 from placer.program import Batched, CallFormat, Rows, is_mark, marked_dims, rows_of
 from placer.schedule import split_batch
 
@@ -103,7 +103,7 @@ def scatter_batch(
 
 def check_target(target: Any, total: int | None) -> None:
     """Raise ``PlacerError`` if a tensor of ``target`` does not have the batch's ``total`` rows."""
-    paths = tree_flatten_with_path(target, is_leaf=is_mark)[0] if total is not None else []
+    paths = leaves_with_paths(target, is_leaf=is_mark)[0] if total is not None else []
     for path, leaf in paths:
         rows = _rows_of_target(leaf)
         if rows is None or rows == total:
@@ -154,7 +154,7 @@ def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) ->
 
 def _refuse_arrays(target: Any) -> None:
     """Raise ``PlacerError`` if ``target`` has numpy arrays, which would not be split."""
-    for path, leaf in tree_flatten_with_path(target, is_leaf=is_mark)[0]:
+    for path, leaf in leaves_with_paths(target, is_leaf=is_mark)[0]:
         if type(leaf).__module__ == "numpy" and leaf.ndim:
             raise PlacerError(
                 f"target{keystr(path)}",

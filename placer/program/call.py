@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path
+from torch.utils._pytree import TreeSpec
 
 from placer.errors import CaptureError, nearest
+from placer.operands import leaves_with_paths
 from placer.program.batch import BatchDim
 from placer.program.marks import is_mark, marked_dims, unmarked
 from placer.program.objects import Path, is_object, parts
@@ -308,10 +309,10 @@ def bind_arguments(
     positional = {name: name not in kwargs for name in bound.arguments}
     bound.apply_defaults()
     arguments, said = dict(bound.arguments), dict[str, BatchDim]()
-    paths, in_spec = tree_flatten_with_path(arguments)
+    paths, in_spec = leaves_with_paths(arguments)
     if any(is_mark(leaf) for _, leaf in paths):
         said = marked_dims(arguments)
-        paths, in_spec = tree_flatten_with_path(unmarked(arguments))
+        paths, in_spec = leaves_with_paths(unmarked(arguments))
         arguments = {k: v.value if is_mark(v) else v for k, v in arguments.items()}
     return BoundCall(
         method=method,

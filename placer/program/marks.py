@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_map
 
 from placer.errors import CaptureError
+from placer.operands import leaves_with_paths
 from placer.program.batch import BatchDim
 from placer.program.result import readable
 
@@ -50,10 +51,10 @@ def marked_dims(value: Any) -> dict[str, BatchDim]:
     Raises ``CaptureError`` for a dimension that a tensor lacks.
     """
     found: dict[str, BatchDim] = {}
-    for path, mark in tree_flatten_with_path(value, is_leaf=is_mark)[0]:
+    for path, mark in leaves_with_paths(value, is_leaf=is_mark)[0]:
         if not is_mark(mark):
             continue
-        for inner, leaf in tree_flatten_with_path(mark.value)[0]:
+        for inner, leaf in leaves_with_paths(mark.value)[0]:
             if not isinstance(leaf, Tensor):
                 continue
             name = readable((*path, *inner))

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path
+from torch.utils._pytree import TreeSpec
 
+from placer.operands import leaves_with_paths
 from placer.program.failure import Untraceable
 from placer.program.packed import unflatten
 
@@ -93,7 +94,7 @@ def flatten_result(
     accepts. Raises ``Untraceable`` for an object that cannot be pickled.
     """
     # Pytree would rebuild a torch.Size as a tuple.
-    paths, spec = tree_flatten_with_path(result, is_leaf=lambda x: isinstance(x, torch.Size))
+    paths, spec = leaves_with_paths(result, is_leaf=lambda x: isinstance(x, torch.Size))
     found = [leaf for _, leaf in paths]
     names: list[str] = []
     only_objects = not any(isinstance(x, Tensor) and x.is_floating_point() for x in found)

@@ -14,6 +14,7 @@ import torch
 import torchvision
 from oracle import assert_close, assert_same
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 import placer
 from placer.program import capture_model
@@ -80,6 +81,34 @@ def keyword_only(forward: Any) -> Any:
         return forward(self, *args, **{"scale": 3.0} | kwargs)
 
     return wrapped
+
+
+class Output:
+    """A class of results that is registered with pytree without names for its parts, as diffusers' are."""
+
+    def __init__(self, sample: Tensor, scale: Tensor) -> None:
+        self.sample, self.scale = sample, scale
+
+
+register_pytree_node(Output, lambda x: ([x.sample, x.scale], None), lambda parts, _: Output(*parts))
+
+
+class ReturnsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, given: Output | None = None) -> Output:
+        x = self.first(x) if given is None else self.first(x) * given.scale
+        return Output(self.last(x), x.exp())
+
+
+def test_a_class_that_pytree_knows_without_names() -> None:
+    plain, x = ReturnsOutput().double(), torch.randn(4, 4, dtype=D)
+    placed = placer.compile(plain, {**TWO, "microbatches": 2}, x)
+    for ours, theirs in ((placed(x), plain(x)), (placed(x, plain(x)), plain(x, plain(x)))):
+        assert isinstance(ours, Output)
+        assert_close((ours.sample, ours.scale), (theirs.sample, theirs.scale))
 
 
 class Decorated(nn.Module):
