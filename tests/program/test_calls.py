@@ -108,7 +108,7 @@ def test_a_class_that_pytree_knows_without_names() -> None:
     placed = placer.compile(plain, {**TWO, "microbatches": 2}, x)
     for ours, theirs in ((placed(x), plain(x)), (placed(x, plain(x)), plain(x, plain(x)))):
         assert isinstance(ours, Output)
-        assert_close((ours.sample, ours.scale), (theirs.sample, theirs.scale))
+        torch.testing.assert_close((ours.sample, ours.scale), (theirs.sample, theirs.scale))
 
 
 class Decorated(nn.Module):
