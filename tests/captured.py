@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from placer import api
 from placer.cost import CostTable, estimate
+from placer.plan.types import Plan
 from placer.planner import build
-from placer.program import Program
+from placer.program import Program, SplitRules
+from placer.spec import PlacementSpec
 
 Call = tuple[Program, list[Tensor]]
 
@@ -34,14 +36,17 @@ def captured_once() -> Iterator[None]:
         model: nn.Module,
         args: Sequence[Any] | Tensor,
         kwargs: Mapping[str, Any] | None,
+        wanted: PlacementSpec | Plan,
         **options: Any,
     ) -> Call:
         leaves = tree_leaves((args, kwargs))
         state = [module.training for module in model.modules()]
         state += [parameter.requires_grad for parameter in model.parameters()]
-        key = id(model), str(options), *state, *map(id, leaves)
+        parts = wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches
+        rules = SplitRules.of(*parts)
+        key = id(model), str(options), str(rules), wanted.precision, *state, *map(id, leaves)
         if key not in captures:  # kept with what the ids are of, so that they stay theirs
-            captures[key] = (model, leaves), capture(model, args, kwargs, **options)
+            captures[key] = (model, leaves), capture(model, args, kwargs, wanted, **options)
         return captures[key][1]
 
     def look_up_costs(captured: Program, inputs: Sequence[Tensor], **fields: Any) -> CostTable:

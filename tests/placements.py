@@ -28,8 +28,9 @@ def pinned_plan(
 
 def estimated_plan(model: nn.Module, spec: Any, args: Any = (), kwargs: Any = None) -> placer.Plan:
     """A plan with estimated peaks, which no dry run has corrected."""
-    program, leaves = api._capture(model, args, kwargs, ignore_device_moves=False)
-    return build_plan(program, api.as_spec(spec), leaves)
+    spec = api.as_spec(spec)
+    program, leaves = api._capture(model, args, kwargs, spec, ignore_device_moves=False)
+    return build_plan(program, spec, leaves)
 
 
 def assert_valid_plan(
@@ -47,7 +48,7 @@ def assert_valid_plan(
     """
     with captured_once():
         plan = plan or placer.make_plan(model, spec, args, processes=processes)
-        program, _ = api._capture(model, args, None, ignore_device_moves=False)
+        program, _ = api._capture(model, args, None, plan, ignore_device_moves=False)
     assert plan.processes == processes
     spec = spec if isinstance(spec, PlacementSpec) else PlacementSpec(**spec)
     stage_of = {node: stage.index for stage in plan.stages for node in stage.nodes}
@@ -108,6 +109,6 @@ def _check_reasons(program: Any, plan: placer.Plan) -> None:
     ):
         assert boundary.last in left.nodes and boundary.first in right.nodes
         if optimality.criterion.startswith("seconds of the slowest"):
-            assert max(boundary.left, boundary.right) <= optimality.value * (1 + 1e-9)
+            assert max(boundary.load_before, boundary.load_after) <= optimality.value * (1 + 1e-9)
     text = plan.explain()
     assert text.count("stage ") >= 2 * (len(plan.stages) - 1)

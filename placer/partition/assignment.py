@@ -90,7 +90,7 @@ def _pair(shared: SharedPeaks, at: np.ndarray, x: int, y: int) -> Table:
     running = np.where(early, shared.running[first, row], 0.0)[:, None]
     retained = np.where(early, shared.retained[first, row], 0.0)[:, None]
     again = np.where(late, shared.running[column, last - 1], 0.0)[None, :]
-    left = np.where(late, shared.left[column, last - 1], 0.0)[None, :]
+    left = np.where(late, shared.bytes_after_backward[column, last - 1], 0.0)[None, :]
     pending = shared.needed[inside, last][:, None] - shared.needed[np.ix_(inside, inside)]
     found: Table = np.maximum(again + retained, running + left + pending * late[None, :])
     return found

@@ -54,7 +54,7 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
         "",
         f"stage {left} | stage {right}: between {_place(plan, boundary.last)} and "
         f"{_place(plan, boundary.first)}",
-        f"  load {_in_unit(boundary.left, criterion)} | {_in_unit(boundary.right, criterion)}"
+        f"  load {_in_unit(boundary.load_before, criterion)} | {_in_unit(boundary.load_after, criterion)}"
         f"{whole}, {format_bytes(boundary.nbytes)} cross per micro-batch forward",
     ]
     if boundary.next_best is None or boundary.next_value is None:

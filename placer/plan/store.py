@@ -16,7 +16,7 @@ from placer.files import writing
 from placer.jsonfile import JSONError, read_json
 from placer.plan.types import Plan
 
-VERSION = 1  # of the format
+VERSION = 2  # of the format
 _PLAN = TypeAdapter(Plan)
 _AGAIN = "plan again: a plan is written by placer, not by hand"
 
@@ -24,18 +24,6 @@ _AGAIN = "plan again: a plan is written by placer, not by hand"
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """``plan`` as JSON values, with keys in a fixed order; memory is in bytes, times are in seconds."""
     values = _PLAN.dump_python(plan, mode="json", by_alias=True)
-    # Fields that were added later are left out at their defaults.
-    if plan.example_microbatches is None:
-        del values["example_microbatches"]
-    for stage in values["stages"]:
-        for region in stage["regions"]:
-            if not region["overlapped"]:
-                del region["overlapped"]
-    for name in ("host", "loss", "batch_dims", "stored"):
-        if not values[name]:
-            del values[name]
-    if plan.optimizer_seconds == 0:
-        del values["optimizer_seconds"]
     return {"version": VERSION, "checksum": _checksum(values), **values}
 
 

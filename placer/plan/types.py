@@ -232,8 +232,8 @@ class Boundary:
     index: Index  # it is between the stages index and index + 1
     last: str  # the node before the boundary in the plan's order
     first: str  # the node after it
-    left: float  # load of the stage before it
-    right: float  # load of the stage after it
+    load_before: float  # of the stage before it
+    load_after: float  # of the stage after it
     nbytes: Bytes  # bytes that cross it per micro-batch in forward
     next_best: str | None  # None: no other place is possible
     next_value: float | None

@@ -76,8 +76,8 @@ def without_times(plan: Plan, spec: PlacementSpec, slots: Sequence[DeviceSlot]) 
         boundaries=tuple(
             replace(
                 b,
-                left=b.left / whole,
-                right=b.right / whole,
+                load_before=b.load_before / whole,
+                load_after=b.load_after / whole,
                 next_value=None if b.next_value is None else b.next_value / whole,
             )
             for b in plan.boundaries

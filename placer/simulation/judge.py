@@ -288,7 +288,7 @@ def _corrections(
 
 
 def _verdict(plan: Plan) -> tuple[bool, int, int]:
-    """The smaller, the better: does it not fit, how many kernels starve, by how many bytes is it over."""
+    """Sort key: does it overflow, starved kernels, overflow in bytes."""
     return not plan.fits, plan.starved if plan.fits else 0, plan.overflow_bytes
 
 

@@ -65,8 +65,8 @@ def test_what_is_said_of_its_boundaries_is_so() -> None:
     for boundary, (left, right) in zip(
         plan.boundaries, itertools.pairwise(plan.stages), strict=True
     ):
-        assert boundary.left == peaks[left.devices[0]]
-        assert boundary.right == peaks[right.devices[0]]
+        assert boundary.load_before == peaks[left.devices[0]]
+        assert boundary.load_after == peaks[right.devices[0]]
     moves = [b.next_value for b in plan.boundaries if b.next_value is not None]
     assert moves
     assert min(moves) > 0.99 * plan.optimality.value  # no single boundary is better elsewhere

@@ -107,13 +107,13 @@ def _retained_values(
             continue
         savers, users = _at(place, v.savers), _at(place, v.users)
         producer = int(place[v.producer]) if v.producer >= 0 else -1
-        saved.some(savers, v.nbytes)
+        saved.add_if_any_inside(savers, v.nbytes)
         if v.fixed:
-            saved_fixed.some(savers, v.nbytes)
+            saved_fixed.add_if_any_inside(savers, v.nbytes)
         if len(savers) == 1:
             backward.add(0, savers[0], savers[0] + 1, v.nbytes)
         else:
-            backward.some(savers, v.nbytes)
+            backward.add_if_any_inside(savers, v.nbytes)
         if producer >= 0:
             last = loss + 1 if savers else max(users, default=producer) + 1
             forward.add(0, producer, producer + 1, v.nbytes, until=last)
@@ -149,9 +149,9 @@ def _crossing_values(costs: CostTable, place: NDArray[np.int64]) -> CrossingValu
     ]
     for value in crossing:
         producer, readers, nbytes = value.producer, value.readers, value.nbytes
-        received.some(readers, nbytes, after=producer)
+        received.add_if_any_inside(readers, nbytes, after=producer)
         if producer >= 0:
-            computed.some(readers, nbytes, after=producer)
+            computed.add_if_any_inside(readers, nbytes, after=producer)
         if producer >= 0 and readers[-1] > producer:
             sent.add(0, producer, producer, nbytes, until=readers[-1])
     returned = sum(value.nbytes for value in crossing if value.readers[-1] == loss)

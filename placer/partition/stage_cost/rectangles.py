@@ -22,7 +22,7 @@ class Rectangles:
         """Add ``value`` to columns column … until - 1 of stages that start at first … last."""
         self._added.append((first, last, column, until, value))
 
-    def some(self, positions: Sequence[int], value: float, *, after: int = -1) -> None:
+    def add_if_any_inside(self, positions: Sequence[int], value: float, *, after: int = -1) -> None:
         """Add ``value`` if any of ``positions`` is in [start, column], for starts after ``after``."""
         previous = after
         for position in positions:

@@ -272,7 +272,9 @@ class RegionLiveness:
                     nbytes=-nbytes,
                 )
 
-    def recomputing(self, backward: Table, incoming: Table, forward_transient: Table) -> Table:
+    def peak_while_recomputing(
+        self, backward: Table, incoming: Table, forward_transient: Table
+    ) -> Table:
         """The bytes alive while a region is recomputed, in the columns of the region's savers.
 
         ``backward`` has the bytes of values outside regions. ``incoming`` and ``forward_transient`` have one

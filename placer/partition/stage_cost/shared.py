@@ -48,8 +48,8 @@ class SharedPeaks:
         self._backward = static + tables.backward_live_growing
         self.running = np.maximum(self._forward, self._backward)
         self.retained = static + tables.saved
-        self.left = static + kept
-        self.left[:, -1] += LOSS_NBYTES
+        self.bytes_after_backward = static + kept
+        self.bytes_after_backward[:, -1] += LOSS_NBYTES
         cell_of = _cells(tables.cuts, nodes)
         count = len(tables.cuts)
         self.needed = np.zeros((count, count))
@@ -79,7 +79,7 @@ class SharedPeaks:
             backward = float(self._backward[x, y - 1]) + retained + kept_whole
             if after:
                 forward += sum(float(self._static[a, b - 1]) for a, b in after)
-                left = sum(float(self.left[a, b - 1]) for a, b in after)
+                left = sum(float(self.bytes_after_backward[a, b - 1]) for a, b in after)
                 backward += left + sum(_between(self.needed, (0, y), later) for later in after)
             most = max(most, forward, backward)
             retained += float(self.retained[x, y - 1]) + kept_whole
@@ -90,7 +90,7 @@ class SharedPeaks:
     def at_least(self, spans: Sequence[Span]) -> float:
         """A cheap lower bound on `peak`: ignores values and pending gradients for other stages."""
         most, retained = 0.0, 0.0
-        left = [float(self.left[x, y - 1]) for x, y in spans]
+        left = [float(self.bytes_after_backward[x, y - 1]) for x, y in spans]
         for i, (x, y) in enumerate(spans):
             backward = float(self._backward[x, y - 1]) + retained + sum(left[i + 1 :])
             most = max(most, float(self._forward[x, y - 1]) + retained, backward)
@@ -98,7 +98,7 @@ class SharedPeaks:
         return most
 
     def _in_optimizer(self, spans: Sequence[Span], optimizer: OptimizerMemory) -> float:
-        state = sum(float(self.left[a, b - 1]) for a, b in spans)
+        state = sum(float(self.bytes_after_backward[a, b - 1]) for a, b in spans)
         gradients = sum(float(self._gradients[a, b - 1]) for a, b in spans)
         updating = max(float(self._updating[a, b - 1]) for a, b in spans)
         return state + optimizer.together * gradients + optimizer.each * updating

@@ -81,11 +81,11 @@ def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectang
         if not uses:  # the first stage has it
             copies.add(0, 0, 0, tensor.nbytes)
             continue
-        copies.some(uses, tensor.nbytes)
+        copies.add_if_any_inside(uses, tensor.nbytes)
         if tensor.trained:
             gradient = tensor.gradient_nbytes
             trained_at.append((uses[0], gradient))
-            trained.some(uses, gradient)
+            trained.add_if_any_inside(uses, gradient)
             owned.add(0, uses[0], uses[0], tensor.nbytes)
             kept_gradients.add(0, uses[0], uses[0], gradient)
             # A later stage's copy sends its gradient before this stage's backward.

@@ -93,7 +93,7 @@ def build_tables(
     if regions is not None:
         live += regions.table("backward")
         incoming = by_position(place, [c.backward_incoming for c in costs.nodes])
-        again = regions.recomputing(backward, incoming, along.forward_transient)
+        again = regions.peak_while_recomputing(backward, incoming, along.forward_transient)
         live = np.maximum(live, again)
         corrections += regions.overcounts()
         saved = saved + build.pick_ends(regions.table("saved"))
