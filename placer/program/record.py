@@ -28,6 +28,7 @@ from placer.program.failure import (
     method_not_captured,
 )
 from placer.program.fake import FakeConverter, Guess, fake_execution
+from placer.program.fingerprint import varying_lines
 from placer.program.forward import ForwardRun, run_forward
 from placer.program.guards import AttributeGuard, object_guards, tensor_paths, variable_guards
 from placer.program.leaving import Left, written_tensor
@@ -224,36 +225,51 @@ def _run_with_numbers(
 ) -> tuple[ForwardRun, Setup]:
     """Run forward with numbers as inputs: those of ``setup``, and those that forward itself changes.
 
-    A number at which Python code looks, and not only arithmetic, is none: it is part of the program.
+    A number at which Python code looks, and not only arithmetic, is none: it is part of the program. So it is
+    if forward does something else with an ordinary number, as after ``type(number) is int``.
     """
-    refused: set[StateInput] = set()
-    while True:
-        try:
-            run = run_once(setup, inputs, before, locate_draws=False)
-        except UnlocatedRandomDraw as failure:
-            # Run again and compare the generators' states around every module. That is slow, so it
-            # is done only now.
-            before.restore()
-            run_once(setup, inputs, before)
-            raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        except (TraceFailure, ForwardFailure) as failure:
-            if not setup.numbers:
-                raise
-            end_frames(failure)  # it may have failed because of the recorded numbers
-            before.restore()
-            refused |= set(setup.numbers)
-            setup = replace(setup, numbers=())
-            continue
-        read = {each for node, each in run.numbers.items() if run.recorder.reads_number(node)}
-        if any(each.kind is float for each in setup.numbers) and run.recorder.fixes_number():
-            read |= {each for each in setup.numbers if each.kind is float}
-        refused |= read
-        changed = [each for each in map(_changed_number, run.left) if each is not None]
-        numbers = [x for x in dict.fromkeys((*setup.numbers, *changed)) if x not in refused]
-        if numbers == list(setup.numbers):
-            return run, setup
+    ordinary = replace(setup, numbers=())
+    try:
+        run = run_once(ordinary, inputs, before, locate_draws=False)
+    except UnlocatedRandomDraw as failure:
+        # Run again and compare the generators' states around every module. That is slow, so it
+        # is done only now.
+        before.restore()
+        run_once(ordinary, inputs, before)
+        raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
+    changed = [each for each in map(_changed_number, run.left) if each is not None]
+    numbers = list(dict.fromkeys((*setup.numbers, *changed)))
+    expected = _operations(run) if numbers else []
+    while numbers:
         before.restore()
         setup = replace(setup, numbers=tuple(numbers))
+        try:
+            run = run_once(setup, inputs, before, locate_draws=False)
+        except (TraceFailure, ForwardFailure) as failure:
+            end_frames(failure)
+            read = set(numbers)
+        else:
+            read = {each for node, each in run.numbers.items() if run.recorder.reads_number(node)}
+            if not read and _operations(run) == expected:
+                return run, setup
+            read = read or set(numbers)
+        if read.issuperset(numbers):  # one of those that are given may be why
+            read = read.difference(changed) or read
+        numbers = [each for each in numbers if each not in read]
+    if setup.numbers:
+        before.restore()
+        run = run_once(ordinary, inputs, before, locate_draws=False)
+    return run, ordinary
+
+
+def _operations(run: ForwardRun) -> list[str]:
+    """What forward does with tensors, as text in which all numbers are values."""
+    leaves = [*run.leaves, *(leaf for each in run.left for leaf in each.leaves)]
+    numbers = run.recorder.sizes.values
+    tensors = [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf not in numbers]
+    return varying_lines(
+        run.recorder.writer.graph, tensors, {node: repr(value) for node, value in numbers.items()}
+    )
 
 
 def _changed_number(left: Left) -> StateInput | None:

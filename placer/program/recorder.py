@@ -9,7 +9,6 @@ layer of ``torch.nn``, or a module that must stay whole, becomes one node), and 
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -210,13 +209,6 @@ class Recorder(TorchFunctionMode):
     def reads_number(self, placeholder: fx.Node) -> bool:
         """Does Python code look at a number that is an input, or at one computed from it?"""
         return self.sizes.is_read(placeholder)
-
-    def fixes_number(self) -> bool:
-        """Does the graph hold a number that code in C has computed from a float that is an input?"""
-        held = [x for n in self.writer.graph.nodes for x in tree_iter((n.args, n.kwargs))]
-        return any(isinstance(x, float) and math.isnan(x) for x in held) or any(
-            x.is_floating_point() and bool(x.isnan().any()) for x in self.made_tensors
-        )
 
     def check(self) -> None:
         """Raise the exception of an operation that cannot be recorded, which forward may have caught."""
@@ -422,7 +414,7 @@ class Recorder(TorchFunctionMode):
             node_args = self.writer.argument(inputs)
         self.paused, grad = True, self.grad_mode  # torch disables gradients in such a forward
         try:
-            value = forward(*args)
+            value = forward(*executable(args))
             # For an input that is returned as it is, torch would make an alias that is unknown here.
             written = map(id, getattr(args[0], "dirty_tensors", None) or ())
             given = {id(x) for x in inputs if isinstance(x, Tensor)}.difference(written)

@@ -23,7 +23,7 @@ from placer.program.failure import Untraceable, locate_caller
 from placer.program.fake import FakeConverter
 from placer.program.operand_order import sort_operands
 from placer.program.result import PLAIN
-from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.sizes import RecordedNumber, plain
 from placer.program.targets import BuildTree, get_field
 
 CPU = torch.device("cpu")
@@ -253,7 +253,7 @@ class GraphWriter:
         """
         if isinstance(value, fx.Node):
             return value
-        if isinstance(value, SizeInt | SizeFloat):
+        if isinstance(value, RecordedNumber):
             return value.node if value.node.graph is self.graph else plain(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
@@ -292,7 +292,7 @@ def is_in(path: str, container: str) -> bool:
 
 def executable(value: Any) -> Any:
     """``value`` as an argument for the run on fake tensors: plain numbers, and every device is the CPU."""
-    if isinstance(value, SizeInt | SizeFloat):
+    if isinstance(value, RecordedNumber):
         return plain(value)
     if isinstance(value, torch.device):
         return CPU
