@@ -258,7 +258,8 @@ class GuessData:
     def __init__(self, mode: FakeMode, guess: Guess) -> None:
         self.guess = guess
         self.guessed = False
-        self.places: dict[Place, None] = {}  # where values were read, the last at the end
+        # Where values were read, the last at the end, and the tensors that were.
+        self.places: dict[Place, list[Tensor]] = {}
         self._reads_left = _MOST_READS[guess.value]
         self.mode = mode
         self._before = mode.guess
@@ -313,12 +314,12 @@ class GuessData:
         """Let ``fake`` have this value, until it is written."""
         self._values[fake] = value
 
-    def number(self) -> int:
-        """The number that the running code of the model gets."""
+    def number(self, *tensors: Tensor) -> int:
+        """The number that the running code of the model gets, which reads values of ``tensors``."""
         place = calling_place()
         if place is not None:
-            self.places.pop(place, None)
-            self.places[place] = None
+            self.places[place] = self.places.pop(place, [])
+            self.places[place] += tensors
         return self.guess.at(place)
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
@@ -336,9 +337,9 @@ class GuessData:
                     f"a run read {most} values of tensors, and got guesses: a loop that waits for another "
                     "value does not end"
                 ) from refused
-            return _number(args[0].dtype, self.number())
+            return _number(args[0].dtype, self.number(args[0]))
         elif func is torch.ops.aten.equal.default:
-            return bool(self.number())
+            return bool(self.number(*args[:2]))
         raise refused
 
 
@@ -386,7 +387,7 @@ class _GuessReads(TorchFunctionMode):
             return format(tensor.item(), args[1]) if not tensor.dim() else func(*args)
         self.guess.guessed = True
         dtype = str(tensor.dtype).removeprefix("torch.")
-        values = np.full(tensor.shape, self.guess.number(), dtype=dtype)
+        values = np.full(tensor.shape, self.guess.number(tensor), dtype=dtype)
         return values.tolist() if name == "tolist" else values
 
 

@@ -61,6 +61,7 @@ class RecordedProgram:
     changing: frozenset[str]  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
     numbers: tuple[StateInput, ...]  # numbers of which any will do
+    readings: Mapping[str, str]  # single nodes that decide by values of their inputs -> line
     independent: tuple[
         bool, ...
     ]  # per node: it is of a single node, but does not depend on its inputs
@@ -86,6 +87,7 @@ class Setup:
     Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
     read values of tensors, they get ``guess``. ``grad`` is the answer to ``torch.is_grad_enabled()`` in the
     model's code. Sequences that forward packs are assumed to end ``shorter`` steps before their end.
+    ``is_split``: the batch will be.
     """
 
     converter: FakeConverter
@@ -98,6 +100,7 @@ class Setup:
     grad: bool = True
     numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph
     shorter: int = 0
+    is_split: bool = False
 
     def recorder(self) -> Recorder:
         return Recorder(
@@ -109,6 +112,7 @@ class Setup:
             ignore_device_moves=self.ignore_device_moves,
             grad=self.grad,
             shorter=self.shorter,
+            is_split=self.is_split,
         )
 
 
@@ -162,6 +166,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         written_inside=recorder.written_inside,
         numbers=setup.numbers,
         independent=writer.independent,
+        readings=writer.readings,
         repeats=following.repeats,
         guards=(
             *recorder.guards(following.unread, setup.numbers),

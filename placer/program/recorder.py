@@ -64,7 +64,7 @@ from placer.program.packed import PACKING, WithLengths
 from placer.program.python_random import forbid_python_random
 from placer.program.reached import Reached
 from placer.program.restore import Change
-from placer.program.single_node import call_single_node
+from placer.program.single_node import call_single_node, find_reading
 from placer.program.size_recorder import SizeRecorder
 from placer.program.stored import StateInput
 from placer.program.targets import (
@@ -113,10 +113,12 @@ class Recorder(TorchFunctionMode):
         ignore_device_moves: bool = False,
         grad: bool = True,
         shorter: int = 0,
+        is_split: bool = False,
     ) -> None:
         super().__init__()
         self.guess = guess
         self.shorter = shorter  # how many steps before their end sequences are assumed to end
+        self.is_split = is_split  # will the batch be?
         self.packs = False  # does forward pack sequences?
         self.grad = grad  # whether gradients are enabled, for code that asks
         self.grad_mode = True  # whether forward has left gradients enabled at this point
@@ -327,7 +329,7 @@ class Recorder(TorchFunctionMode):
         *,
         layer: str | None = None,
         modes: Modes | None = None,
-    ) -> None:
+    ) -> fx.Node:
         """Write the node that made ``value``, under ``modes`` or the current ones (gradients, autocast)."""
         if not isinstance(target, Checkpointed):
             self.check_saving()
@@ -337,7 +339,9 @@ class Recorder(TorchFunctionMode):
                 raise Untraceable("it computes under torch.inference_mode")
             function = CallMethod(target) if op == "call_method" else target
             op, target = "call_function", UnderModes(function, modes, self.modes)
-        self.writer.bind(value, self.writer.node(op, target, args, kwargs, layer=layer))
+        node = self.writer.node(op, target, args, kwargs, layer=layer)
+        self.writer.bind(value, node)
+        return node
 
     def checkpointing(self) -> Checkpointed | None:
         """How the model's code checkpoints activations at this point, or None if it does not."""
@@ -434,8 +438,12 @@ class Recorder(TorchFunctionMode):
         guess = GuessData(self.writer.converter.mode, self.guess)
         self.paused = True
         try:
+            self.reached.begin((args, kwargs))
             with self.refusing(), guess:
                 value = original(function, *executable(args), **executable(kwargs))
+            reading = find_reading(
+                self, guess, functools.partial(original, function), (), args, kwargs
+            )
         finally:
             self.paused = False
         if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
@@ -443,7 +451,9 @@ class Recorder(TorchFunctionMode):
                 raise Untraceable(
                     f"{function.name} returns a number that depends on values of tensors"
                 )
-        self.record("call_function", CallScript(function), node_args, node_kwargs, value)
+        node = self.record("call_function", CallScript(function), node_args, node_kwargs, value)
+        if reading:
+            self.writer.readings[node.name] = reading
         return value
 
     def call_encoder(

@@ -41,6 +41,7 @@ class GraphWriter:
         self.layer = ""
         self.layer_of: dict[str, str] = {}
         self.location_of: dict[str, str] = {}
+        self.readings: dict[str, str] = {}  # single nodes that read values of inputs -> line
         self.constants: dict[str, Tensor] = {}
         # Of the finished graph's nodes: the shape of a tensor, a number, or None.
         self.shapes: tuple[Any, ...] = ()
@@ -164,6 +165,7 @@ class GraphWriter:
         self.graph, names = _named_anew(self.graph)
         self.layer_of = {names[k]: v for k, v in self.layer_of.items() if k in names}
         self.location_of = {names[k]: v for k, v in self.location_of.items() if k in names}
+        self.readings = {names[k]: v for k, v in self.readings.items() if k in names}
         self.constants = {names[k]: v for k, v in self.constants.items() if k in names}
         return self.graph
 
