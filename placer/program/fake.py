@@ -252,14 +252,20 @@ class GuessData:
     that waits for another value would never end, so too many reads in one run are an error. Operators that
     select elements select as many as possible. All packed sequences have the full length, so values computed
     from their lengths are known. ``guessed`` says whether any guess was made; if so, the run is one of
-    several possible runs.
+    several possible runs. ``of_inputs`` tells which tensors depend on the inputs.
     """
 
-    def __init__(self, mode: FakeMode, guess: Guess) -> None:
+    def __init__(
+        self,
+        mode: FakeMode,
+        guess: Guess,
+        of_inputs: Callable[[Tensor], bool] = lambda tensor: False,
+    ) -> None:
         self.guess = guess
         self.guessed = False
-        # Where values were read, the last at the end, and the tensors that were.
-        self.places: dict[Place, list[Tensor]] = {}
+        # Where values were read, the last at the end: were any of the inputs?
+        self.places: dict[Place, bool] = {}
+        self._of_inputs = of_inputs
         self._reads_left = _MOST_READS[guess.value]
         self.mode = mode
         self._before = mode.guess
@@ -318,8 +324,7 @@ class GuessData:
         """The number that the running code of the model gets, which reads values of ``tensors``."""
         place = calling_place()
         if place is not None:
-            self.places[place] = self.places.pop(place, [])
-            self.places[place] += tensors
+            self.places[place] = self.places.pop(place, False) or any(map(self._of_inputs, tensors))
         return self.guess.at(place)
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:

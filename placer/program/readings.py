@@ -11,22 +11,19 @@ import torch
 
 from placer.program.failure import Place
 from placer.program.fake import GuessData
-from placer.program.reached import Reached
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _OPERATORS = "torch._subclasses", "placer.program.fake"  # run operators on fake tensors
 
 
-def reading_of_inputs(
-    guess: GuessData, reached: Reached, run: Callable[[GuessData], object]
-) -> str:
+def reading_of_inputs(guess: GuessData, run: Callable[[GuessData], object]) -> str:
     """The first line, as ``file.py:line``, where code does more than to check a value of its inputs; or "".
 
     ``guess`` has the places where it read values. ``run`` runs it again with other guesses: where it raises
     an exception for another value, it only checks the value.
     """
-    for place, tensors in guess.places.items():
-        if any(tensor in reached for tensor in tensors) and not _is_check(guess, place, run):
+    for place, of_inputs in guess.places.items():
+        if of_inputs and not _is_check(guess, place, run):
             return f"{place[0]}:{place[1][0]}"
     return ""
 

@@ -435,7 +435,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a function of TorchScript as one node."""
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData(self.writer.converter.mode, self.guess)
+        guess = GuessData(self.writer.converter.mode, self.guess, self.reached.__contains__)
         self.paused = True
         try:
             self.reached.begin((args, kwargs))

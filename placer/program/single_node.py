@@ -38,7 +38,7 @@ def call_single_node(
     """Run the module at ``path``, and let ``recorder`` write one node for it."""
     writer = recorder.writer
     node_args, node_kwargs = writer.argument(args), writer.argument(kwargs)
-    guess = GuessData(writer.converter.mode, recorder.guess)
+    guess = GuessData(writer.converter.mode, recorder.guess, recorder.reached.__contains__)
     recorder.paused = True
     plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
     reading = ""
@@ -139,7 +139,6 @@ def find_reading(
         return ""
     return reading_of_inputs(
         guess,
-        recorder.reached,
         lambda other: _run_again(recorder, call, roots, args, kwargs, other),
     )
 

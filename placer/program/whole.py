@@ -53,8 +53,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         setup.bound,
     )
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
-    guesses = GuessData(converter.mode, setup.guess)
     reached = Reached(fake_model)
+    guesses = GuessData(converter.mode, setup.guess, reached.__contains__)
     flags = {name: parameter.requires_grad for name, parameter in fake_model.named_parameters()}
     attributes: set[tuple[str, str]] = set()
 
@@ -93,7 +93,6 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         if setup.is_split:
             reading = reading_of_inputs(
                 guesses,
-                reached,
                 lambda other: _run_again(setup, inputs, reached, snapshot, other),
             )
         _refuse_flags(flags, fake_model, type(model), reason)
