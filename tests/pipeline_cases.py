@@ -153,7 +153,7 @@ class Selects(nn.Module):
 
 
 def step_by_values() -> None:
-    """Each micro-batch takes its own branch, as the plain model does."""
+    """Each micro-batch takes its own branch, as the plain model does with it, if the spec allows that."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), LooksAtValues(), nn.Linear(4, 4), nn.Tanh()).double()
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -162,7 +162,8 @@ def step_by_values() -> None:
     assert any(sums) and not all(sums)
     layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1", "3": "cpu:1"}
     plain = copy.deepcopy(model)
-    placed = placer.compile(model, make_spec(2, 1, 2, layers=layers), x)
+    spec = make_spec(2, 1, 2, layers=layers, inputs={"input": {"batch_dim": 0}})
+    placed = placer.compile(model, spec, x)
     for given in (x, -x):
         loss = placed.step(given, loss_fn=mean_square)
         assert_close(loss, reference_step(plain, (given,), {}, 1, 2), "loss")
@@ -695,10 +696,10 @@ class Counts(nn.Module):
 
 
 def a_number_of_the_data() -> None:
-    """Both replicas return the number of the first slice, as one process does."""
+    """Both replicas return the number of the first slice, as one process does, if the spec allows that."""
     torch.manual_seed(0)
     model, x = Counts().double(), torch.randn(6, 4, dtype=torch.float64)
-    placed = placer.compile(model, make_spec(1, 2, 1), x)
+    placed = placer.compile(model, make_spec(1, 2, 1, inputs={"x": {"batch_dim": 0}}), x)
     with torch.no_grad():
         found, count = placed(x)
         assert_close(found, model(x)[0], "result")

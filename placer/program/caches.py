@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from placer.program.reachable import ReachableState, Reference
-from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.sizes import RecordedNumber, read
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def _is_of_a_run(value: Any) -> bool:
     leaves = [*value] if isinstance(value, set) else list(tree_iter(value))
     if isinstance(value, dict):
         leaves += [leaf for key in value for leaf in tree_iter(key)]
-    return any(isinstance(leaf, Tensor | SizeInt | SizeFloat) for leaf in leaves)
+    return any(isinstance(leaf, Tensor | RecordedNumber) for leaf in leaves)
 
 
 def _wrapper(cached: Any) -> Callable[..., Any]:
@@ -70,9 +70,9 @@ def _wrapper(cached: Any) -> Callable[..., Any]:
         nonlocal gives_tensors, depth
         if threading.get_ident() != thread:
             return cached(*args, **kwargs)
-        if any(isinstance(leaf, SizeInt | SizeFloat) for leaf in tree_iter((args, kwargs))):
+        if any(isinstance(leaf, RecordedNumber) for leaf in tree_iter((args, kwargs))):
             if depth:  # it is recursive, which could take exponential time without a cache
-                args, kwargs = tree_map(plain, (args, kwargs))
+                args, kwargs = tree_map(read, (args, kwargs))
                 return kept(*args, **kwargs)
             depth += 1
             try:

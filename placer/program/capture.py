@@ -105,6 +105,7 @@ def capture_model(
             ignore_device_moves=ignore_device_moves,
             grad=grad,
             numbers=tuple(numbers),
+            is_split=rules is not None and rules.is_split,
         )
         capture = _Capture(setup, (rules or SplitRules()).with_marks(bound.said))
         recording = capture.record()
@@ -322,25 +323,31 @@ class _Capture:
         said how the inputs are split.
         """
         doubled: RecordedProgram | None = self.batch.doubled
-        if doubled is None or len(doubled.shapes) != len(recording.shapes):
-            return None
-        if self.fixed_batch_reason:
-            return None
-        flow = find_rows(
-            recording.graph,
-            recording.shapes,
-            doubled.shapes,
-            self.all_dims(recording),
-            self.model,
-            recording.independent,
-            aliasing.mutated_state_of,
-            state_of,
-        )
-        mixing = [*flow.mixing, *self.state_mixing(recording, aliasing, flow)]
+        flow, mixing = None, self.reading_mixing(recording, None)
+        if (
+            doubled is not None
+            and len(doubled.shapes) == len(recording.shapes)
+            and not self.fixed_batch_reason
+        ):
+            flow = find_rows(
+                recording.graph,
+                recording.shapes,
+                doubled.shapes,
+                self.all_dims(recording),
+                self.model,
+                recording.independent,
+                aliasing.mutated_state_of,
+                state_of,
+            )
+            mixing = [
+                *self.reading_mixing(recording, flow),
+                *flow.mixing,
+                *self.state_mixing(recording, aliasing, flow),
+            ]
         if mixing and self.rules.is_split:
             first = mixing[0]
             layer = recording.layer_of.get(first.node, "") or type(self.model).__name__
-            location = recording.location_of.get(first.node, "")
+            location = recording.readings.get(first.node, recording.location_of.get(first.node, ""))
             if self.rules.says(self.names, self.batch.dims[: len(self.names)]):
                 self.mixing_note = (
                     f"{layer}: {first.reason}. Every slice of the batch is computed by itself, as the "
@@ -356,6 +363,15 @@ class _Capture:
                 f'nn.DataParallel, say so in the spec: "inputs": {said}',
             )
         return flow
+
+    def reading_mixing(self, recording: RecordedProgram, flow: RowFlow | None) -> list[Mixing]:
+        """The nodes that decide by values of the batch what they compute, as far as ``flow`` is known."""
+        reason = "it decides by values of the batch what it computes"
+        return [
+            Mixing(node=node, reason=reason)
+            for node in recording.readings
+            if flow is None or flow.rows[node].depends
+        ]
 
     def state_mixing(
         self, recording: RecordedProgram, aliasing: Aliasing, flow: RowFlow

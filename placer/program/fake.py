@@ -252,13 +252,20 @@ class GuessData:
     that waits for another value would never end, so too many reads in one run are an error. Operators that
     select elements select as many as possible. All packed sequences have the full length, so values computed
     from their lengths are known. ``guessed`` says whether any guess was made; if so, the run is one of
-    several possible runs.
+    several possible runs. ``of_inputs`` tells which tensors depend on the inputs.
     """
 
-    def __init__(self, mode: FakeMode, guess: Guess) -> None:
+    def __init__(
+        self,
+        mode: FakeMode,
+        guess: Guess,
+        of_inputs: Callable[[Tensor], bool] = lambda tensor: False,
+    ) -> None:
         self.guess = guess
         self.guessed = False
-        self.places: dict[Place, None] = {}  # where values were read, the last at the end
+        # Where values were read, the last at the end: were any of the inputs?
+        self.places: dict[Place, bool] = {}
+        self._of_inputs = of_inputs
         self._reads_left = _MOST_READS[guess.value]
         self.mode = mode
         self._before = mode.guess
@@ -313,12 +320,11 @@ class GuessData:
         """Let ``fake`` have this value, until it is written."""
         self._values[fake] = value
 
-    def number(self) -> int:
-        """The number that the running code of the model gets."""
+    def number(self, *tensors: Tensor) -> int:
+        """The number that the running code of the model gets, which reads values of ``tensors``."""
         place = calling_place()
         if place is not None:
-            self.places.pop(place, None)
-            self.places[place] = None
+            self.places[place] = self.places.pop(place, False) or any(map(self._of_inputs, tensors))
         return self.guess.at(place)
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
@@ -336,9 +342,9 @@ class GuessData:
                     f"a run read {most} values of tensors, and got guesses: a loop that waits for another "
                     "value does not end"
                 ) from refused
-            return _number(args[0].dtype, self.number())
+            return _number(args[0].dtype, self.number(args[0]))
         elif func is torch.ops.aten.equal.default:
-            return bool(self.number())
+            return bool(self.number(*args[:2]))
         raise refused
 
 
@@ -386,7 +392,7 @@ class _GuessReads(TorchFunctionMode):
             return format(tensor.item(), args[1]) if not tensor.dim() else func(*args)
         self.guess.guessed = True
         dtype = str(tensor.dtype).removeprefix("torch.")
-        values = np.full(tensor.shape, self.guess.number(), dtype=dtype)
+        values = np.full(tensor.shape, self.guess.number(tensor), dtype=dtype)
         return values.tolist() if name == "tolist" else values
 
 

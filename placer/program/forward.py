@@ -24,7 +24,7 @@ from placer.program.python_random import forbid_python_random
 from placer.program.recorder import Recorder
 from placer.program.restore import Snapshot
 from placer.program.result import ResultFormat, flatten_result
-from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import StateInput, table_at
 from placer.program.targets import present_value
 
@@ -74,7 +74,7 @@ def run_forward(
                 result = getattr(model, bound.method)(*args, **kwargs)
         if bound.method != "forward" and recorder.calls_model:
             raise TraceFailure("", "it calls the model itself", "")
-        leaves, form = flatten_result(result, lambda leaf: isinstance(leaf, SizeInt | SizeFloat))
+        leaves, form = flatten_result(result, lambda leaf: isinstance(leaf, RecordedNumber))
         with without_torch_function():
             shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]
         written_leaves = [writer.argument(leaf) for leaf in leaves]

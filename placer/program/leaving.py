@@ -15,7 +15,7 @@ from placer.program.failure import Untraceable
 from placer.program.objects import Path, spell
 from placer.program.restore import Change
 from placer.program.result import ModuleReference, flatten_result
-from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import Stored
 from placer.program.writer import GraphWriter
 
@@ -113,7 +113,7 @@ def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Lef
     value = list(change.value) if change.kind in ("update", "items") else change.value
     value = tree_map(referred, value, is_leaf=lambda x: isinstance(x, torch.Size))
     try:
-        leaves, form = flatten_result(value, lambda leaf: isinstance(leaf, SizeInt | SizeFloat))
+        leaves, form = flatten_result(value, lambda leaf: isinstance(leaf, RecordedNumber))
     except Untraceable:
         if change.root == "code":
             return None

@@ -28,6 +28,7 @@ from placer.program.failure import (
     method_not_captured,
 )
 from placer.program.fake import FakeConverter, Guess, fake_execution
+from placer.program.fingerprint import varying_lines
 from placer.program.forward import ForwardRun, run_forward
 from placer.program.guards import AttributeGuard, object_guards, tensor_paths
 from placer.program.leaving import Left, written_tensor
@@ -62,6 +63,7 @@ class RecordedProgram:
     changing: frozenset[str]  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
     numbers: tuple[StateInput, ...]  # numbers of which any will do
+    readings: Mapping[str, str]  # single nodes that decide by values of their inputs -> line
     independent: tuple[
         bool, ...
     ]  # per node: it is of a single node, but does not depend on its inputs
@@ -85,6 +87,7 @@ class Setup:
     Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
     read values of tensors, they get ``guess``. ``grad`` is the answer to ``torch.is_grad_enabled()`` in the
     model's code. Sequences that forward packs are assumed to end ``shorter`` steps before their end.
+    ``is_split``: the batch will be.
     """
 
     converter: FakeConverter
@@ -97,6 +100,7 @@ class Setup:
     grad: bool = True
     numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph
     shorter: int = 0
+    is_split: bool = False
 
     def recorder(self) -> Recorder:
         return Recorder(
@@ -108,6 +112,7 @@ class Setup:
             ignore_device_moves=self.ignore_device_moves,
             grad=self.grad,
             shorter=self.shorter,
+            is_split=self.is_split,
         )
 
 
@@ -161,6 +166,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         written_inside=recorder.written_inside,
         numbers=setup.numbers,
         independent=writer.independent,
+        readings=writer.readings,
         repeats=following.repeats,
         guards=(
             *recorder.guards(following.unread, setup.numbers),
@@ -229,36 +235,53 @@ def _run_with_numbers(
 ) -> tuple[ForwardRun, Setup]:
     """Run forward with numbers as inputs: those of ``setup``, and those that forward itself changes.
 
-    A number at which Python code looks, and not only arithmetic, is none: it is part of the program.
+    A number at which Python code looks, and not only arithmetic, is none: it is part of the program. So it is
+    if forward does something else with an ordinary number, as after ``type(number) is int``.
     """
-    refused: set[StateInput] = set()
-    while True:
-        try:
-            run = run_once(setup, inputs, before, locate_draws=False)
-        except UnlocatedRandomDraw as failure:
-            # Run again and compare the generators' states around every module. That is slow, so it
-            # is done only now.
-            before.restore()
-            run_once(setup, inputs, before)
-            raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
-        except (TraceFailure, ForwardFailure) as failure:
-            if not setup.numbers:
-                raise
-            end_frames(failure)  # it may have failed because of the recorded numbers
-            before.restore()
-            refused |= set(setup.numbers)
-            setup = replace(setup, numbers=())
-            continue
-        read = {each for node, each in run.numbers.items() if run.recorder.reads_number(node)}
-        if any(each.kind is float for each in setup.numbers) and run.recorder.fixes_number():
-            read |= {each for each in setup.numbers if each.kind is float}
-        refused |= read
-        changed = [_changed_number(each, setup.converter.reachable) for each in run.left]
-        numbers = [x for x in dict.fromkeys((*setup.numbers, *changed)) if x and x not in refused]
-        if numbers == list(setup.numbers):
-            return run, setup
+    ordinary = replace(setup, numbers=())
+    try:
+        run = run_once(ordinary, inputs, before, locate_draws=False)
+    except UnlocatedRandomDraw as failure:
+        # Run again and compare the generators' states around every module. That is slow, so it
+        # is done only now.
+        before.restore()
+        run_once(ordinary, inputs, before)
+        raise TraceFailure("", f"{failure.reason}, but not in every call", "") from failure
+    code = setup.converter.reachable
+    found = (_changed_number(each, code) for each in run.left)
+    changed = [each for each in found if each is not None]
+    numbers = list(dict.fromkeys((*setup.numbers, *changed)))
+    expected = _operations(run) if numbers else []
+    while numbers:
         before.restore()
         setup = replace(setup, numbers=tuple(numbers))
+        try:
+            run = run_once(setup, inputs, before, locate_draws=False)
+        except (TraceFailure, ForwardFailure) as failure:
+            end_frames(failure)
+            read = set(numbers)
+        else:
+            read = {each for node, each in run.numbers.items() if run.recorder.reads_number(node)}
+            if not read and _operations(run) == expected:
+                return run, setup
+            read = read or set(numbers)
+        if read.issuperset(numbers):  # one of those that are given may be why
+            read = read.difference(changed) or read
+        numbers = [each for each in numbers if each not in read]
+    if setup.numbers:
+        before.restore()
+        run = run_once(ordinary, inputs, before, locate_draws=False)
+    return run, ordinary
+
+
+def _operations(run: ForwardRun) -> list[str]:
+    """What forward does with tensors, as text in which all numbers are values."""
+    leaves = [*run.leaves, *(leaf for each in run.left for leaf in each.leaves)]
+    numbers = run.recorder.sizes.values
+    tensors = [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf not in numbers]
+    return varying_lines(
+        run.recorder.writer.graph, tensors, {node: repr(value) for node, value in numbers.items()}
+    )
 
 
 def _changed_number(left: Left, code: ReachableState) -> StateInput | None:

@@ -9,7 +9,6 @@ layer of ``torch.nn``, or a module that must stay whole, becomes one node), and 
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +66,7 @@ from placer.program.packed import PACKING, WithLengths
 from placer.program.python_random import forbid_python_random
 from placer.program.reached import Reached
 from placer.program.restore import Change
-from placer.program.single_node import call_single_node
+from placer.program.single_node import call_single_node, find_reading
 from placer.program.size_recorder import SizeRecorder
 from placer.program.stored import StateInput
 from placer.program.targets import (
@@ -117,10 +116,12 @@ class Recorder(TorchFunctionMode):
         ignore_device_moves: bool = False,
         grad: bool = True,
         shorter: int = 0,
+        is_split: bool = False,
     ) -> None:
         super().__init__()
         self.guess = guess
         self.shorter = shorter  # how many steps before their end sequences are assumed to end
+        self.is_split = is_split  # will the batch be?
         self.packs = False  # does forward pack sequences?
         self.grad = grad  # whether gradients are enabled, for code that asks
         self.grad_mode = True  # whether forward has left gradients enabled at this point
@@ -228,13 +229,6 @@ class Recorder(TorchFunctionMode):
     def reads_number(self, placeholder: fx.Node) -> bool:
         """Does Python code look at a number that is an input, or at one computed from it?"""
         return self.sizes.is_read(placeholder)
-
-    def fixes_number(self) -> bool:
-        """Does the graph hold a number that code in C has computed from a float that is an input?"""
-        held = [x for n in self.writer.graph.nodes for x in tree_iter((n.args, n.kwargs))]
-        return any(isinstance(x, float) and math.isnan(x) for x in held) or any(
-            x.is_floating_point() and bool(x.isnan().any()) for x in self.made_tensors
-        )
 
     def check(self) -> None:
         """Raise the exception of an operation that cannot be recorded, which forward may have caught."""
@@ -358,7 +352,7 @@ class Recorder(TorchFunctionMode):
         *,
         layer: str | None = None,
         modes: Modes | None = None,
-    ) -> None:
+    ) -> fx.Node:
         """Write the node that made ``value``, under ``modes`` or the current ones (gradients, autocast)."""
         if not isinstance(target, Checkpointed):
             self.check_saving()
@@ -368,7 +362,9 @@ class Recorder(TorchFunctionMode):
                 raise Untraceable("it computes under torch.inference_mode")
             function = CallMethod(target) if op == "call_method" else target
             op, target = "call_function", UnderModes(function, modes, self.modes)
-        self.writer.bind(value, self.writer.node(op, target, args, kwargs, layer=layer))
+        node = self.writer.node(op, target, args, kwargs, layer=layer)
+        self.writer.bind(value, node)
+        return node
 
     def checkpointing(self) -> Checkpointed | None:
         """How the model's code checkpoints activations at this point, or None if it does not."""
@@ -445,7 +441,7 @@ class Recorder(TorchFunctionMode):
             node_args = self.writer.argument(inputs)
         self.paused, grad = True, self.grad_mode  # torch disables gradients in such a forward
         try:
-            value = forward(*args)
+            value = forward(*executable(args))
             # For an input that is returned as it is, torch would make an alias that is unknown here.
             written = map(id, getattr(args[0], "dirty_tensors", None) or ())
             given = {id(x) for x in inputs if isinstance(x, Tensor)}.difference(written)
@@ -462,11 +458,15 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a function of TorchScript as one node."""
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData(self.writer.converter.mode, self.guess)
+        guess = GuessData(self.writer.converter.mode, self.guess, self.reached.__contains__)
         self.paused = True
         try:
+            self.reached.begin((args, kwargs))
             with self.refusing(), guess:
                 value = original(function, *executable(args), **executable(kwargs))
+            reading = find_reading(
+                self, guess, functools.partial(original, function), (), args, kwargs
+            )
         finally:
             self.paused = False
         if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
@@ -474,7 +474,9 @@ class Recorder(TorchFunctionMode):
                 raise Untraceable(
                     f"{function.name} returns a number that depends on values of tensors"
                 )
-        self.record("call_function", CallScript(function), node_args, node_kwargs, value)
+        node = self.record("call_function", CallScript(function), node_args, node_kwargs, value)
+        if reading:
+            self.writer.readings[node.name] = reading
         return value
 
     def call_encoder(

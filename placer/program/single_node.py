@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from placer.program.fake import GuessData
 from placer.program.leaves import is_torch_leaf, must_stay_whole
 from placer.program.packed import assume_sizes, packed_sequences
 from placer.program.python_random import keep_random
+from placer.program.readings import reading_of_inputs
 from placer.program.restore import Snapshot, module_roots
 from placer.program.targets import CallInModes, Checkpointed, Modes, call_module
 from placer.program.writer import executable
@@ -36,9 +38,10 @@ def call_single_node(
     """Run the module at ``path``, and let ``recorder`` write one node for it."""
     writer = recorder.writer
     node_args, node_kwargs = writer.argument(args), writer.argument(kwargs)
-    guess = GuessData(writer.converter.mode, recorder.guess)
+    guess = GuessData(writer.converter.mode, recorder.guess, recorder.reached.__contains__)
     recorder.paused = True
     plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
+    reading = ""
     before = None if plain_layer else Snapshot(module_roots(module, path), recorder.reachable)
     try:
         # Layers of torch draw random numbers from torch only, and none on fake tensors.
@@ -50,7 +53,13 @@ def call_single_node(
         if before is not None:
             _note_changes(recorder, path, before)
         if guess.guessed:
-            _try_other_values(recorder, original, module, args, kwargs)
+            call, roots = partial(original, module), module_roots(module)
+            # These are the values that its buffers have, or other guesses for a model without data.
+            other = GuessData.other(writer.converter, module, recorder.guess)
+            with suppress(Exception):  # they may be impossible
+                _run_again(recorder, call, roots, args, kwargs, other)  # to see what it then writes
+            if not is_torch_leaf(module):
+                reading = find_reading(recorder, guess, call, roots, args, kwargs)
     except Exception as error:
         location = locate(error) or locate_caller()
         recorder.failed = ForwardFailure(
@@ -67,9 +76,11 @@ def call_single_node(
     if function is not None:
         reference = writer.node("get_attr", path, layer=path)
         node_args = (reference, *node_args)
-        recorder.record("call_function", function, node_args, node_kwargs, value, layer=path)
+        node = recorder.record("call_function", function, node_args, node_kwargs, value, layer=path)
     else:
-        recorder.record("call_module", path, node_args, node_kwargs, value, layer=path)
+        node = recorder.record("call_module", path, node_args, node_kwargs, value, layer=path)
+    if reading:
+        writer.readings[node.name] = reading
     recorder.written_inside |= recorder.reached.written
     for tensor in tensors_of_tree(value):
         if tensor not in recorder.reached:
@@ -112,21 +123,41 @@ def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> None:
             recorder.changed_inside[change.root, change.path] = replace(change, value=None)
 
 
-def _try_other_values(
-    recorder: Recorder, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> None:
-    """Run a module that reads values of tensors with other ones, to see what it then writes.
+def find_reading(
+    recorder: Recorder,
+    guess: GuessData,
+    call: Callable[..., Any],
+    roots: Sequence[Any],
+    args: Any,
+    kwargs: Any,
+) -> str:
+    """The line where a single node decides by values of its inputs what it computes; or "".
 
-    These are the values that its buffers have, or other guesses for a model without data.
+    It is looked for only if the batch is to be split, because it takes more runs.
     """
-    before = Snapshot(module_roots(module), recorder.reachable)
-    guess = GuessData.other(recorder.writer.converter, module, recorder.guess)
+    if not recorder.is_split:
+        return ""
+    return reading_of_inputs(
+        guess,
+        lambda other: _run_again(recorder, call, roots, args, kwargs, other),
+    )
+
+
+def _run_again(
+    recorder: Recorder,
+    call: Callable[..., Any],
+    roots: Sequence[Any],
+    args: Any,
+    kwargs: Any,
+    guess: GuessData,
+) -> None:
+    """Run a single node with other values where it reads values of tensors; ``roots`` are its modules'."""
+    before = Snapshot(roots, recorder.reachable)
     try:
-        with guess, keep_random(), without_torch_function():
-            copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+        with guess, keep_random():
+            with without_torch_function():
+                copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
             recorder.reached.extend(copies)
-            original(module, *executable(copies[0]), **executable(copies[1]))
-    except Exception:  # these values may be impossible
-        pass
+            call(*executable(copies[0]), **executable(copies[1]))
     finally:
         before.restore()

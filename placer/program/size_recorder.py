@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from placer.program.size_log import Reading, SizeLog
-from placer.program.sizes import InputFloat, SizeFloat, SizeInt, plain
+from placer.program.sizes import InputFloat, InputInt, SizeFloat, SizeInt, plain
 from placer.program.writer import GraphWriter, executable
 
 
@@ -61,7 +61,9 @@ class SizeRecorder:
         if self._is_paused() or isinstance(value, bool) or not isinstance(value, int | float):
             return value
         node = self._writer.node("call_function", function, args, pure=True)
-        return self._number(node, value, of_input=any(isinstance(x, InputFloat) for x in args))
+        return self._number(
+            node, value, of_input=any(isinstance(x, InputInt | InputFloat) for x in args)
+        )
 
     def note_reading(self, name: str, args: tuple[Any, ...], outcome: bool | None) -> None:
         """Note what Python code reads, for `log`.
@@ -107,8 +109,8 @@ class SizeRecorder:
 
     def _number(self, node: fx.Node, value: Any, *, of_input: bool = False) -> Any:
         """``value`` as a number that refers to ``node``, which computes it."""
-        kind: Any = SizeInt if isinstance(value, int) else InputFloat if of_input else SizeFloat
-        number = kind(value)
+        kinds: Any = (InputInt, InputFloat) if of_input else (SizeInt, SizeFloat)
+        number = kinds[isinstance(value, float)](value)
         number.node, number.recorder = node, self
         self.values[node] = value
         return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from placer.program.guards import make_guards, watch_attributes
 from placer.program.objects import spell
 from placer.program.python_random import keep_random
 from placer.program.reached import Follow, Reached
+from placer.program.readings import reading_of_inputs
 from placer.program.record import RecordedProgram, Setup, recording_modes
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import flatten_result
@@ -51,8 +53,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         setup.bound,
     )
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
-    guesses = GuessData(converter.mode, setup.guess)
     reached = Reached(fake_model)
+    guesses = GuessData(converter.mode, setup.guess, reached.__contains__)
     flags = {name: parameter.requires_grad for name, parameter in fake_model.named_parameters()}
     attributes: set[tuple[str, str]] = set()
 
@@ -83,8 +85,16 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         raise ForwardFailure("", locate(error), guessed=guesses.guessed, places=places) from error
     finally:
         snapshot.restore()
+    reading = ""
     if guesses.guessed:
-        _try_other_values(setup, inputs, reached, snapshot)
+        other = GuessData.other(converter, fake_model, setup.guess)
+        with suppress(Exception):  # these values may be impossible
+            _run_again(setup, inputs, reached, snapshot, other)  # to see what it then writes
+        if setup.is_split:
+            reading = reading_of_inputs(
+                guesses,
+                lambda other: _run_again(setup, inputs, reached, snapshot, other),
+            )
         _refuse_flags(flags, fake_model, type(model), reason)
     writer = GraphWriter(converter, fake_model)
     for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
@@ -103,6 +113,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 writer.bind(leaf, results[i])
             else:
                 numbers[results[i]] = leaf
+    if reading:
+        writer.readings[node.name] = reading
     graph = writer.finish(results, numbers)
     return RecordedProgram(
         graph=graph,
@@ -117,6 +129,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         changing=frozenset(),
         written_inside=reached.written,
         numbers=(),
+        readings=writer.readings,
         independent=(False,) * len(writer.shapes),
         repeats=True,
         guards=make_guards(model, attributes),
@@ -128,24 +141,17 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     )
 
 
-def _try_other_values(
-    setup: Setup, inputs: Sequence[Tensor], reached: Reached, snapshot: Snapshot
+def _run_again(
+    setup: Setup, inputs: Sequence[Tensor], reached: Reached, snapshot: Snapshot, guess: GuessData
 ) -> None:
-    """Run the model once more, with other values where it reads them, to see what it then writes."""
+    """Run the model once more, with other values where it reads them."""
     converter, model = setup.converter, setup.fake_model
     try:
-        with (
-            recording_modes(converter),
-            Follow(reached),
-            GuessData.other(converter, model, setup.guess),
-            keep_random(),
-        ):
+        with recording_modes(converter), Follow(reached), guess, keep_random():
             leaves = call_leaves(setup.bound, converter.copies(inputs))
             args, kwargs = place_arguments(setup.bound, call_arguments(setup.bound, leaves))
             reached.extend((args, kwargs))
             model.forward(*args, **kwargs)
-    except Exception:  # these values may be impossible
-        pass
     finally:
         snapshot.restore()
 

@@ -23,7 +23,7 @@ from placer.program.failure import Untraceable, locate_caller
 from placer.program.fake import FakeConverter
 from placer.program.operand_order import sort_operands
 from placer.program.result import PLAIN
-from placer.program.sizes import SizeFloat, SizeInt, plain
+from placer.program.sizes import RecordedNumber, plain
 from placer.program.targets import BuildTree, get_field
 
 CPU = torch.device("cpu")
@@ -41,6 +41,7 @@ class GraphWriter:
         self.layer = ""
         self.layer_of: dict[str, str] = {}
         self.location_of: dict[str, str] = {}
+        self.readings: dict[str, str] = {}  # single nodes that read values of inputs -> line
         self.constants: dict[str, Tensor] = {}
         # Of the finished graph's nodes: the shape of a tensor, a number, or None.
         self.shapes: tuple[Any, ...] = ()
@@ -164,6 +165,7 @@ class GraphWriter:
         self.graph, names = _named_anew(self.graph)
         self.layer_of = {names[k]: v for k, v in self.layer_of.items() if k in names}
         self.location_of = {names[k]: v for k, v in self.location_of.items() if k in names}
+        self.readings = {names[k]: v for k, v in self.readings.items() if k in names}
         self.constants = {names[k]: v for k, v in self.constants.items() if k in names}
         return self.graph
 
@@ -253,7 +255,7 @@ class GraphWriter:
         """
         if isinstance(value, fx.Node):
             return value
-        if isinstance(value, SizeInt | SizeFloat):
+        if isinstance(value, RecordedNumber):
             return value.node if value.node.graph is self.graph else plain(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
@@ -292,7 +294,7 @@ def is_in(path: str, container: str) -> bool:
 
 def executable(value: Any) -> Any:
     """``value`` as an argument for the run on fake tensors: plain numbers, and every device is the CPU."""
-    if isinstance(value, SizeInt | SizeFloat):
+    if isinstance(value, RecordedNumber):
         return plain(value)
     if isinstance(value, torch.device):
         return CPU

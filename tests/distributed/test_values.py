@@ -82,7 +82,8 @@ def test_ranks_are_simulated_with_the_guess_that_the_capture_needs() -> None:
     model = nn.Sequential(nn.Linear(4, 4), cases.LooksAtValues(), nn.Linear(4, 4))
     layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}
     x = torch.randn(4, 4)
-    plan = placer.make_plan(model, make_spec(2, 1, 2, layers=layers), x, processes=True)
+    spec = make_spec(2, 1, 2, layers=layers, inputs={"input": {"batch_dim": 0}})
+    plan = placer.make_plan(model, spec, x, processes=True)
     report = placer.simulate(model, plan, x, processes=True)
     assert [d.peak for d in report.devices] == [d.peak for d in plan.devices]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -134,20 +135,82 @@ def test_a_number_at_which_python_looks_is_part_of_the_program(kind: type[Net], 
     _equal(lambda: kind(LOOKED_AT[use]), STAGES, VALUES)
 
 
-INTEGERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "product": lambda x, n: x * n,
+INTEGERS = {
+    **ARITHMETIC,
+    "half": lambda x, n: x * (0.5 * n) + n / 2 + 1.5**n,
     "slice": lambda x, n: torch.cat([x[:, :n] * 2, x[:, n:]], 1),
+    "sizes": lambda x, n: x.new_ones(n, x.size(1) + n, dtype=x.dtype).mean() * x,
+    "bits": lambda x, n: x * ((n >> 1 | 5) % 3),
+    "alternating": lambda x, n: x * (-1) ** n,
+}
+INTEGERS_LOOKED_AT: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "bits": lambda x, n: x * n.bit_length(),
+    "clipped": lambda x, n: x * int(np.clip(n, 2, 4)),
+    "array": lambda x, n: x * torch.from_numpy(np.arange(n) + 1.0).sum(),
+    "object array": lambda x, n: x * float((np.arange(3) * n).max()),
     "loop": lambda x, n: sum((x * i for i in range(n)), x),
-    "index": lambda x, n: x * [1.0, 3.0, 5.0, 7.0, 9.0, 11.0][n],
+    "loop backwards": lambda x, n: sum((x * i for i in range(3, n, -1)), x),
+    "root": lambda x, n: x * math.isqrt(n),
+    "divisor": lambda x, n: x * math.gcd(n, 12),
+    "power": lambda x, n: x * math.exp(n),
+    "modular power": lambda x, n: x * pow(2, n, 5),
+    "quotient": lambda x, n: x * divmod(n, 3)[1],
+    "repeated": lambda x, n: x * len([0] * n),
+    "text": lambda x, n: x * len("ab" * n),
+    "index": lambda x, n: x * [1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 4.0, 2.0, 6.0][n],
+    "items": lambda x, n: x * len([1, 2, 3, 4, 5, 6, 7, 8][:n]),
+    "number": lambda x, n: x * (int(n) + 1),
+    "whole": lambda x, n: x * float(n),
+    "complex": lambda x, n: x * abs((3.5 - n) ** 0.5),
+    "string": lambda x, n: x * float(str(n)),
+    "formatted": lambda x, n: x * float(f"{n:d}1"),
+    "percent": lambda x, n: x * float("%d" % n),  # noqa: UP031
+    "key": lambda x, n: x * dict(enumerate([1.0, 3.0, 5.0, 7.0, 9.0, 1.0, 4.0, 2.0, 6.0]))[n],
+    "member": lambda x, n: x * (2 if n in {5, 8} else 3),
     "limit": lambda x, n: x * min(n, 3),
+    "truth": lambda x, n: x * (2 if n - 8 else 3),
+    "equal": lambda x, n: x * (2 if n == 8.0 else 3),
+    "type": lambda x, n: x * (2 if type(n) is int else 3),
+    "attribute": lambda x, n: x * getattr(n, "denominator", 3),
+    "copy": lambda x, n: x * copy.deepcopy([n])[0],
+    "bytes": lambda x, n: x * n.to_bytes(2, "big")[1],
+    "cached": lambda x, n: x * _doubled(n, 3),
+    "caught": lambda x, n: x * _digits(n),
 }
 
 
+@functools.lru_cache
+def _doubled(n: Any, times: int) -> Any:
+    """Recursive, which is why a recording has to use its cache."""
+    return n if times == 0 else 2 * _doubled(n, times - 1)
+
+
+def _digits(n: Any) -> int:
+    try:
+        return int(n.bit_count())
+    except AttributeError:
+        return 7
+
+
+COUNT = [2, 4, 1, 5, 6, 7, 8, 2]
+
+
+@pytest.mark.parametrize("kind", [Net, Attribute])
 @pytest.mark.parametrize("use", INTEGERS)
-def test_integers(use: str) -> None:
-    counts = _equal(lambda: Net(INTEGERS[use]), SPLIT, [2, 3, 1, 4, 5, 2])
-    if use in ("product", "slice"):
-        assert counts[-1] == 1
+def test_integers_that_only_arithmetic_reads(kind: type[Net], use: str) -> None:
+    counts = _equal(lambda: kind(INTEGERS[use]), SPLIT, COUNT)
+    assert counts[2] == counts[-1] <= 1
+
+
+@pytest.mark.matrix(12)
+@pytest.mark.parametrize("values", [COUNT, COUNT[::-1], [1, 0, 2, 3, 8]], ids=str)
+@pytest.mark.parametrize("kind", [Net, Attribute])
+@pytest.mark.parametrize("use", INTEGERS_LOOKED_AT)
+def test_integers_that_other_code_reads(kind: type[Net], use: str, values: list[int]) -> None:
+    """Also code in C, which asks an ``int`` for its value without a method that could be noticed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecaptureWarning)
+        _equal(lambda: kind(INTEGERS_LOOKED_AT[use]), STAGES, values)
 
 
 def test_a_program_is_captured_per_value_without_a_limit_and_a_warning_says_how_often() -> None:

@@ -158,7 +158,8 @@ class LooksAtValues(nn.Module):
 
 def test_a_model_that_cannot_be_recorded_is_one_piece() -> None:
     x = torch.randn(6, 4, dtype=D)
-    placed = assert_same(LooksAtValues().double(), TWO | {"replicas": 2}, (x,), scheduled=False)
+    spec = TWO | {"replicas": 2, "inputs": {"x": {"batch_dim": 0}}}
+    placed = assert_same(LooksAtValues().double(), spec, (x,), scheduled=False)
     assert len(placed.plan.stages) == 1
     program = placer.api.capture_model(LooksAtValues(), (x.float(),))
     (whole,) = program.whole_modules

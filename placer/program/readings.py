@@ -1,0 +1,63 @@
+"""Find where code that is a single node decides by values of the batch what it computes."""
+
+from __future__ import annotations
+
+import dis
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from placer.program.failure import Place
+from placer.program.fake import GuessData
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_OPERATORS = "torch._subclasses", "placer.program.fake"  # run operators on fake tensors
+
+
+def reading_of_inputs(guess: GuessData, run: Callable[[GuessData], object]) -> str:
+    """The first line, as ``file.py:line``, where code does more than to check a value of its inputs; or "".
+
+    ``guess`` has the places where it read values. ``run`` runs it again with other guesses: where it raises
+    an exception for another value, it only checks the value.
+    """
+    for place, of_inputs in guess.places.items():
+        if of_inputs and not _is_check(guess, place, run):
+            return f"{place[0]}:{place[1][0]}"
+    return ""
+
+
+def _is_check(guess: GuessData, place: Place, run: Callable[[GuessData], object]) -> bool:
+    """Does code raise an exception if it gets another value at ``place``?
+
+    Further values that it then reads are guessed as well, so that it passes if it can.
+    """
+    others, last = guess.guess.others, place
+    flipped: set[Place] = set()
+    while last not in flipped:
+        flipped.add(last)
+        again = GuessData(guess.mode, replace(guess.guess, others=others ^ flipped))
+        try:
+            run(again)
+        except Exception as error:
+            if not _is_raised_by_code(error):
+                return False
+            last = next(reversed(again.places), place)
+        else:
+            return False
+    # In another line, other values may be why, of which no guess will do.
+    return (last[0], last[1][0]) == (place[0], place[1][0])
+
+
+def _is_raised_by_code(error: Exception) -> bool:
+    """Is it of a ``raise`` or ``assert``, and not of an operation that the value made impossible?"""
+    if isinstance(error, torch.jit.Error):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(str(x.f_globals.get("__name__")).startswith(_OPERATORS) for x in frames):
+        return False
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE

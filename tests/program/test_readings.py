@@ -1,0 +1,181 @@
+"""Code that decides by values of the batch is refused with several slices; checks of values are not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placer
+
+LAYERS = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1"}
+STAGES = {"devices": ["cuda:0", "cuda:1"], "layers": LAYERS}
+SLICES: dict[str, dict[str, Any]] = {
+    "replicas": {**STAGES, "devices": [f"cuda:{i}" for i in range(4)], "replicas": 2},
+    "micro-batches": {**STAGES, "microbatches": 2},
+}
+SAYS = {"inputs": {"input": {"batch_dim": 0}}}
+
+
+class Code(nn.Module):
+    def __init__(self, code: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.code = nn.Linear(6, 6), code
+        self.register_buffer("flag", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self.linear(x))
+
+
+class Flagged(Code):
+    """Decides by a buffer, which is the same for all slices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.flag.item() else self.linear(-x)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)
+
+    @torch.jit.script
+    def scripted(x: Tensor) -> Tensor:
+        return x if bool(x.mean() > 0) else -2 * x
+
+    @torch.jit.script
+    def scripted_check(x: Tensor) -> Tensor:
+        if bool(x.isnan().any()):
+            raise ValueError("not a number")
+        return x.tanh()
+
+
+def _asserts(x: Tensor) -> Tensor:
+    assert torch.isfinite(x).all() and not torch.isnan(x).any()
+    assert x.abs().max().item() > 1e-9
+    return x.tanh()
+
+
+def _raises(x: Tensor) -> Tensor:
+    if torch.isnan(x).any():
+        raise ValueError("not a number")
+    return x.tanh()
+
+
+def _validates(x: Tensor) -> Tensor:
+    return torch.distributions.Normal(x, x.square() + 1, validate_args=True).mean
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x * [1.0, 2.0][int((x.sum() > 0).item())]
+
+
+def _shape(x: Tensor) -> Tensor:
+    """An operation, not a check, fails where there are no such columns."""
+    return x * x[:, : 1 + int((x.mean() > 0).item())].view(len(x), 2, -1).mean((1, 2))[:, None]
+
+
+CHECKS = {
+    "assert": _asserts,
+    "raise": _raises,
+    "distribution": _validates,
+    "script": lambda x: scripted_check(x),
+}
+DECIDES = {
+    "branch": lambda x: x if x.mean() > 0 else -2 * x,
+    "number": lambda x: x * x.mean().item(),
+    "list": lambda x: x * max(x.max(1).values.tolist()),
+    "array": lambda x: x * float(x.detach().numpy().mean()),
+    "equal": lambda x: x if torch.equal(x, x.abs()) else -2 * x,
+    "loop": lambda x: _halved(x),
+    "index": _rows,
+    "shape": _shape,
+    "script": lambda x: scripted(x),
+    "after a check": lambda x: _asserts(x) if x.mean() > 0 else -x,
+}
+
+
+def _halved(x: Tensor) -> Tensor:
+    while x.abs().mean() > 0.1:
+        x = x / 2
+    return x
+
+
+def _net(code: Callable[[Tensor], Tensor], kind: type[Code] = Code) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), kind(code), nn.Linear(6, 6)).double()
+    return net, torch.randn(8, 6, dtype=torch.float64)
+
+
+def _assert_equal(net: nn.Module, x: Tensor, spec: dict[str, Any]) -> None:
+    placed = placer.compile(copy.deepcopy(net), spec, x, run_on="cpu")
+    for given in (x, -x):
+        torch.testing.assert_close(placed(given), net(given))
+
+
+@pytest.mark.parametrize("spec", SLICES)
+@pytest.mark.parametrize("name", CHECKS)
+def test_checks_of_values_are_harmless(name: str, spec: str) -> None:
+    _assert_equal(*_net(CHECKS[name]), SLICES[spec])
+
+
+@pytest.mark.parametrize("spec", SLICES)
+def test_a_branch_by_a_buffer_is_the_same_for_all_slices(spec: str) -> None:
+    _assert_equal(*_net(torch.tanh, Flagged), SLICES[spec])
+
+
+@pytest.mark.parametrize("spec", SLICES)
+@pytest.mark.parametrize("name", DECIDES)
+def test_what_decides_by_values_of_the_batch_is_refused(name: str, spec: str) -> None:
+    net, x = _net(DECIDES[name])
+    line = r"1: it decides by values of the batch what it computes \(.*test_readings.py:"
+    with pytest.raises(placer.CaptureError, match=line) as refused:
+        placer.compile(net, SLICES[spec], x, run_on="cpu")
+    assert '"inputs": {"input": {"batch_dim": 0}}' in refused.value.remedy
+    assert placer.compile(net, {**SLICES[spec], **SAYS}, x, run_on="cpu").plan.notes
+
+
+@pytest.mark.parametrize("name", sorted({*DECIDES} - {"shape"}))
+def test_one_slice_decides_as_the_plain_model_does(name: str) -> None:
+    _assert_equal(*_net(DECIDES[name]), STAGES)
+
+
+class Root(nn.Module):
+    def __init__(self, code: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.code = nn.Linear(6, 6), code
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.linear(self.code(input))
+
+
+@pytest.mark.parametrize("name", ["branch", "number", "loop"])
+def test_a_model_that_is_a_single_node_is_refused_too(name: str) -> None:
+    net, x = Root(DECIDES[name]).double(), torch.randn(8, 6, dtype=torch.float64)
+    spec = {"devices": ["cuda:0", "cuda:1"], "replicas": 2}
+    with pytest.raises(placer.CaptureError, match="Root: it decides by values of the batch"):
+        placer.compile(net, spec, x, run_on="cpu")
+    _assert_equal(net, x, {"devices": ["cuda:0"]})
+
+
+@pytest.mark.parametrize("name", ["assert", "raise"])
+def test_a_model_that_is_a_single_node_may_check_values(name: str) -> None:
+    net, x = Root(CHECKS[name]).double(), torch.randn(8, 6, dtype=torch.float64)
+    _assert_equal(net, x, {"devices": ["cuda:0", "cuda:1"], "replicas": 2})
+
+
+def test_a_later_call_is_refused_where_only_it_decides_by_values() -> None:
+    """Only evaluation branches."""
+
+    class Evaluates(Code):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).tanh() if self.training else super().forward(x)
+
+    net, x = _net(DECIDES["branch"], Evaluates)
+    placed = placer.compile(net, SLICES["micro-batches"], x, run_on="cpu")
+    placed(x)
+    with pytest.raises(placer.CaptureError, match="it decides by values of the batch"):
+        placed.eval()(x)
