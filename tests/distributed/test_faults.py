@@ -27,14 +27,7 @@ SPLIT = "InterleavedZeroBubble"
     [
         ("1F1B", "layer", 0, "0", "tokens", "IndexError: index out of range"),
         ("GPipe", "hook", 1, "1", "blocks.2.mlp.0", "ArithmeticError: boom"),
-        (
-            "InterleavedZeroBubble",
-            "backward",
-            0,
-            "0",
-            "blocks.0.mlp.0",
-            "backward: ArithmeticError: boom",
-        ),
+        ("InterleavedZeroBubble", "backward", 0, "0", "", "backward: ArithmeticError: boom"),
         ("1F1B", "parameter", 0, "0", "positions", "backward: ArithmeticError: boom"),
         ("1F1B", "loss", 1, "1", "", "loss_fn: IndexError: Target"),
         ("1F1B", "rows", 1, "1", "", "loss_fn: returned a tensor of [2, 1], not a scalar"),
@@ -65,29 +58,26 @@ def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "fault", "rank", "layer", "checkpoint"),
+    ("schedule", "fault", "rank", "layer"),
     [
-        ("1F1B", "function", 0, "1.odd", ()),  # a backward of the model's own
-        ("1F1B", "tensor", 1, "2.first", ("*",)),  # a hook, where all is recomputed
-        ("1F1B", "module", 0, "0.act", ()),
-        (SPLIT, "overwritten", 1, "2.last", ()),  # of the half for inputs, out of torch's kernels
-        ("1F1B", "loss", 1, "", ()),
+        ("1F1B", "function", 0, "1.odd"),  # a backward of the model's own
+        ("1F1B", "tensor", 1, "2.first"),  # a hook
+        (SPLIT, "overwritten", 1, "2.last"),  # of the half for inputs, out of torch's kernels
+        ("1F1B", "loss", 1, ""),
     ],
 )
-def test_an_exception_in_backward_names_its_layer(
-    job_of: Callable[[int], Job],
-    schedule: str,
-    fault: str,
-    rank: int,
-    layer: str,
-    checkpoint: tuple[str, ...],
+def test_with_anomaly_mode_an_exception_in_backward_names_its_layer(
+    job_of: Callable[[int], Job], schedule: str, fault: str, rank: int, layer: str
 ) -> None:
-    found = job_of(2).run(fault_cases.fail_in_backward, schedule, fault, rank, checkpoint)
-    assert found[rank][0] == layer
-    place = f"layer {layer!r}, " if layer else ""
-    phase = "backward of loss_fn" if fault == "loss" else "backward"
-    for _, said in found:
-        assert said.startswith(f"stage {rank}, {place}rank {rank} (replica 0), {phase}: "), said
+    """Without it, the stage with its first and last layer."""
+    for anomaly in (True, False):
+        found = job_of(2).run(fault_cases.fail_in_backward, schedule, fault, rank, anomaly)
+        named = layer if anomaly else ""
+        assert found[rank][0] == named
+        place = f"layer {named!r}" if named else f"one of its layers ({2 * rank}.first … "
+        for _, said in found:
+            assert said.startswith(f"stage {rank}, {place}") and f"rank {rank} (replica 0)" in said
+        assert ("PLACER_ANOMALY=1" in found[rank][1]) == (not named)
 
 
 def test_the_error_crosses_to_other_replicas(job_of: Callable[[int], Job]) -> None:

@@ -11,17 +11,14 @@ import torch.distributed as dist
 
 from placer.errors import PeerError, PlacerError
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
-from placer.executor.distributed.failures.failing_nodes import FailureSite
-from placer.executor.distributed.failures.layer_failure import LayerFailure
 from placer.executor.distributed.job.groups import Groups, close_groups, find_lost
 
 
 class Connection:
     """This rank's connection to the other ranks of its job.
 
-    ``failures`` tells the others why this rank failed; ``find_failure_site`` returns the layers whose
-    code did, and ``layers`` has the layers of every stage. ``before_closing``, which may be replaced, is
-    called before a failure closes the groups.
+    ``failures`` tells the others why this rank failed; ``layers`` has the layers of every stage.
+    ``before_closing``, which may be replaced, is called before a failure closes the groups.
     """
 
     def __init__(
@@ -32,7 +29,6 @@ class Connection:
         rank: int,
         replica_index: int,
         layers: Sequence[Sequence[str]],
-        find_failure_site: Callable[[LayerFailure], FailureSite],
     ) -> None:
         self.before_closing: Callable[[], None] = lambda: None
         self._job_group: Any = dist.group.WORLD  # the default process group at construction
@@ -41,7 +37,6 @@ class Connection:
         self._rank = rank
         self._replica_index = replica_index
         self._layers = layers
-        self._find_failure_site = find_failure_site
 
     @property
     def groups(self) -> Groups:
@@ -88,7 +83,6 @@ class Connection:
             self._failures.raise_for(
                 error,
                 find_lost=list if groups is None else partial(find_lost, groups.world),
-                find_failure_site=self._find_failure_site,
                 layers=self._layers,
                 replica_index=self._replica_index,
             )

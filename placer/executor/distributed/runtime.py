@@ -25,7 +25,6 @@ from placer.executor.distributed.checks import (
 )
 from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
-from placer.executor.distributed.failures.fake_forward import find_failure_site
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
 from placer.executor.distributed.job.groups import Groups, connect, make_groups
@@ -105,7 +104,6 @@ class DistributedRuntime(Runtime):
             rank=assignment.rank,
             replica_index=assignment.replica_index,
             layers=[stage.layers for stage in plan.stages],
-            find_failure_site=partial(find_failure_site, self.finder, plan.node_layers, part),
         )
         if plan.batch_norm == "sync" and plan.replicas > 1:
             synchronise_norms(part, groups.dp)
@@ -117,6 +115,7 @@ class DistributedRuntime(Runtime):
             rank=assignment.device_index,
             rank_of=assignment.device_of,
             channel=GroupChannel(groups.pp),
+            layer_of=plan.node_layers,
         )
         self.placeholder = nn.Parameter(torch.empty(0, device=device))
         self._reducer: GradientReducer | None = None

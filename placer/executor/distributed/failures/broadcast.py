@@ -16,7 +16,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from placer._torch import default_store
 from placer.errors import PeerError, PlacerError, StageError, causes
-from placer.executor.distributed.failures.failing_nodes import FailureSite
 from placer.executor.distributed.failures.hang_detector import HangDetector, store_may_be_gone
 from placer.executor.distributed.failures.heartbeat import Heartbeat
 from placer.executor.distributed.failures.layer_failure import LayerFailure
@@ -80,14 +79,13 @@ class FailureBroadcast:
         error: Exception,
         *,
         find_lost: Callable[[], Sequence[int]],
-        find_failure_site: Callable[[LayerFailure], FailureSite],
         layers: Sequence[Sequence[str]],
         replica_index: int,
     ) -> NoReturn:
         """Raise ``error`` with a description of its place; tell the others if it occurred here.
 
-        ``find_lost`` returns the ranks whose connections are closed, ``find_failure_site`` the layers
-        whose code failed; ``layers`` has the layers of every stage.
+        ``find_lost`` returns the ranks whose connections are closed; ``layers`` has the layers of every
+        stage.
 
         Raises ``StageError`` on the rank whose stage raised, and ``PeerError`` on ranks that lost the
         connection to another. A ``PlacerError`` is told and raised as it is; any other exception becomes
@@ -109,13 +107,14 @@ class FailureBroadcast:
             self._tell(told)
             raise PlacerError(*told.values()) from error
         cause = failure.__cause__ or root
-        stage, site = failure.stage_index, find_failure_site(failure)
-        layer = site.layers[0] if len(site.layers) == 1 else ""
-        phase = "backward of loss_fn" if site.after else failure.phase
-        place = f"layer {' or '.join(map(repr, site.layers))}, " if site.layers else ""
-        if phase == "backward" and not place and layers[stage]:
+        stage, layer = failure.stage_index, failure.layer
+        place, hint = f"layer {layer!r}, " if layer else "", ""
+        if failure.phase == "backward" and not layer and layers[stage]:
             place = f"one of its layers ({_span(layers[stage])}), "
-        where = f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {phase}"
+            hint = "; to have the layer named, run again with PLACER_ANOMALY=1"
+        where = (
+            f"stage {stage}, {place}rank {self._rank} (replica {replica_index}), {failure.phase}"
+        )
         problem, remedy = f"{type(cause).__name__}: {cause}", ""
         if isinstance(cause, PlacerError):
             inside = "" if cause.where == failure.phase else f"{cause.where}: "
@@ -125,7 +124,7 @@ class FailureBroadcast:
         raise StageError(
             where,
             problem,
-            remedy or "the exception above is the cause; the other ranks end with PeerError",
+            remedy or f"the exception above is the cause; the other ranks end with PeerError{hint}",
             stage=stage,
             layer=layer,
             rank=self._rank,
