@@ -7,7 +7,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import models
@@ -22,7 +22,6 @@ from unet3d import unet3d
 
 import placer
 from placer.emit import materialize
-from placer.executor.distributed.failures.broadcast import failure_told
 from placer.executor.distributed.job.assignment import find_job
 from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
@@ -145,12 +144,15 @@ def _compile_all(
     """``placer.compile`` for plans that differ only in their schedule; shared work is done once."""
     job = find_job()
     assert job is not None
-    with failure_told(job) as failures:
-        trained = [launch(model, program, plan, job, failures=failures) for plan in plans]
+    trained = [launch(model, partial(_given, program, plan), job) for plan in plans]
     for placed in trained[1:]:
         # The stages are the same, and so is what crosses.
         runtime_of_rank(placed).finder = runtime_of_rank(trained[0]).finder
     return trained
+
+
+def _given(program: Program, plan: placer.Plan) -> tuple[Program, placer.Plan]:
+    return program, plan
 
 
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:

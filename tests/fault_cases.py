@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.nn import functional as F
 
 import placer
-from placer.executor.distributed.failures import heartbeat
 
 D = torch.float64
 X = torch.randn(8, 1, 8, 8, dtype=D, generator=torch.Generator().manual_seed(0))
@@ -566,11 +565,7 @@ class _Killed(nn.Linear):
 
 
 def kill_while_planning(rank: int) -> None:
-    """``rank`` is killed while it captures the model, before it has met the others.
-
-    They wait less than half a minute for a sign of life.
-    """
-    heartbeat._SILENT_SECONDS = 4.0
+    """``rank`` is killed while it captures the model."""
     devices = [f"cpu:{index}" for index in range(int(os.environ["WORLD_SIZE"]))]
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in devices], _Killed(rank))
     placer.compile(model, {"devices": devices}, torch.randn(4, 4))
@@ -635,3 +630,14 @@ def end_of_another_spec(what: str) -> tuple[str, str]:
             os.kill(os.getpid(), signal.SIGKILL)
         return type(error).__name__, str(error)
     raise AssertionError("rank 1 has joined")
+
+
+def compile_for_more_processes() -> str:
+    """What is wrong with a plan for four processes, in a job of two."""
+    try:
+        placer.compile(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()), make_spec(2, 2, 1), torch.randn(4, 4)
+        )
+    except placer.PlacerError as error:
+        return error.problem
+    return "no error"

@@ -9,13 +9,8 @@ import distributed_cases as cases
 import fault_cases
 import pipeline_cases
 import pytest
-import torch
-import torch.distributed as dist
 from jobs import TIMEOUT_SECONDS, Job
-from torch import nn
 
-import placer
-from placer.executor.distributed.failures import broadcast
 from placer.executor.distributed.job.assignment import find_job
 
 SPLIT = "InterleavedZeroBubble"
@@ -163,7 +158,7 @@ def test_a_part_that_cannot_be_built_is_told_to_all(
     found = job_of(2).run(fault_cases.miss_weights_on_one_rank, tmp_path)
     assert [kind for kind, _ in found] == ["PeerError", "PlacerError"]
     assert all("weights_1.pt: no such file" in said for _, said in found), found
-    assert found[0][1].startswith("rank 1: ")
+    assert found[0][1].startswith("rank 1, ")
 
 
 @pytest.mark.parametrize("what", ["model", "plan"])
@@ -174,17 +169,9 @@ def test_another_model_or_plan_on_one_rank_is_found_at_start_up(
     assert all(f"the {what}" in message and "of rank 1 differs" in message for message in found)
 
 
-def test_a_job_of_the_wrong_size_is_refused_before_any_communication(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(broadcast, "_START_SECONDS", 0.0)  # nobody comes to read why it failed
-    spec = placer.PlacementSpec(devices=["cpu:0", "cpu:1"], replicas=2)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    with pytest.raises(placer.PlacerError, match="the job has 3 processes, the plan needs 4"):
-        placer.compile(model, spec, torch.randn(2, 4))
-    assert not dist.is_initialized()
+def test_a_job_of_the_wrong_size_is_refused(job_of: Callable[[int], Job]) -> None:
+    for said in job_of(2).run(fault_cases.compile_for_more_processes):
+        assert said.startswith("the job has 2 processes, the plan needs 4: 2 replicas x 2 devices")
 
 
 def test_other_launchers_than_torchrun_make_a_job_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import PlacerError
+from placer.executor.distributed.job.join import name_ranks
 from placer.grid import Grid
 
 Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
@@ -83,14 +84,6 @@ class CallDescription:
         return [number for x in self.inputs for number in (_sample([x]), int(x.requires_grad))]
 
 
-class CallNotAnswered(RuntimeError):
-    """Not all ranks have made the call ``method``: some were lost, or did not make it in time."""
-
-    def __init__(self, method: Method) -> None:
-        super().__init__(method)
-        self.method = method
-
-
 class CallCheck:
     """Starts an exchange of call descriptions between all ranks, and compares them at the end.
 
@@ -138,7 +131,7 @@ class CallCheck:
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
             return  # the program is ending
-        self._wait(self._work)
+        self._work.wait()
         try:
             rows = self._rows_if_alike()
             self.total = None if self._count is None else self._count(rows)
@@ -154,12 +147,6 @@ class CallCheck:
         work = dist.all_gather(list(everyone), mine, group=self._world, async_op=True)
         assert work is not None  # this rank is in the group
         return everyone, work
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise CallNotAnswered(self._called.method) from error
 
     def _rows_if_alike(self) -> list[int]:
         """The number of rows that each replica was given; raises ``PlacerError`` if calls do not match."""
@@ -180,7 +167,7 @@ class CallCheck:
             _compare(shapes, "inputs", "have other shapes or types", _SAME_BATCH, group)
         if not self._called.fits:  # all ranks make the same call, so they all come here
             more, work = self._exchange(self._called.input_numbers())
-            self._wait(work)
+            work.wait()
             rest = list(zip(*more.tolist(), strict=True))
         inputs = self._called.names[: len(self._called.inputs)]
         values, wanted = rest[0 : 2 * len(inputs) : 2], rest[1 : 2 * len(inputs) : 2]
@@ -260,15 +247,6 @@ def _compare(
     odd = [rank for rank in others if values[rank] != values[first]]
     if odd:
         raise PlacerError(what, f"{problem} on {name_ranks(odd)} than on rank {first}", remedy)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """The ranks in words, for messages.
-
-    >>> name_ranks([1]), name_ranks([1, 3])
-    ('rank 1', 'ranks 1, 3')
-    """
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _number(value: object) -> int:
