@@ -76,6 +76,14 @@ class Connection:
         except BaseException as error:
             self.fail(error)
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """As `watch`, but a ``PlacerError`` is told too: other ranks may not raise it."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+
     def fail(self, error: BaseException) -> NoReturn:
         """Tell the other ranks, close the connections so that none waits for this one, and raise.
 

@@ -28,13 +28,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from placer._torch import default_store
 from placer.errors import PeerError, PlacerError
-from placer.executor.distributed.job.groups import find_lost
+from placer.executor.distributed.job.groups import CLOSED_BY_TIMEOUT, find_lost
 from placer.executor.distributed.job.join import POLL_SECONDS, is_torchrun_store, name_ranks
 
 _LISTEN_SECONDS = 2.0  # how long to wait for another rank's reason
-_READ_SECONDS = (
-    5.0  # how long the rank that hosts the store waits until others have read its reason
-)
+# How long the rank that hosts the store waits until others, which may be planning, have read its reason.
+_READ_SECONDS = 30.0
 _LOOK_SECONDS = 1.0  # between two looks for closed connections
 _TOLD = "told"
 _TIMED_OUT = "timed out"
@@ -89,11 +88,16 @@ class FailureBroadcast:
         return told
 
     def await_readers(self) -> None:
-        """On rank 0, which may host the store, wait a while until the others have read the message."""
-        if self._rank == 0 and not is_torchrun_store():
-            with _store_may_be_gone():
-                heard = [f"read/{rank}" for rank in self._ranks]
-                self._store.wait(heard, timedelta(seconds=_READ_SECONDS))
+        """On rank 0, which may host the store, wait a while until all that live have read the message."""
+        if self._rank > 0 or is_torchrun_store():
+            return
+        end = time.monotonic() + _READ_SECONDS
+        with _store_may_be_gone():
+            while time.monotonic() < end:
+                unread = {r for r in self._ranks if not self._store.check([f"read/{r}"])}
+                if not unread or unread <= set(_find_lost()):
+                    return
+                time.sleep(POLL_SECONDS)
 
     def explain_loss(
         self, cause: BaseException, find_lost: Callable[[], Sequence[int]]
@@ -104,7 +108,7 @@ class FailureBroadcast:
         returns the ranks whose connections are closed; gloo raises plain ``RuntimeError``s, so these are
         the evidence.
         """
-        timed_out = "timed out" in str(cause).lower()
+        timed_out = any(text in str(cause).lower() for text in ("timed out", CLOSED_BY_TIMEOUT))
         # Before other ranks close their connections too. A timeout has closed those of this rank.
         lost = [] if timed_out else list(find_lost())
         end = time.monotonic() + _LISTEN_SECONDS
@@ -168,8 +172,7 @@ class FailureBroadcast:
                     raise PeerError(**told)
                 if now > looked + _LOOK_SECONDS:
                     looked = now
-                    assert dist.group.WORLD is not None
-                    if lost := find_lost(dist.group.WORLD):
+                    if lost := _find_lost():
                         raise PeerError(**self.tell(lost_connection(self._rank, lost)))
                 if now > begin + self.limit.total_seconds():
                     silent = [r for r in self._ranks if not self._store.check([keys[r]])]
@@ -211,9 +214,7 @@ class FailureBroadcast:
         except PlacerError:
             raise
         except RuntimeError as error:
-            assert dist.group.WORLD is not None
-            group = dist.group.WORLD
-            told = self.explain_loss(error, lambda: find_lost(group))
+            told = self.explain_loss(error, _find_lost)
             raise PeerError(**told or lost_connection(self._rank, (), error)) from error
 
 
@@ -233,6 +234,12 @@ def lost_connection(
         "problem": problem,
         "remedy": "look at that rank's own output for the first error",
     }
+
+
+def _find_lost() -> list[int]:
+    """The ranks that have closed their connections of the default group."""
+    group = dist.group.WORLD
+    return [] if group is None else find_lost(group)
 
 
 def _store_may_be_gone() -> suppress:

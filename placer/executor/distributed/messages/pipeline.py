@@ -82,12 +82,17 @@ class Pipeline:
         self._known: dict[Any, tuple[list[Crossings], list[Action], tuple[Message, ...]]] = {}
 
     def run(
-        self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf | None,
+        *,
+        ready: Callable[[], object] = lambda: None,
+        scale: float = 1.0,
     ) -> Results:
         """Run the micro-batches through the pipeline, with backward if ``loss_of`` is given.
 
         ``loss_of(microbatch, output, stored leaves)`` returns a micro-batch's weighted loss; backward
-        starts from ``scale`` times that.
+        starts from ``scale`` times that. ``ready()`` is called before anything is sent.
         """
         results = Results()
 
@@ -127,6 +132,7 @@ class Pipeline:
                     rank=self._rank,
                     place=self._replica.places[0],
                     channel=self._channel,
+                    ready=ready,
                 ),
                 explain=explain,
                 scale=scale,
