@@ -11,12 +11,10 @@ used. `missing_names` tells which ones the installed torch lacks.
 from __future__ import annotations
 
 import importlib
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -27,8 +25,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from placer.errors import causes
 
 Feature = Literal["planning", "running", "a process per device"]
 """A part of placer that needs private names of torch."""
@@ -96,7 +92,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_private(
         "a process per device",
-        "torch.autograd.graph._engine_run_backward",
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._abort_process_group",
         "torch.distributed.ProcessGroup._get_backend",
@@ -117,10 +112,7 @@ OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "a module that torch.compile returned": ("_orig_mod",),
     "a tensor that stands for a parameter": ("_is_param",),
     "an operator": ("_op_dk",),
-    "an autograd node": (
-        "_sequence_nr",
-        "_set_sequence_nr",
-    ),  # and names that begin with _raw_saved_
+    "an autograd node": ("_sequence_nr", "_set_sequence_nr"),
     "the options of a process group's backend": ("_timeout",),
 }
 
@@ -310,78 +302,6 @@ def run_at_once(node: torch.autograd.graph.Node) -> None:
 
 
 _FIRST_IN_LINE = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCall:
-    """A call of autograd's engine that raised an exception, with its arguments."""
-
-    roots: tuple[Any, ...]  # tensors and ``GradientEdge``s
-    gradients: tuple[Any, ...]  # of the roots
-    retains_graph: bool
-    inputs: tuple[Any, ...]  # whose gradients were asked for; empty: all leaves
-    frames: tuple[FrameType, ...]  # Python frames inside of the call
-
-
-def failed_engine_call(error: BaseException) -> EngineCall | None:
-    """The backward in which ``error``, or one of its causes, was raised; None if in none."""
-    for cause in causes(error):
-        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
-        for position, frame in enumerate(frames):
-            if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
-                gradients, retain, _, inputs, *_ = frame.f_locals["args"]
-                return EngineCall(
-                    roots=tuple(frame.f_locals["t_outputs"]),
-                    gradients=tuple(gradients),
-                    retains_graph=retain,
-                    inputs=tuple(inputs),
-                    frames=tuple(frames[position + 1 :]),
-                )
-    return None
-
-
-def run_engine(call: EngineCall) -> None:
-    """Repeat a call of autograd's engine, without retaining the graph."""
-    if call.inputs:
-        torch.autograd.grad(call.roots, call.inputs, call.gradients, allow_unused=True)
-    else:
-        torch.autograd.backward(call.roots, call.gradients)
-
-
-def sequence_number(node: torch.autograd.graph.Node) -> int | None:
-    """The sequence number of ``node``; None for an ``AccumulateGrad``, or after `run_at_once`."""
-    number: int = node._sequence_nr()
-    return None if number in (2**64 - 1, _FIRST_IN_LINE) else number
-
-
-def has_run(node: torch.autograd.graph.Node) -> bool | None:
-    """Has the backward of ``node`` been run? None if it saved nothing, so that this is unknown.
-
-    A node that has run has freed what it saved. To find out without unpacking saved tensors, which
-    could recompute them, this registers hooks on them; the graph cannot be used afterwards.
-    """
-    if hasattr(type(node), "maybe_clear_saved_tensors"):  # a Python function's
-        try:
-            node.saved_tensors  # type: ignore[attr-defined]  # noqa: B018
-        except RuntimeError:
-            return True
-        return False
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            saved = getattr(node, name)
-            for tensor in saved if isinstance(saved, (tuple, list)) else (saved,):
-                try:
-                    tensor.register_hooks(_keep, _keep)
-                except RuntimeError as error:
-                    if "is forbidden" in str(error):  # None was saved
-                        continue
-                    return "freed" in str(error)
-                return False
-    return None
-
-
-def _keep(value: Any) -> Any:
-    return value
 
 
 def default_store() -> Any:

@@ -109,21 +109,9 @@ def compile(
 
     if job is not None:
         # torch.distributed takes a while to import.
-        from placer.executor.distributed.failures.broadcast import failure_told
         from placer.executor.distributed.launch import launch
 
-        with failure_told(job) as failures:
-            program, plan = plan_here()
-            return launch(
-                model,
-                program,
-                plan,
-                job,
-                failures=failures,
-                weights=file,
-                initialize=initialize,
-                run_on=run_on,
-            )
+        return launch(model, plan_here, job, weights=file, initialize=initialize, run_on=run_on)
     program, plan = plan_here()
     _check_one_process(plan)
     places = map_devices(plan, run_on)

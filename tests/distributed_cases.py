@@ -7,7 +7,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import models
@@ -22,7 +22,6 @@ from unet3d import unet3d
 
 import placer
 from placer.emit import materialize
-from placer.executor.distributed.failures.broadcast import failure_told
 from placer.executor.distributed.job.assignment import find_job
 from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
@@ -145,12 +144,15 @@ def _compile_all(
     """``placer.compile`` for plans that differ only in their schedule; shared work is done once."""
     job = find_job()
     assert job is not None
-    with failure_told(job) as failures:
-        trained = [launch(model, program, plan, job, failures=failures) for plan in plans]
+    trained = [launch(model, partial(_given, program, plan), job) for plan in plans]
     for placed in trained[1:]:
         # The stages are the same, and so is what crosses.
         runtime_of_rank(placed).finder = runtime_of_rank(trained[0]).finder
     return trained
+
+
+def _given(program: Program, plan: placer.Plan) -> tuple[Program, placer.Plan]:
+    return program, plan
 
 
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
@@ -591,7 +593,6 @@ def make_other_calls(spec: placer.PlacementSpec) -> None:
 
 def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
     """The errors of calls that differ between ranks, or that need a layer that no rank has for them."""
-    placed, _, x = _many_calls(spec)
     rank = dist.get_rank()
     mask = torch.rand(8, 6, dtype=D)
     found = []
@@ -602,41 +603,40 @@ def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
         {"wide": True},
         {"scale": object()},
     ):
+        placed, _, x = _many_calls(spec)
         try:
             placed.step(x, **kwargs, loss_fn=mean_square)
         except placer.PlacerError as error:
             found.append(str(error))
-        placed.step(x, loss_fn=mean_square)
     return found
 
 
 def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
-    """The errors of features that do not work with one process per device; a step works after each."""
+    """The errors of features that do not work with one process per device."""
     torch.manual_seed(0)
     model, (x,), _ = CASES["convnet"](8)
-    placed = placer.compile(model.double(), spec, x)
+    model.double()
+    placed: Any = None
     given = x.clone().requires_grad_()
-    first = next(placed.parameters())
-    first_name = next(name for name, _ in placed.named_parameters()).rpartition(".")[0]
 
     def freeze() -> None:
-        first.requires_grad_(False)
+        next(placed.parameters()).requires_grad_(False)
         placed.step(x, loss_fn=mean_square)
 
     def extend() -> None:
-        holder = placed.get_submodule(first_name)
+        holder = next(m for m in placed.modules() if list(m.parameters(recurse=False)))
         holder.register_parameter("made_later", nn.Parameter(torch.ones(1)))
-        try:
-            placed.step(x, loss_fn=mean_square)
-        finally:
-            del holder.made_later
+        placed.step(x, loss_fn=mean_square)
 
-    lbfgs = torch.optim.LBFGS(placed.parameters())
+    def step_together() -> None:
+        lbfgs = torch.optim.LBFGS(placed.parameters())
+        lbfgs.step(lambda: placed.step(x, loss_fn=mean_square))
+
     tries: list[Callable[[], Any]] = [
         lambda: placed(x),
         lambda: placed.eval()(given),
         lambda: torch.no_grad()(placed.step)(x, loss_fn=mean_square),
-        lambda: lbfgs.step(lambda: placed.step(x, loss_fn=mean_square)),
+        step_together,
         freeze,
         extend,
         lambda: (
@@ -645,13 +645,11 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
     ]
     found = []
     for attempt in tries:
+        placed = placer.compile(model, spec, x)
         try:
             attempt()
         except placer.PlacerError as error:
             found.append(str(error))
-        first.requires_grad_(True)
-        placed._backward_hooks.clear()
-        placed.train().step(x, loss_fn=mean_square)
     return found
 
 

@@ -44,10 +44,6 @@ class Attribution:
             self._nodes.append(node)
         return self._at("forward", node)
 
-    def layer_of_node(self, number: int) -> str:
-        """The layer whose forward made the autograd node with this sequence number; "" if none did."""
-        return self._layer_of.get(self._made_by(number), "")
-
     def _made_by(self, number: int) -> str:
         index = bisect.bisect_right(self._numbers, number) - 1
         return self._nodes[index] if index >= 0 else ""

@@ -205,10 +205,6 @@ class MicrobatchRun:
         """Store a gradient that another process sent for a tensor that was made here."""
         self._gradients[key].hold(place, gradient, may_modify=True)
 
-    def roots(self, index: int) -> list[torch.Tensor | GradientEdge]:
-        """The tensors and edges from which the backward of stage ``index`` will start."""
-        return list(self._roots.get(index, {}).values())
-
     def _forward(
         self, index: int, loss_of: Callable[[int, list[Any]], torch.Tensor | None]
     ) -> None:

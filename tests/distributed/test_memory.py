@@ -14,6 +14,9 @@ from torch import nn
 
 import placer
 
+# The digests of a call, of four ranks and its own, which a rank holds in its first forward: 14 numbers each.
+_DIGESTS = 5 * 14 * 8
+
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "replicas"),
@@ -29,7 +32,7 @@ def test_a_rank_peaks_where_its_plan_says(
     assert not dist.is_initialized()
     predicted = [device.peak for device in plan.devices]
     assert job_of(stages * replicas).run(cases.count_bytes, plan) == pytest.approx(
-        predicted, rel=0.001
+        predicted, rel=0.001, abs=_DIGESTS
     )
 
 
@@ -60,7 +63,7 @@ def test_a_rank_peaks_in_inference_where_its_plan_says(
     plan = placer.make_plan(model, spec, x, processes=True)
     predicted = [device.peak for device in plan.devices]
     found = job_of(stages * replicas).run(cases.count_bytes, plan)
-    assert found == pytest.approx(predicted, rel=0.001)
+    assert found == pytest.approx(predicted, rel=0.001, abs=_DIGESTS)
 
 
 def test_in_a_job_a_plan_fits_when_its_ranks_do(job_of: Callable[[int], Job]) -> None:

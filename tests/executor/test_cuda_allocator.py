@@ -123,10 +123,13 @@ def test_a_rank_does_it_before_it_talks_to_others(monkeypatch: pytest.MonkeyPatc
         raise Talks
 
     monkeypatch.setattr(launch, "prepare_allocator", lambda *args: order.append("prepare"))
-    monkeypatch.setattr(launch, "join_job", talk)
+    monkeypatch.setattr(launch, "join_job", lambda job: None)
+    monkeypatch.setattr(launch, "FailureBroadcast", MagicMock())
+    monkeypatch.setattr(launch, "default_timeout", MagicMock())
+    monkeypatch.setattr(launch, "compare_plans", talk)
     job = Job(rank=0, world_size=2, local_rank=0)
     with pytest.raises(Talks):
-        launch.launch(nn.Linear(1, 1), MagicMock(), plan(), job, failures=MagicMock(), run_on="cpu")
+        launch.launch(nn.Linear(1, 1), lambda: (MagicMock(), plan()), job, run_on="cpu")
     assert order == ["prepare", "talk"]
 
 

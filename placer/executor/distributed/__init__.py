@@ -28,27 +28,29 @@ group exists. The part of the table above the line works in both, so one script 
 All ranks call ``placer.save(placed, optimizer, path)`` and ``placer.load(…)``. A job of another shape,
 a single process and the plain model can load what a job has saved (`placer.checkpoint`).
 
-If a rank fails, the others end too. The rank whose stage raised gets a ``StageError``, the others get a
-``PeerError`` as soon as its connections close. If a rank hangs, the others end after the process group's
+If a rank fails, the others end too. The rank whose stage raised gets a ``StageError``, with the layer of a
+forward, and with ``PLACER_ANOMALY=1`` in the environment, which is slow, that of a backward. The others get
+a ``PeerError`` as soon as its connections close. If a rank hangs, the others end after the process group's
 timeout, with a ``PeerError`` that names the rank that was not waiting. The timeout is half an hour by
 default; call ``init_process_group(timeout=…)`` before ``compile`` to set another.
 
-In ``compile`` the ranks wait for each other before they send anything, at most for that timeout. After
-half a minute they warn which ranks are missing. A rank that cannot compile the model tells the others
-why, even if its program continues. (A rank that ended before ``compile`` cannot; ``torchrun`` then ends
-the others.) If rank 0 hosts the store, as in a job without ``torchrun``, it stays for up to five seconds
-after a failure so that the others can read the reason.
+In ``compile`` the ranks first join the default process group, which is made if there is none. After half a
+minute they warn which ranks are missing. A rank that cannot compile the model tells the others why, even if
+its program continues. (A rank that ended before ``compile`` cannot; ``torchrun`` then ends the others.) If
+rank 0 hosts the store, as in a job without ``torchrun``, it stays for up to half a minute after a failure so
+that the others can read the reason.
 
 ``torchrun --max-restarts`` restarts all processes; a program that loads its last checkpoint continues
 from there.
 
 Rank ``r * P + p`` is device ``p`` of replica ``r``, with ``P`` devices per replica. With an interleaved
 schedule, stage ``s`` runs on device ``s % P``. All ranks must make the same calls of the table in the
-same order, after ``compile``. They check this before a step, an inference, clipping, saving and loading:
-if a rank makes another call, or has other options, another number of rows or other shapes, all ranks
-raise an error, and the job can continue. (A rank that is alone in ``compile``, in a call of another
-placed module, or in a collective of the program itself waits for the others, as it would with torch. A
-rank whose call was refused before this check tells the others at its next call.) Without ``own_rows``
+same order, after ``compile``. They compare a digest of each call, which is
+on its way while the first forward runs, and before anything else is sent: if a rank makes another call, or
+has other options, another number of rows or other shapes, or if a replica would compute with rows of
+different batches, all ranks raise the same error. After a refused step or inference the module's
+connections are closed. (A rank that is alone in ``compile``, in a call of another placed module, or in a
+collective of the program itself waits for the others, as it would with torch.) Without ``own_rows``
 every rank gets the whole batch and uses its own rows. The weights are those of rank 0's model.
 
 How it works: every rank runs its own actions of the schedule, with the same code as in one process

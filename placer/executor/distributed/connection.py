@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from placer.errors import PeerError, PlacerError
+from placer.errors import PeerError, PlacerError, StageError, causes
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
-from placer.executor.distributed.failures.failing_nodes import FailureSite
 from placer.executor.distributed.failures.layer_failure import LayerFailure
 from placer.executor.distributed.job.groups import Groups, close_groups, find_lost
+
+_THERE = "the traceback is in that rank's output"
 
 
 class Connection:
     """This rank's connection to the other ranks of its job.
 
-    ``failures`` tells the others why this rank failed; ``find_failure_site`` returns the layers whose
-    code did, and ``layers`` has the layers of every stage. ``before_closing``, which may be replaced, is
-    called before a failure closes the groups.
+    ``failures`` tells the others why this rank failed; ``layers`` has the layers of every stage.
+    ``before_closing``, which may be replaced, is called before a failure closes the groups.
     """
 
     def __init__(
@@ -32,7 +32,6 @@ class Connection:
         rank: int,
         replica_index: int,
         layers: Sequence[Sequence[str]],
-        find_failure_site: Callable[[LayerFailure], FailureSite],
     ) -> None:
         self.before_closing: Callable[[], None] = lambda: None
         self._job_group: Any = dist.group.WORLD  # the default process group at construction
@@ -41,7 +40,6 @@ class Connection:
         self._rank = rank
         self._replica_index = replica_index
         self._layers = layers
-        self._find_failure_site = find_failure_site
 
     @property
     def groups(self) -> Groups:
@@ -78,20 +76,27 @@ class Connection:
         except BaseException as error:
             self.fail(error)
 
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """As `watch`, but a ``PlacerError`` is told too: other ranks may not raise it."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+
     def fail(self, error: BaseException) -> NoReturn:
-        """Tell the other ranks, close the connections so that none waits for this one, and raise."""
+        """Tell the other ranks, close the connections so that none waits for this one, and raise.
+
+        Raises ``StageError`` on the rank whose stage raised, and ``PeerError`` on ranks that lost the
+        connection to another. A ``PlacerError`` is told and raised as it is; any other exception becomes
+        a ``PlacerError``.
+        """
         groups = self._groups if self._in_job else None  # otherwise the program has closed them
         try:
             if not isinstance(error, Exception):
-                self._failures.tell_end(error)
+                self._tell(f"rank {self._rank}", type(error).__name__, "start the job again")
                 raise error
-            self._failures.raise_for(
-                error,
-                find_lost=list if groups is None else partial(find_lost, groups.world),
-                find_failure_site=self._find_failure_site,
-                layers=self._layers,
-                replica_index=self._replica_index,
-            )
+            self._raise(error, groups)
         finally:
             self.before_closing()
             self._groups = None
@@ -99,3 +104,59 @@ class Connection:
                 close_groups(groups.each())
             if isinstance(error, Exception):  # otherwise the program should end at once
                 self._failures.await_readers()
+
+    def _raise(self, error: Exception, groups: Groups | None) -> NoReturn:
+        failure = next((cause for cause in causes(error) if isinstance(cause, LayerFailure)), None)
+        if failure is None and isinstance(error, PlacerError):
+            self._tell(error.where, error.problem, error.remedy)
+            raise error
+        *_, root = causes(error)
+        if _is_of_messages(root) or (failure is None and isinstance(root, RuntimeError)):
+            told = self._failures.explain_loss(
+                root, lambda: [] if groups is None else find_lost(groups.world)
+            )
+            if told is not None:
+                raise PeerError(**told) from error
+        if failure is not None:
+            raise self._stage_error(failure, root) from failure.__cause__ or root
+        where, problem = f"rank {self._rank}", f"{type(root).__name__}: {root}"
+        self._tell(where, problem, _THERE)
+        raise PlacerError(where, problem, _THERE) from error
+
+    def _stage_error(self, failure: LayerFailure, root: BaseException) -> StageError:
+        """The error for an exception in a stage of this rank; tells the others of it."""
+        cause = failure.__cause__ or root
+        stage, layer = failure.stage_index, failure.layer
+        place, hint = f"layer {layer!r}, " if layer else "", ""
+        if failure.phase == "backward" and not layer and self._layers[stage]:
+            first, *_, last = [self._layers[stage][0], *self._layers[stage]]
+            place = f"one of its layers ({first} … {last}), "
+            hint = "; to have the layer named, run again with PLACER_ANOMALY=1"
+        replica = f"rank {self._rank} (replica {self._replica_index})"
+        where = f"stage {stage}, {place}{replica}, {failure.phase}"
+        problem, remedy = f"{type(cause).__name__}: {cause}", ""
+        if isinstance(cause, PlacerError):
+            inside = "" if cause.where == failure.phase else f"{cause.where}: "
+            problem, remedy = f"{inside}{cause.problem}", cause.remedy
+        self._tell(where, problem, remedy or _THERE)
+        return StageError(
+            where,
+            problem,
+            remedy or f"the exception above is the cause; the other ranks end with PeerError{hint}",
+            stage=stage,
+            layer=layer,
+            rank=self._rank,
+        )
+
+    def _tell(self, where: str, problem: str, remedy: str) -> None:
+        self._failures.tell({"where": where, "problem": problem, "remedy": remedy})
+
+
+def _is_of_messages(error: BaseException) -> bool:
+    """Whether a function of ``torch.distributed`` raised ``error``, perhaps called by a layer.
+
+    Does not detect an error in a layer's own wait for an operation with ``async_op=True``.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    here = frames[-1].f_globals.get("__name__") if frames else None
+    return isinstance(error, RuntimeError) and here == dist.distributed_c10d.__name__

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import uuid
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from placer._torch import default_timeout
 from placer.emit import emit_stages
-from placer.errors import PeerError, PlacerError, PlanError
+from placer.errors import PlacerError, PlanError
 from placer.executor.cuda_allocator import prepare_allocator
-from placer.executor.distributed.failures.broadcast import FailureBroadcast, lost_peers
+from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import Job, assign_rank, choose_device
-from placer.executor.distributed.job.call_check import name_ranks
-from placer.executor.distributed.job.groups import gather_objects, make_mesh
-from placer.executor.distributed.job.join import join_job
+from placer.executor.distributed.job.groups import make_mesh
+from placer.executor.distributed.job.join import join_job, name_ranks
 from placer.executor.distributed.job.ownership import broadcast_weights, build_part, find_ownership
 from placer.executor.distributed.module import DistributedModule, make_distributed
 from placer.executor.distributed.runtime import DistributedRuntime
@@ -31,61 +31,58 @@ from placer.plan.types import Plan
 from placer.program import Program, named_state
 from placer.versions import require
 
+_compiled = itertools.count()  # numbers the calls of ``compile``, the same on every rank
+
 
 def launch(
     model: nn.Module,
-    program: Program,
-    plan: Plan,
+    make: Callable[[], tuple[Program, Plan]],
     job: Job,
     *,
-    failures: FailureBroadcast,
     weights: Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
     run_on: str | None = None,
 ) -> DistributedModule:
-    """This rank's part of ``model`` under ``plan``; all ranks of the job call it together.
+    """This rank's part of ``model`` under the plan that ``make`` makes; all ranks call it together.
 
-    ``failures`` tells whether another rank has failed already. Weights that are not read from a file
-    are those of rank 0's model.
+    Weights that are not read from a file are those of rank 0's model.
 
-    Before any communication, raises ``VersionError`` if torch is too old and ``PlacerError`` if the job
-    does not have one process per device of the plan. Before anything is built, raises ``PlanError`` if
-    ranks have different models or plans.
+    The ranks join first, so that each learns of one that fails or is killed. Raises ``VersionError`` if
+    torch is too old. Before anything is built, raises ``PlacerError`` if the job does not have one process
+    per device of the plan, ``PlanError`` if ranks have different models or plans, and ``PeerError`` if
+    another rank has failed.
     """
     require("a process per device")
-    check_names(model, DistributedModule)
-    _check_norms(model, plan)
-    assignment = assign_rank(plan, job)
-    device = choose_device(plan, job, run_on)
-    # Before ranks talk to each other: a process group with only NCCL does that in the GPU's memory.
-    own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
-    prepare_allocator(plan, [Place(own, device)])
-    join_job(
-        device,
-        job,
-        failures.find_store,
-        raise_if_told=failures.raise_if_told,
-        raise_if_silent=failures.raise_if_silent,
-    )
-    failures.set_limit(default_timeout(device))
-    with lost_peers(failures):
-        name = compare_plans(plan, model)
-    staged = emit_stages(program, plan)
-    if plan.num_devices > 1 or plan.replicas > 1:
-        refuse_held_tensors(staged)
-    ownership = find_ownership(model, staged, assignment.device_of)
-    build = partial(
-        build_part,
-        model,
-        staged,
-        ownership,
-        assignment.device_index,
-        device,
-        weights=weights,
-        initialize=initialize,
-    )
-    part = build_on_all_ranks(build, job.rank, failures)
-    with lost_peers(failures):
+    join_job(job)
+    failures = FailureBroadcast(job.rank, job.world_size, f"compile {next(_compiled)}")
+    with failures.told_to_all():
+        program, plan = make()
+        check_names(model, DistributedModule)
+        _check_norms(model, plan)
+        assignment = assign_rank(plan, job)
+        device = choose_device(plan, job, run_on)
+        # Before ranks talk to each other: a process group with only NCCL does that in the GPU's memory.
+        own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
+        prepare_allocator(plan, [Place(own, device)])
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
+        failures.limit = default_timeout(device)
+        name = compare_plans(plan, model, failures)
+        staged = emit_stages(program, plan)
+        if plan.num_devices > 1 or plan.replicas > 1:
+            refuse_held_tensors(staged)
+        ownership = find_ownership(model, staged, assignment.device_of)
+        part = build_part(
+            model,
+            staged,
+            ownership,
+            assignment.device_index,
+            device,
+            weights=weights,
+            initialize=initialize,
+        )
+        failures.gather("built")  # or why not, on a rank
+    with failures.lost_peers():
         if weights is None:
             broadcast_weights(model, part, ownership, device)
         runtime = DistributedRuntime(
@@ -116,14 +113,14 @@ def _check_norms(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def compare_plans(plan: Plan, model: nn.Module) -> str:
+def compare_plans(plan: Plan, model: nn.Module, failures: FailureBroadcast) -> str:
     """Check that all ranks have the same plan and model; returns a unique name, the same on all ranks.
 
     Raises ``PlanError`` on every rank otherwise, which names the ranks that differ from rank 0.
     """
     without_data = sorted(name for name, tensor in named_state(model) if tensor.is_meta)
     mine = _digest(plan.fingerprint, *without_data), _digest(plan_text(plan)), uuid.uuid4().hex
-    first, *_ = everyone = gather_objects(mine)
+    first, *_ = everyone = [each.split() for each in failures.gather("plan", " ".join(mine))]
     models = [r for r, found in enumerate(everyone) if found[0] != first[0]]
     plans = [r for r, found in enumerate(everyone) if found[1] != first[1]]
     if models:
@@ -140,34 +137,6 @@ def compare_plans(plan: Plan, model: nn.Module) -> str:
             "all of them (placer plan -o plan.json, placer.load_plan)",
         )
     return first[2]
-
-
-def build_on_all_ranks(
-    build: Callable[[], nn.Module], rank: int, failures: FailureBroadcast
-) -> nn.Module:
-    """Call ``build`` on every rank and return its result on this one; a collective call.
-
-    If it fails on a rank, that rank raises the exception, and the others raise ``PeerError``.
-    """
-    part: nn.Module | None = None
-    failure: Exception | None = None
-    told = None
-    try:
-        part = build()
-    except Exception as error:
-        failure = error
-        told = f"rank {rank}", f"{type(error).__name__}: {error}"
-    with lost_peers(failures):
-        everyone = gather_objects(told)
-    if part is None:
-        assert failure is not None
-        raise failure
-    for found in everyone:
-        if found is not None:
-            raise PeerError(
-                *found, "its part of the model was not built; fix that and compile again"
-            )
-    return part
 
 
 def _digest(*texts: str) -> str:

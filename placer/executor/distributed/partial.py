@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from placer.executor.distributed.job.call_check import name_ranks
+from placer.executor.distributed.job.join import name_ranks
 from placer.executor.module import PlacedModule, runtime_of
 
 if TYPE_CHECKING:

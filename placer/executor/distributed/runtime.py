@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import default_timeout
 from placer.emit import StagedModel
-from placer.errors import PlacerError, StageError
+from placer.errors import StageError
 from placer.executor.call_cache import Call
 from placer.executor.caller_graph import CallerGraph
 from placer.executor.distributed.checks import (
@@ -25,7 +25,6 @@ from placer.executor.distributed.checks import (
 )
 from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
-from placer.executor.distributed.failures.fake_forward import find_failure_site
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
 from placer.executor.distributed.job.groups import Groups, connect, make_groups
@@ -52,6 +51,7 @@ from placer.executor.distributed.reduction.norm import total_norm
 from placer.executor.distributed.reduction.statistics import SharedMoments
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
+from placer.executor.execute import PlacedMicrobatch
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.place import Place
@@ -62,6 +62,9 @@ from placer.executor.statistics import NormCall
 from placer.plan.types import Plan
 from placer.precision import autocast_state
 from placer.program import Program, named_state, unflatten_output, unmarked
+
+# A call may have so many more inputs than that of ``compile`` until their values are compared as one.
+_MORE_INPUTS = 8
 
 
 class DistributedRuntime(Runtime):
@@ -105,10 +108,14 @@ class DistributedRuntime(Runtime):
             rank=assignment.rank,
             replica_index=assignment.replica_index,
             layers=[stage.layers for stage in plan.stages],
-            find_failure_site=partial(find_failure_site, self.finder, plan.node_layers, part),
         )
         if plan.batch_norm == "sync" and plan.replicas > 1:
             synchronise_norms(part, groups.dp)
+        # Norms that are synchronised, by the plan or by the user.
+        self._communicates_in_forward = any(
+            getattr(module, "process_group", None) for module in part.modules()
+        )
+        self._readers: tuple[StagedModel, Mapping[str, Sequence[int]]] | None = None
         self._pipeline = Pipeline(
             self.replicas[0],
             part,
@@ -117,6 +124,7 @@ class DistributedRuntime(Runtime):
             rank=assignment.device_index,
             rank_of=assignment.device_of,
             channel=GroupChannel(groups.pp),
+            layer_of=plan.node_layers,
         )
         self.placeholder = nn.Parameter(torch.empty(0, device=device))
         self._reducer: GradientReducer | None = None
@@ -181,9 +189,10 @@ class DistributedRuntime(Runtime):
         check_inference(leaves, training=self.module.training)
         leaves = [leaf.detach() for leaf in leaves]
         with torch.no_grad(), self._own_random_state(), self.watch():
-            with self._ask(call, "placed(x)", leaves):
+            agreement = self._ask(call, "placed(x)", leaves)
+            with self._agreed(agreement):
                 share = self._take_share(call, leaves, grad=False)
-            results = self._execute(share.microbatches, None)
+                results = self._execute(share.microbatches, None, agreement)
             moments = self._share_moments(share.largest)
             self._share_written(share.largest).wait()  # freed before the result takes memory
             staged, result = self._gather(call, share, results, own_rows=False, grad=False)
@@ -208,85 +217,75 @@ class DistributedRuntime(Runtime):
         check_scaler(scaler, num_devices=self.assignment.num_devices)
         callers = CallerGraph()
         leaves, target = callers.cut((leaves, target))
-        trained, fault = self._trained()
-        if fault is None:
-            counted, fault = self._count_own(loss_of, target, batch_size(programs.call, leaves))
-        else:
-            counted = None
-        agreement = self._ask(
-            call,
-            "placed.step",
-            leaves,
-            target=target,
-            own_rows=own_rows,
-            fault=fault,
-            counted=counted,
-            reduction=loss_of.reduction,
-            normalizer=loss_of.has_normalizer,
-            scaler=scaler is not None,
-            count=partial(
-                count_rows,
+        rows = batch_size(programs.call, leaves)
+        groups = self.process_groups
+        with self._connection.told():
+            trained = check_parameters(self.tree, self.ownership.first_name, self._frozen)
+            check_target(target, rows)
+            counted = loss_of.count([unmarked(target)])[0] if self._has_losses else None
+            agreement = self._ask(
+                call,
+                "placed.step",
+                leaves,
+                target=target,
                 own_rows=own_rows,
-                replicas=self.num_replicas,
-                together=self.plan.batch_norm == "sync",
-            ),
-        )
-        try:
-            with self._own_random_state():
-                with agreement:
-                    share = self._take_share(
-                        call,
-                        leaves,
-                        target=target,
-                        count=loss_of.count if self._has_losses else None,
-                        own_rows=own_rows,
-                        grad=True,
-                    )
-                    scale = 1.0 if scaler is None else scale_of(scaler, self.device)
-                reducer = self._current_reducer(trained)
-                loss_of.begin(
-                    target,
-                    rows=batch_size(programs.call, leaves),
-                    total=agreement.total,
-                    counted=agreement.counted,
+                counted=counted,
+                reduction=loss_of.reduction,
+                normalizer=loss_of.has_normalizer,
+                scaler=scaler is not None,
+                count=partial(
+                    count_rows,
+                    own_rows=own_rows,
+                    replicas=self.num_replicas,
+                    together=self.plan.batch_norm == "sync",
+                ),
+            )
+
+        def begin() -> None:
+            agreement.wait()
+            loss_of.begin(target, rows=rows, total=agreement.total, counted=agreement.counted)
+
+        def loss_of_slice(given: PlacedMicrobatch, output: Any, left: Sequence[Any]) -> Tensor:
+            begin()
+            return self._loss_of_slice(loss_of, given, output, left)
+
+        with self._own_random_state(), self._agreed(agreement):
+            share = self._take_share(
+                call,
+                leaves,
+                target=target,
+                count=loss_of.count if self._has_losses else None,
+                own_rows=own_rows,
+                grad=True,
+            )
+            scale = 1.0 if scaler is None else scale_of(scaler, self.device)
+            reducer = self._current_reducer(trained)
+            with hooks_run_once(
+                self.tree.parameters(), keep=reducer.hook_ids, explain=self._hook_failure
+            ):
+                reducer.prepare(len(share.microbatches))
+                results = self._execute(share.microbatches, loss_of_slice, agreement, scale=scale)
+                begin()  # also where no losses are computed
+                reducer.send_rest()  # before the next messages, which use the same groups
+                losses = LossReduction(
+                    results.losses,
+                    loss_of=loss_of,
+                    source=self._last_device if self.num_replicas == 1 else None,
+                    world=groups.world,
+                    device=self.device,
                 )
-                with hooks_run_once(
-                    self.tree.parameters(), keep=reducer.hook_ids, explain=self._hook_failure
-                ):
-                    reducer.prepare(len(share.microbatches))
-                    results = self._execute(
-                        share.microbatches,
-                        partial(self._loss_of_slice, loss_of),
-                        scale=scale,
-                    )
-                    reducer.send_rest()  # before the next messages, which use the same groups
-                    losses = LossReduction(
-                        results.losses,
-                        loss_of=loss_of,
-                        source=self._last_device if self.num_replicas == 1 else None,
-                        world=self.process_groups.world,
-                        device=self.device,
-                    )
-                    moments = self._share_moments(share.largest)
-                    written = self._share_written(share.largest)
-                    reducer.finish()
-                if share.largest.staged.stored and share.microbatches:
-                    self._store_of_step(call, share, results, own_rows=own_rows)
-        except StageError as error:  # of a hook on this rank
-            self._connection.fail(error)
-        except PlacerError as error:
-            if own_rows and agreement.alike:  # other ranks may not have failed, so tell them
-                self._connection.fail(error)
-            raise
-        except BaseException as error:
-            self._connection.fail(error)
+                moments = self._share_moments(share.largest)
+                written = self._share_written(share.largest)
+                reducer.finish()
+            if share.largest.staged.stored and share.microbatches:
+                self._store_of_step(call, share, results, own_rows=own_rows)
         with self.watch():
             loss = losses.wait()
             sum_input_gradients(
                 leaves,
                 [dim is not None for dim in programs.call.batch_dims],
-                row=self.process_groups.pp,
-                world=self.process_groups.world,
+                row=groups.pp,
+                world=groups.world,
                 own_rows=own_rows,
                 device=self.device,
             )
@@ -366,14 +365,22 @@ class DistributedRuntime(Runtime):
         Without this check, a rank in another call could wait for ever or receive a message of another
         size. Raises ``PlacerError`` on all ranks if any calls another method or has other options.
         """
-        called = CallDescription(method=method, room=self._num_inputs, options=options)
-        with self.watch(), self._agree(called, {}):
-            pass
+        with self.watch():
+            self._agree(CallDescription(method=method, options=options), {}).wait()
 
-    @property
-    def _num_inputs(self) -> int:
-        """The number of the model's inputs in the call with which it was placed."""
-        return len(self.staged.graph_inputs)
+    @contextmanager
+    def _agreed(self, agreement: CallCheck) -> Iterator[None]:
+        """Tell the other ranks of a failure in the block, and close the connections.
+
+        That the calls of the ranks do not match, or that one was lost before it made its call, is the error
+        in place of what it led to.
+        """
+        with self._connection.told():
+            try:
+                yield
+            except Exception:
+                agreement.wait()
+                raise
 
     def _agree(
         self,
@@ -383,7 +390,8 @@ class DistributedRuntime(Runtime):
     ) -> CallCheck:
         return CallCheck(
             called,
-            grid=self.assignment.grid,
+            room=len(self.staged.graph_inputs) + _MORE_INPUTS,
+            replicas=self.assignment.replicas,
             readers=readers,
             last_device=self._last_device,
             world=self.process_groups.world,
@@ -400,7 +408,6 @@ class DistributedRuntime(Runtime):
         count: Callable[[Sequence[int]], int | None] | None = None,
         target: Any = None,
         own_rows: bool = False,
-        fault: PlacerError | None = None,
         counted: float | None = None,
         **options: object,
     ) -> CallCheck:
@@ -419,45 +426,24 @@ class DistributedRuntime(Runtime):
         )
         called = CallDescription(
             method=method,
-            inputs=leaves,
+            inputs=dict(zip(staged.graph_inputs, leaves, strict=False)),
             target=unmarked(target),
-            names=staged.graph_inputs,
-            room=self._num_inputs,
             rows=batch_size(call, leaves),
-            training=self.module.training,
             own_rows=own_rows,
-            fault=fault,
             counted=counted,
-            options={"autocast": autocast_state(self.device.type), **options},
+            options={
+                "mode": "train" if self.module.training else "eval",
+                "autocast": autocast_state(self.device.type),
+                **options,
+            },
         )
-        with self.watch():
-            return self._agree(called, find_input_readers(staged, self.assignment), count)
+        if self._readers is None or self._readers[0] is not staged:
+            self._readers = staged, find_input_readers(staged, self.assignment)
+        return self._agree(called, self._readers[1], count)
 
     def _take_share(self, call: Call, leaves: Sequence[Tensor], **options: Any) -> Share:
         self.finder.follow()
         return take_share(call, leaves, self.finder, self.plan, self.assignment, **options)
-
-    def _trained(self) -> tuple[tuple[int, ...], PlacerError | None]:
-        """The ids of this rank's trained parameters, or the error in them, of which all ranks are told."""
-        try:
-            return check_parameters(self.tree, self.ownership.first_name, self._frozen), None
-        except PlacerError as error:
-            return (), error
-
-    def _count_own(
-        self, loss_of: StepLoss, target: Any, rows: int | None
-    ) -> tuple[float | None, PlacerError | None]:
-        """What the normalizer counts in this rank's target, or the error in the target.
-
-        None on ranks that do not compute losses.
-        """
-        try:
-            check_target(target, rows)
-            if self._has_losses:
-                return loss_of.count([unmarked(target)])[0], None
-        except PlacerError as error:
-            return None, error
-        return None, None
 
     def _call_loss(
         self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
@@ -469,11 +455,19 @@ class DistributedRuntime(Runtime):
         return loss
 
     def _execute(
-        self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf | None,
+        agreement: CallCheck,
+        *,
+        scale: float = 1.0,
     ) -> Results:
+        """Run this rank's stages; the first forward runs while the calls of all ranks are compared."""
         if self.statistics is not None:
             self.statistics.clear()
-        return self._pipeline.run(microbatches, loss_of, scale=scale)
+        if self._communicates_in_forward:
+            agreement.wait()
+        return self._pipeline.run(microbatches, loss_of, ready=agreement.wait, scale=scale)
 
     def _norms(self, largest: Crossings) -> list[NormCall]:
         """The calls in this rank's stages that update running statistics, if these are deferred."""

@@ -1,73 +1,84 @@
-"""Describes an exception in a stage's code: the node, or the autograd nodes, that may have raised it."""
+"""Finds the layer whose code raised an exception in a stage.
+
+A forward, and a recomputation in backward, has a line of the stage's code in its traceback. A backward has
+none. If the environment variable PLACER_ANOMALY is 1, torch's anomaly mode keeps the traceback of every
+operation's forward, and says that of the one whose backward failed. This slows training several times, so
+it is for a second run.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import traceback
-from typing import Any
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from torch import nn
+import torch
 
 from placer.emit import StageCode, node_lines
 from placer.errors import causes
-from placer.executor.distributed.failures.failing_nodes import FailingNodes, find_failing_nodes
+
+_FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 
 class LayerFailure(Exception):
-    """An exception in a stage's code, with the ``node`` of the model that raised it ("" if unknown).
+    """An exception in a stage's code; ``layer`` is "" if unknown, ``phase`` that of `MicrobatchRun`."""
 
-    For a backward, ``given`` is the micro-batch and ``failing`` has the autograd nodes that may have
-    raised it.
-    """
-
-    def __init__(
-        self,
-        stage_index: int,
-        node: str,
-        phase: str,
-        *,
-        given: Any = None,
-        failing: FailingNodes | None = None,
-    ) -> None:
-        super().__init__(stage_index, node, phase)
+    def __init__(self, stage_index: int, layer: str, phase: str) -> None:
+        super().__init__(stage_index, layer, phase)
         self.stage_index = stage_index
-        self.node = node
+        self.layer = layer
         self.phase = phase
-        self.given = given
-        self.failing = failing
+
+
+@contextmanager
+def anomalies_kept() -> Iterator[list[warnings.WarningMessage]]:
+    """Turns on torch's anomaly mode in the block if PLACER_ANOMALY is 1; it adds its warnings to the list.
+
+    All warnings of the block are given again at its end.
+    """
+    if os.environ.get("PLACER_ANOMALY") != "1":
+        yield []
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.set_detect_anomaly(True, check_nan=False):
+                yield caught
+        finally:
+            given = list(caught)
+    for each in given:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 def explain_failure(
-    code: StageCode, phase: str, error: Exception, *, given: Any, part: nn.Module
+    code: StageCode,
+    phase: str,
+    error: Exception,
+    layer_of: Mapping[str, str],
+    anomalies: Sequence[warnings.WarningMessage],
 ) -> LayerFailure:
     """The `LayerFailure` for ``error``, which the stage of ``code`` raised.
 
-    ``given`` is the micro-batch; ``part`` has the rank's modules. ``phase`` is that of `MicrobatchRun`.
+    ``layer_of`` has the layer of each node of the model, ``anomalies`` the warnings of `anomalies_kept`.
     """
-    if phase != "backward":
-        node = _failing_node(code, error) if phase == "forward" else ""
-        return LayerFailure(code.index, node, phase)
-    node, failing = _failing_node(code, error), _find_failing(error, part)
-    return LayerFailure(code.index, node, phase, given=given, failing=failing)
+    node = ""
+    if phase in ("forward", "backward"):
+        frames = [
+            (frame.f_code.co_filename, number)
+            for cause in causes(error)
+            for frame, number in traceback.walk_tb(cause.__traceback__)
+        ]
+        for warning in anomalies:
+            frames += [(file, int(number)) for file, number in _FRAME.findall(str(warning.message))]
+        node = _node_of(code, frames)
+    return LayerFailure(code.index, layer_of.get(node, ""), phase)
 
 
-def _find_failing(error: Exception, part: nn.Module) -> FailingNodes | None:
-    # A backward that communicates must not be run twice, because the other ranks would not take part.
-    talks = any(getattr(module, "process_group", None) for module in part.modules())
-    try:
-        return find_failing_nodes(error, part, may_run_again=not talks)
-    except Exception:  # report the first failure even if its graph cannot be analysed
-        return None
-
-
-def _failing_node(code: StageCode, error: BaseException) -> str:
-    """The node whose line of generated code is in the traceback; "" if there is none.
-
-    In backward that is the case for layers that are recomputed.
-    """
-    lines = {segment.forward.__code__: node_lines(segment) for segment in code.segments}
-    for cause in causes(error):
-        for frame, number in traceback.walk_tb(cause.__traceback__):
-            found = lines.get(frame.f_code)
-            if found is not None:
-                return found.get(number, "")
-    return ""
+def _node_of(code: StageCode, frames: Sequence[tuple[str, int]]) -> str:
+    """The node that the first of ``frames`` in the stage's code computes; "" if there is none."""
+    lines = {segment.forward.__code__.co_filename: node_lines(segment) for segment in code.segments}
+    found = (lines[file].get(number, "") for file, number in frames if file in lines)
+    return next(found, "")

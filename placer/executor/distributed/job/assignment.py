@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ class Job:
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankAssignment:
     """What one rank runs of a plan. ``device_of[stage]`` is the index of a stage's device in a replica."""
 
@@ -32,22 +33,27 @@ class RankAssignment:
     grid: Grid
     device_of: tuple[int, ...]
 
-    @property
+    @cached_property
     def replica_index(self) -> int:
         """The replica that the rank belongs to."""
         return self.grid.coordinates(self.rank).dp
 
-    @property
+    @cached_property
     def device_index(self) -> int:
         """The device of the replica that the rank is."""
         return self.grid.coordinates(self.rank).pp
+
+    @cached_property
+    def replicas(self) -> list[tuple[int, ...]]:
+        """The ranks of each replica, in the order of its devices."""
+        return self.grid.groups("pp")
 
     @property
     def num_devices(self) -> int:
         """The number of devices of a replica."""
         return self.grid.devices
 
-    @property
+    @cached_property
     def stage_indices(self) -> tuple[int, ...]:
         """The stages that this rank runs."""
         return tuple(s for s, device in enumerate(self.device_of) if device == self.device_index)

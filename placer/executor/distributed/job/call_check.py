@@ -1,4 +1,4 @@
-"""Checks that all ranks make the same call, by one small message before they send anything else.
+"""Checks that all ranks make the same call, by one small message from each while it begins to work.
 
 Otherwise ranks whose messages do not match would wait for each other until they time out, compute with
 rows of different batches, or be ended by gloo without a Python exception.
@@ -11,7 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import PlacerError
-from placer.grid import Grid
+from placer.executor.distributed.job.groups import gather_objects, wait_function
+from placer.executor.distributed.job.join import name_ranks
 
 Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
-_METHODS: tuple[Method, ...] = get_args(Method)
 _NOTHING = -1  # stands for None; as bits of a float it is a NaN, which no count is
 _SAMPLED = 32  # about so many values of a tensor are compared
 _REMEDY = "make all these calls on all ranks, in the same order and with the same options"
@@ -36,82 +36,55 @@ _SAME_BATCH = (
 class CallDescription:
     """The call that this rank makes.
 
-    ``names`` are the names of the model's inputs, and ``inputs`` their tensors, if the call has any;
-    ``target`` is the target of the loss. Whatever call a rank makes, its message has ``room`` for the
-    numbers of so many inputs. ``fault`` is an error that this rank found in its own call. ``counted`` is
-    what the loss's normalizer counts in the target, on ranks that compute losses.
+    ``inputs`` are the tensors of the model's inputs, by name, if the call has any; ``target`` is the target
+    of the loss. ``options`` must be the same on all ranks. ``counted`` is what the loss's normalizer counts
+    in the target, on ranks that compute losses.
     """
 
     method: Method
-    room: int
-    names: Sequence[str] = ()
     options: Mapping[str, object] = field(default_factory=dict)
-    inputs: Sequence[Tensor] = ()
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
     target: Any = None
     rows: int | None = None  # None: the call has no batch
-    training: bool = False
     own_rows: bool = False
-    fault: PlacerError | None = None
     counted: float | None = None
 
-    def numbers(self) -> list[int]:
-        """The numbers that ranks compare, in the order that `CallCheck` reads; as many for every call."""
-        shapes = [(tuple(x.shape), str(x.dtype)) for x in self.inputs]
-        first = self.input_numbers() if self.fits else []
-        target = [x for x in tree_leaves(self.target) if isinstance(x, Tensor)]
-        return [
-            _METHODS.index(self.method),
-            _number(sorted(self.options.items())),
-            self.own_rows,
-            self.training,
-            -1 if self.rows is None else self.rows,
-            _number(shapes),
-            self.fault is not None,
-            _bits(self.counted),
-            _sample(target),
-            *first,
-            *[0] * (2 * self.room - len(first)),
-        ]
+    def of_all(self) -> dict[str, str]:
+        """What must be the same on all ranks, as text by its name in errors."""
+        wanted = {
+            f"requires_grad of input {n}": str(x.requires_grad) for n, x in self.inputs.items()
+        }
+        given = {name: str(value) for name, value in self.options.items()}
+        return {"call": self.method, "own_rows": str(self.own_rows), **given, **wanted}
 
-    @property
-    def fits(self) -> bool:
-        """Whether the message has room for the numbers of all inputs."""
-        return len(self.inputs) <= self.room
-
-    def input_numbers(self) -> list[int]:
-        """For every input a sample of its values, then whether it requires a gradient."""
-        return [number for x in self.inputs for number in (_sample([x]), int(x.requires_grad))]
-
-
-class CallNotAnswered(RuntimeError):
-    """Not all ranks have made the call ``method``: some were lost, or did not make it in time."""
-
-    def __init__(self, method: Method) -> None:
-        super().__init__(method)
-        self.method = method
+    def of_batch(self) -> dict[str, str]:
+        """What must be the same on all ranks that are given the same rows."""
+        shapes = {f"input {n}": f"{list(x.shape)} of {x.dtype}" for n, x in self.inputs.items()}
+        return {"batch": f"{self.rows} rows", **shapes}
 
 
 class CallCheck:
-    """Starts an exchange of call descriptions between all ranks, and compares them at the end.
+    """Starts an exchange of messages about the call between all ranks; `wait` compares them.
 
-    Use it as a context manager; in the block a rank can prepare its own work. At the end of the block,
-    if the calls do not match, every rank raises the same ``PlacerError``, in place of any exception of
-    the block. That is the case if ranks make different calls, if any rank has found a fault, or if
-    ``count`` refuses the rows of the replicas. The number of rows and the shapes of inputs must be the
-    same on all ranks, or with ``own_rows`` on all ranks of a replica of the ``grid``.
+    A rank may work in the meantime, but must not communicate before it has called `wait`. If the calls do
+    not match, every rank raises the same ``PlacerError`` there. That is the case if ranks make different
+    calls, or if ``count`` refuses the rows of the replicas. The number of rows and the shapes of inputs
+    must be the same on all ranks, or with ``own_rows`` on all ranks of a replica. ``replicas`` has the ranks
+    of each replica.
 
     ``readers`` has for each of the model's inputs the devices of a replica whose stages read it;
-    ``last_device`` is the device that computes losses. The values of inputs are compared by a sample.
-    Different values are an error if a replica would compute with rows of different batches, otherwise a
-    warning: a rank may be given anything for an input that it does not read, and random augmentations
-    may differ.
+    ``last_device`` is the device that computes losses. The values of inputs are compared by a sample; the
+    message has ``room`` for those of so many inputs, and the last has that of all further ones. Different
+    values are an error if a replica would compute with rows of different batches, otherwise a warning: a
+    rank may be given anything for an input that it does not read, and random augmentations may differ.
     """
 
     def __init__(
         self,
         called: CallDescription,
         *,
-        grid: Grid,
+        room: int,
+        replicas: Sequence[Sequence[int]],
         readers: Mapping[str, Sequence[int]],
         last_device: int,
         world: dist.ProcessGroup,
@@ -119,109 +92,105 @@ class CallCheck:
         count: Callable[[Sequence[int]], int | None] | None = None,
     ) -> None:
         self._called = called
-        self._grid = grid
-        self._readers = readers
+        self._replicas = replicas
+        self._everyone = range(sum(map(len, replicas)))
         self._last_device = last_device
         self._world = world
         self._count = count
-        self._device = device
-        self._numbers, self._work = self._exchange(called.numbers())
-        # Known at the end of the block: whether the calls match, the result of ``count``, and what the
-        # normalizer counts in the target of the whole batch.
-        self.alike = False
+        # The inputs that share a number, and the devices that read any of them.
+        names = list(called.inputs)
+        self._slots = [[name] for name in names[: room - 1]] + [names[room - 1 :]] * (
+            room <= len(names)
+        )
+        self._readers = [sorted({d for n in slot for d in readers[n]}) for slot in self._slots]
+        samples = [_sample([called.inputs[n] for n in slot]) for slot in self._slots]
+        numbers = [
+            _digest(called.of_all()),
+            _digest(called.of_batch()),
+            _NOTHING if called.rows is None else called.rows,
+            _bits(called.counted),
+            _sample([x for x in tree_leaves(called.target) if isinstance(x, Tensor)]),
+            *samples,
+            *[0] * (room - len(samples)),
+        ]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        numbers_of_all = mine.new_empty(len(self._everyone), len(mine))
+        work = dist.all_gather(list(numbers_of_all), mine, group=world, async_op=True)
+        # None when the messages have been compared, which frees them.
+        self._exchange: tuple[Tensor, Callable[[], object]] | None
+        self._exchange = numbers_of_all, wait_function(work)
+        self._refusal: PlacerError | None = None
+        # Known after `wait`: the result of ``count``, and what the normalizer counts in the target of the
+        # whole batch.
         self.total: int | None = None
         self.counted: float | None = None
 
-    def __enter__(self) -> CallCheck:
-        return self
+    def wait(self) -> None:
+        """Wait for the messages of all ranks. Raises ``PlacerError``, each time, if calls do not match."""
+        if self._exchange is not None:
+            numbers, wait = self._exchange
+            wait()
+            self._exchange = None
+            try:
+                rows = self._compare(numbers.tolist())
+                self.total = None if self._count is None else self._count(rows)
+            except PlacerError as error:
+                self._refusal = error
+        if self._refusal is not None:
+            raise self._refusal from None
 
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            return  # the program is ending
-        self._wait(self._work)
-        try:
-            rows = self._rows_if_alike()
-            self.total = None if self._count is None else self._count(rows)
-        except PlacerError as error:
-            raise error from None
-        self.alike = True
-        del self._numbers, self._work  # free them before the step runs
-
-    def _exchange(self, numbers: Sequence[int]) -> tuple[Tensor, dist.Work]:
-        """Start to send ``numbers`` to all ranks; those of every rank, and the work to wait for."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        everyone = mine.new_empty(dist.get_world_size(self._world), len(mine))
-        work = dist.all_gather(list(everyone), mine, group=self._world, async_op=True)
-        assert work is not None  # this rank is in the group
-        return everyone, work
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise CallNotAnswered(self._called.method) from error
-
-    def _rows_if_alike(self) -> list[int]:
+    def _compare(self, numbers: Sequence[Sequence[int]]) -> list[int]:
         """The number of rows that each replica was given; raises ``PlacerError`` if calls do not match."""
-        ranks = self._numbers.tolist()
-        columns = zip(*ranks, strict=True)
-        methods, options, own_rows, training, rows, shapes, faults, counted, targets, *rest = (
-            columns
-        )
-        _compare_methods([_METHODS[number] for number in methods])
-        method, given = self._called.method, ", ".join(self._called.options)
-        _compare(options, method, f"has other options ({given})", _REMEDY)
-        _compare(own_rows, "own_rows", "is different", _REMEDY)
-        _compare(training, "mode (placed.train(), placed.eval())", "is different", _REMEDY)
-        replicas = self._grid.groups("pp")
-        alike = replicas if self._called.own_rows else self._grid.groups("dp", "pp")
-        for group in alike:
-            _compare(rows, "batch", "has another number of rows", _SAME_BATCH, group)
-            _compare(shapes, "inputs", "have other shapes or types", _SAME_BATCH, group)
-        if not self._called.fits:  # all ranks make the same call, so they all come here
-            more, work = self._exchange(self._called.input_numbers())
-            self._wait(work)
-            rest = list(zip(*more.tolist(), strict=True))
-        inputs = self._called.names[: len(self._called.inputs)]
-        values, wanted = rest[0 : 2 * len(inputs) : 2], rest[1 : 2 * len(inputs) : 2]
-        for name, wants in zip(inputs, wanted, strict=True):
-            if 0 < sum(wants) < len(ranks):
-                raise PlacerError(
-                    f"input {name}",
-                    f"requires gradients on {sum(wants)} of {len(ranks)} ranks only, and each rank "
-                    "computes a part of them",
-                    "call requires_grad_() on all ranks, or on none",
-                )
-        if self._called.fault is not None:
-            raise self._called.fault
-        if any(faults):
-            faulty = name_ranks([r for r, fault in enumerate(faults) if fault])
-            raise PlacerError(method, f"was refused on {faulty}", "see the error of that rank")
-        for name, samples in zip(inputs, values, strict=True):
-            for group in replicas:
-                self._compare_samples(name, samples, targets, group)
+        calls, batches, rows, counted, targets, *samples = zip(*numbers, strict=True)
+        alike = self._replicas if self._called.own_rows else [self._everyone]
+        if len(set(calls)) > 1:
+            raise self._difference(self._called.of_all(), [self._everyone], _REMEDY)
+        if any(len({batches[rank] for rank in group}) > 1 for group in alike):
+            raise self._difference(self._called.of_batch(), alike, _SAME_BATCH)
+        for slot, readers, values in zip(self._slots, self._readers, samples, strict=False):
+            for group in self._replicas:
+                self._compare_samples(", ".join(slot), readers, values, targets, group)
         counts = [_from_bits(bits) for bits in counted if bits != _NOTHING]
         if counts:  # one per replica; without ``own_rows`` all replicas have the same target
             self.counted = sum(counts) if self._called.own_rows else counts[0]
         rank = dist.get_rank(self._world)
         first = next(group[0] for group in alike if rank in group)
-        if any(samples[rank] != samples[first] for samples in values):
+        if any(values[rank] != values[first] for values in samples):
             warnings.warn(
                 f"rank {rank} was given other inputs than rank {first}: {_SAME_BATCH}", stacklevel=5
             )
-        return [rows[group[0]] for group in replicas]
+        return [rows[group[0]] for group in self._replicas]
+
+    def _difference(
+        self, mine: Mapping[str, str], groups: Sequence[Sequence[int]], remedy: str
+    ) -> PlacerError:
+        """The error for calls whose digests differ within one of ``groups``; a collective call."""
+        said = gather_objects(mine, self._world)
+        for first, *others in groups:
+            for rank in others:
+                for name in {**said[first], **said[rank]}:
+                    here, there = said[rank].get(name), said[first].get(name)
+                    if here != there:
+                        problem = f"is {here} on rank {rank}, but {there} on rank {first}"
+                        return PlacerError(name, problem, remedy)
+        raise AssertionError("equal calls have different digests")
 
     def _compare_samples(
-        self, name: str, samples: Sequence[int], targets: Sequence[int], ranks: Sequence[int]
+        self,
+        name: str,
+        reading: Sequence[int],
+        samples: Sequence[int],
+        targets: Sequence[int],
+        ranks: Sequence[int],
     ) -> None:
         """Raise ``PlacerError`` if the replica would compute with rows of different batches.
 
-        ``ranks`` are those of the replica's devices. This is certain if ranks that read the input have
-        different values of it, or if the rank that computes losses has another input and another target
-        than a rank that reads the input. (A tensor with only one value may be a placeholder for an
-        input that the rank does not use, so it is not compared.)
+        ``ranks`` are those of the replica's devices, of which those ``reading`` read the input. The error
+        is certain if ranks that read the input have different values of it, or if the rank that computes
+        losses has another input and another target than a rank that reads the input. (A tensor with only
+        one value may be a placeholder for an input that the rank does not use, so it is not compared.)
         """
-        readers = [ranks[device] for device in self._readers[name]]
+        readers = [ranks[device] for device in reading]
         if not readers:
             return
         odd = [rank for rank in readers if samples[rank] != samples[readers[0]]]
@@ -240,39 +209,8 @@ class CallCheck:
             )
 
 
-def _compare_methods(methods: Sequence[str]) -> None:
-    """Raise ``PlacerError`` if the ranks do not all call the same method."""
-    ranks = {method: [r for r, m in enumerate(methods) if m == method] for method in methods}
-    if len(ranks) > 1:
-        said = ", ".join(f"{name_ranks(those)} at {method}" for method, those in ranks.items())
-        raise PlacerError("call", f"is not the same on all ranks: {said}", _REMEDY)
-
-
-def _compare(
-    values: Sequence[int],
-    what: str,
-    problem: str,
-    remedy: str,
-    ranks: Sequence[int] | None = None,
-) -> None:
-    """Raise ``PlacerError`` if the ``values`` of these ranks, or of all, are not equal."""
-    first, *others = range(len(values)) if ranks is None else ranks
-    odd = [rank for rank in others if values[rank] != values[first]]
-    if odd:
-        raise PlacerError(what, f"{problem} on {name_ranks(odd)} than on rank {first}", remedy)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """The ranks in words, for messages.
-
-    >>> name_ranks([1]), name_ranks([1, 3])
-    ('rank 1', 'ranks 1, 3')
-    """
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _number(value: object) -> int:
-    return zlib.crc32(repr(value).encode())
+def _digest(said: Mapping[str, str]) -> int:
+    return zlib.crc32(repr(list(said.items())).encode())
 
 
 def _bits(number: float | None) -> int:
@@ -294,7 +232,8 @@ def _sample(tensors: Sequence[Tensor]) -> int:
             along_each = max(2, round(_SAMPLED ** (1 / max(tensor.dim(), 1))))
             places = tuple(slice(None, None, max(1, size // along_each)) for size in tensor.shape)
             values.append(tensor.detach()[places].flatten().tolist())
-    return 2 * _number(values) + any(value != own[0] for own in values for value in own)
+    varies = any(value != own[0] for own in values for value in own)
+    return 2 * zlib.crc32(repr(values).encode()) + varies
 
 
 def _varies(sample: int) -> bool:

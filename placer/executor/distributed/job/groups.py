@@ -20,7 +20,7 @@ from placer.grid import Grid
 
 _T = TypeVar("_T")
 _UNUSED_TAG = 2**31 - 1  # the tag of a message that nobody sends
-_CLOSED_BY_THIS_RANK = "timeout caused pair closure"  # gloo's error text in that case
+CLOSED_BY_TIMEOUT = "timeout caused pair closure"  # gloo's error text for a timeout of this rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def _probe_connections(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[
             try:
                 work = dist.irecv(torch.empty(1, device="cpu"), rank, group, tag=_UNUSED_TAG)
             except RuntimeError as error:
-                if _CLOSED_BY_THIS_RANK not in str(error):
+                if CLOSED_BY_TIMEOUT not in str(error):
                     refused.append(rank)
             else:
                 assert work is not None  # this rank is in the group

@@ -233,7 +233,7 @@ class CrossingFinder:
                 )
 
     @contextmanager
-    def on_fakes(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
+    def _on_fakes(self, staged: StagedModel) -> Iterator[tuple[Replica, nn.Module]]:
         """In this block, a replica that runs ``staged`` on fake tensors, and the whole fake model."""
         with self._converter.running(staged.conditions.guess), torch.random.fork_rng(devices=[]):
             yield self._replica.with_program(staged), self._fake
@@ -245,7 +245,7 @@ class CrossingFinder:
         norms = []
         # By value, leaf and reader: the autograd node through which the reader uses the leaf.
         links: dict[tuple[str, int, int], Node] = {}
-        with self.on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
+        with self._on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
             device = self.device
             for each, name in zip(staged.state, staged.graph_inputs[len(shapes) :], strict=True):
                 values[name] = each.read(self._fake, example_numbers(staged.call))

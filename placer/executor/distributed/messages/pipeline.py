@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer.executor.distributed.failures.layer_failure import explain_failure
+from placer.executor.distributed.failures.layer_failure import (
+    anomalies_kept,
+    explain_failure,
+)
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.distributed.messages.transport import Channel, MessageTransport, compare_tensor
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, run_schedule
@@ -52,6 +55,7 @@ class Pipeline:
     """Runs this rank's stages under one schedule; all ranks of a replica must call it alike.
 
     ``part`` has the rank's modules; ``rank_of`` has for each stage the rank of the replica that runs it.
+    ``layer_of`` has the layer of each node of the model, for errors.
     """
 
     def __init__(
@@ -64,7 +68,9 @@ class Pipeline:
         rank: int,
         rank_of: Sequence[int],
         channel: Channel,
+        layer_of: Mapping[str, str] | None = None,
     ) -> None:
+        self._layer_of = layer_of or {}
         self._replica = replica
         self._part = part
         self._rank = rank
@@ -76,12 +82,17 @@ class Pipeline:
         self._known: dict[Any, tuple[list[Crossings], list[Action], tuple[Message, ...]]] = {}
 
     def run(
-        self, microbatches: Sequence[Microbatch], loss_of: LossOf | None, *, scale: float = 1.0
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf | None,
+        *,
+        ready: Callable[[], object] = lambda: None,
+        scale: float = 1.0,
     ) -> Results:
         """Run the micro-batches through the pipeline, with backward if ``loss_of`` is given.
 
         ``loss_of(microbatch, output, stored leaves)`` returns a micro-batch's weighted loss; backward
-        starts from ``scale`` times that.
+        starts from ``scale`` times that. ``ready()`` is called before anything is sent.
         """
         results = Results()
 
@@ -102,33 +113,30 @@ class Pipeline:
                 return loss_of(placed[index], output, staged.stored_leaves(leaves))
 
         def explain(action: Action, run: MicrobatchRun, error: Exception) -> Exception:
-            given = microbatches[action.microbatch_index]
-            return explain_failure(
-                given.crossings.staged.stages[action.stage_index],
-                run.phase,
-                error,
-                given=given,
-                part=self._part,
-            )
+            staged = microbatches[action.microbatch_index].crossings.staged
+            code = staged.stages[action.stage_index]
+            return explain_failure(code, run.phase, error, self._layer_of, anomalies)
 
         order, messages = self._plan(microbatches, training=loss_of is not None)
         placed = {index: self._placed(given) for index, given in enumerate(microbatches)}
-        results.losses = run_schedule(
-            placed,
-            [action for action in order if self._rank_of[action.stage_index] == self._rank],
-            finish,
-            transport=MessageTransport(
-                messages,
-                {index: given.crossings for index, given in enumerate(microbatches)},
-                order,
-                self._rank_of,
-                rank=self._rank,
-                place=self._replica.places[0],
-                channel=self._channel,
-            ),
-            explain=explain,
-            scale=scale,
-        )
+        with anomalies_kept() as anomalies:
+            results.losses = run_schedule(
+                placed,
+                [action for action in order if self._rank_of[action.stage_index] == self._rank],
+                finish,
+                transport=MessageTransport(
+                    messages,
+                    {index: given.crossings for index, given in enumerate(microbatches)},
+                    order,
+                    self._rank_of,
+                    rank=self._rank,
+                    place=self._replica.places[0],
+                    channel=self._channel,
+                    ready=ready,
+                ),
+                explain=explain,
+                scale=scale,
+            )
         return results
 
     def _plan(

@@ -98,6 +98,8 @@ class MessageTransport:
 
     ``order`` has the actions and ``messages`` the messages of all ranks. ``crossings`` has the contents
     of messages for each micro-batch, ``rank_of`` for each stage the rank of the replica that runs it.
+    ``ready()`` is called before a message is sent or waited for, and before a backward, in which
+    gradients are sent.
     """
 
     def __init__(
@@ -110,7 +112,9 @@ class MessageTransport:
         rank: int,
         place: Place,
         channel: Channel,
+        ready: Callable[[], object] = lambda: None,
     ) -> None:
+        self._ready = ready
         self._crossings = crossings
         self._rank_of = rank_of
         self._rank = rank
@@ -138,6 +142,8 @@ class MessageTransport:
 
     def receive(self, action: Action, run: MicrobatchRun) -> None:
         position = self._at[action]
+        if action.kind != "F" or position in self._needed:
+            self._ready()
         if action.kind == "F":
             for value in self._crossings[action.microbatch_index].known:
                 made_here = self._rank_of[value.maker] == self._rank
@@ -167,12 +173,14 @@ class MessageTransport:
         for message in self._made.pop(self._at[action], ()):
             assert self._upcoming[0] is message, "a message is sent out of its turn"
             self._upcoming.popleft()
+            self._ready()
             tensors = self._tensors_of(message, run)
             waits = [self._channel.send(tensor, message.receiver) for tensor in tensors]
             sent = self._sent.setdefault(message.receiver, deque())
             sent.append(_Sent(message, tensors, waits))
 
     def finish(self) -> None:
+        self._ready()
         for sent in self._sent.values():
             while sent:
                 self._wait_for(sent.popleft())
