@@ -291,10 +291,10 @@ def _follow_stage_device(node: fx.Node, copied: fx.Node, device: fx.Node) -> fx.
         return device
     if node.op in ("call_function", "call_method"):
         is_device = lambda x: isinstance(x, torch.device)  # noqa: E731
-        copied.args = fx.node.map_aggregate(copied.args, lambda x: device if is_device(x) else x)
-        copied.kwargs = fx.node.map_aggregate(
-            copied.kwargs, lambda x: device if is_device(x) else x
-        )
+        given = copied.args, copied.kwargs
+        args, kwargs = fx.node.map_aggregate(given, lambda x: device if is_device(x) else x)
+        if (args, kwargs) != given:  # rarely, and fx takes long to change a node
+            copied.args, copied.kwargs = args, kwargs
         if "device" in copied.kwargs and copied.kwargs["device"] is not None:
             copied.kwargs = {**copied.kwargs, "device": device}
     return copied
