@@ -7,13 +7,16 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
+
+from placer._torch import without_torch_function
+from placer.operands import tensors_of_tree
 
 
 def nodes_of(value: Any) -> list[Node]:
     """The autograd nodes that made the tensors in ``value``, which may be any pytree; leaves have none."""
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    with without_torch_function():  # otherwise torch-function modes would see every access
+        made_by = [tensor.grad_fn for tensor in tensors_of_tree(value)]
+    return [node for node in made_by if node is not None]
 
 
 def nodes_behind(start: Iterable[Node], *, stops: Container[Node] = ()) -> list[Node]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from placer._torch import without_torch_function
 from placer.cost.attribution import BackwardAttribution
 from placer.cost.kernels import device_kernels
 from placer.cost.loss import Loss
@@ -165,7 +166,8 @@ class NodeRunner(fx.Interpreter):
         """The result of ``node``."""
         if node.name in self._constants:
             return self._constants[node.name]
-        return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        return getattr(self, node.op)(node.target, args, kwargs)
 
 
 class _Run(NodeRunner):
@@ -212,8 +214,9 @@ class _Run(NodeRunner):
             except Exception as error:
                 raise NodeFailure(node) from error
         tensors = tensors_of_tree(result)
-        self.output_nbytes[position] = nbytes_of(*tensors)
-        found = map(self._recorder.block_of, tensors)
+        with without_torch_function():  # otherwise torch-function modes would see every access
+            self.output_nbytes[position] = nbytes_of(*tensors)
+            found = [self._recorder.block_of(tensor) for tensor in tensors]
         self.output_blocks[position] = tuple(block for block in found if block is not None)
         self._attribution.claim(result, position)
         return result

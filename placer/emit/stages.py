@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -20,6 +21,10 @@ from placer.regions import Region
 
 _DEVICE, _TREE = "stage_device", "stage_layers"
 
+# Graph of a program -> the nodes and regions of the latest plan's stages, and their code: a plan is emitted
+# for its dry run, and again when it is placed.
+_latest: WeakKeyDictionary[fx.Graph, tuple[Any, tuple[StageCode, ...]]] = WeakKeyDictionary()
+
 
 def emit_stages(program: Program, plan: Plan) -> StagedModel:
     """Code for all stages of ``plan``, whose nodes are those of ``program``.
@@ -29,11 +34,34 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
     returns all results of the model, so that they are on one device. Raises ``PlanError`` if a node
     comes before a node that it reads.
     """
+    made_from = tuple((stage.nodes, stage.regions) for stage in plan.stages)
+    key, stages = _latest.get(program.graph, (None, ()))
+    if key != made_from:
+        stages = _emit_all(program, plan)
+        _latest[program.graph] = made_from, stages
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    return StagedModel(
+        stages=stages,
+        graph_inputs=tuple(_placeholders(program.graph)),
+        written_inputs=frozenset(program.mutated_inputs),
+        result=_result(program.graph),
+        rows=program.results,
+        stored=program.stored,
+        state=program.state,
+        state_stage=_owners(program, stage_of),
+        constants=dict(program.constants),
+        constant_paths=program.constant_paths,
+        call=program.call,
+        conditions=program.conditions,
+    )
+
+
+def _emit_all(program: Program, plan: Plan) -> tuple[StageCode, ...]:
+    """The code of all stages."""
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
     num_stages = len(plan.stages)
     nodes = {node.name: node for node in program.graph.nodes}
-    placeholders = [node.name for node in program.graph.nodes if node.op == "placeholder"]
-    external = set(placeholders) | set(program.constants)
+    external = set(_placeholders(program.graph)) | set(program.constants)
     result = _result(program.graph)
     returned = tuple(dict.fromkeys(name for kind, name in result if kind == "value"))
 
@@ -65,20 +93,11 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
                 planned.regions,
             )
         )
-    return StagedModel(
-        stages=tuple(stages),
-        graph_inputs=tuple(placeholders),
-        written_inputs=frozenset(program.mutated_inputs),
-        result=result,
-        rows=program.results,
-        stored=program.stored,
-        state=program.state,
-        state_stage=_owners(program, stage_of),
-        constants=dict(program.constants),
-        constant_paths=program.constant_paths,
-        call=program.call,
-        conditions=program.conditions,
-    )
+    return tuple(stages)
+
+
+def _placeholders(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.op == "placeholder"]
 
 
 def _check_order(index: int, own: Sequence[fx.Node]) -> None:
@@ -272,10 +291,10 @@ def _follow_stage_device(node: fx.Node, copied: fx.Node, device: fx.Node) -> fx.
         return device
     if node.op in ("call_function", "call_method"):
         is_device = lambda x: isinstance(x, torch.device)  # noqa: E731
-        copied.args = fx.node.map_aggregate(copied.args, lambda x: device if is_device(x) else x)
-        copied.kwargs = fx.node.map_aggregate(
-            copied.kwargs, lambda x: device if is_device(x) else x
-        )
+        given = copied.args, copied.kwargs
+        args, kwargs = fx.node.map_aggregate(given, lambda x: device if is_device(x) else x)
+        if (args, kwargs) != given:  # rarely, and fx takes long to change a node
+            copied.args, copied.kwargs = args, kwargs
         if "device" in copied.kwargs and copied.kwargs["device"] is not None:
             copied.kwargs = {**copied.kwargs, "device": device}
     return copied

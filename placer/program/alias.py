@@ -12,7 +12,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 
-from placer._torch import DispatchMode, storage_key
+from placer._torch import DispatchMode, storage_key, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.fake import FakeConverter, Guess
 
@@ -153,7 +153,7 @@ class _AliasInterpreter(fx.Interpreter):
         self.writes.written.clear()
         self.writes.drew = False
         try:
-            value = super().run_node(n)
+            value = getattr(self, n.op)(n.target, args, kwargs)
         except Exception as error:
             raise NodeFailure(n) from error
         if self.writes.drew:
@@ -189,4 +189,5 @@ def _groups(run: _AliasInterpreter, state: set[int]) -> tuple[tuple[str, ...], .
 
 
 def _storages(value: Any) -> Iterable[int]:
-    return [storage_key(x) for x in tensors_of_tree(value) if x.layout == torch.strided]
+    with without_torch_function():  # otherwise torch-function modes would see every access
+        return [storage_key(x) for x in tensors_of_tree(value) if x.layout == torch.strided]

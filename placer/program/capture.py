@@ -31,7 +31,7 @@ from placer.program.failure import (
     with_own_lines,
 )
 from placer.program.fake import FakeConverter, Guess
-from placer.program.fingerprint import fingerprint_graph, graph_lines
+from placer.program.fingerprint import fingerprint_graph
 from placer.program.guards import tensor_paths
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf, runs_own_hooks
 from placer.program.record import RecordedProgram, Setup, record_model, replaced_state
@@ -282,7 +282,7 @@ class _Capture:
         self, recording: RecordedProgram, other: RecordedProgram
     ) -> tuple[str, str] | None:
         """The module where the graph of ``other`` first differs, and the line; None if it does not."""
-        first, second = graph_lines(recording.graph), graph_lines(other.graph)
+        first, second = recording.lines, other.lines
         if first == second and recording.result == other.result:
             return None
         nodes = list(recording.graph.nodes)
@@ -464,7 +464,7 @@ class _Capture:
         if rows_of(dims, [tensor.shape for tensor in self.inputs]) != 1:
             return False
         more, _ = self._run_larger(grown(self.converter, self.inputs, dims, 4))
-        return more is not None and graph_lines(more.graph) == graph_lines(other.graph)
+        return more is not None and more.lines == other.lines
 
 
 def _remedy(error: BaseException | None) -> str:
@@ -515,7 +515,7 @@ def _assemble(
             for w in whole.values()
             if not w.layer or (w.layer in called and not is_torch_leaf(modules[w.layer]))
         ),
-        fingerprint=fingerprint_graph(model, graph),
+        fingerprint=fingerprint_graph(model, graph, recording.lines),
         conditions=Conditions(
             modes=training_flags(model),
             any_batch_size=not capture.fixed_batch_reason,
@@ -523,7 +523,7 @@ def _assemble(
             readings=recording.sizes.readings,
             whole=frozenset(capture.whole),
             guess=capture.guess,
-            lines=tuple(graph_lines(graph)),
+            lines=recording.lines,
             guards=recording.guards,
             stored=recording.stored,
             state=recording.state,

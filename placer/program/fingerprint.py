@@ -10,16 +10,17 @@ from typing import Any
 from torch import fx, nn
 
 
-def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
+def fingerprint_graph(model: nn.Module, graph: fx.Graph, lines: Sequence[str]) -> str:
     """The SHA-256 of the graph in hexadecimal digits, which is the same in every process.
 
-    It changes with every operation and argument, and with the names, shapes and dtypes of parameters and
-    buffers; but not with constants that forward returns or stores, which need no operation.
+    ``lines`` are its `graph_lines`. It changes with every operation and argument, and with the names, shapes
+    and dtypes of parameters and buffers; but not with constants that forward returns or stores, which need
+    no operation.
     """
     output, number = graph.output_node(), {node: i for i, node in enumerate(graph.nodes)}
     computed = [number[node] for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
-    lines = [*graph_lines(graph)[:-1], f"output {computed}"]
-    digest = hashlib.sha256("\n".join(lines).encode())
+    text = "\n".join([*lines[:-1], f"output {computed}"])
+    digest = hashlib.sha256(text.encode())
     for kind, named in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
@@ -29,10 +30,10 @@ def fingerprint_graph(model: nn.Module, graph: fx.Graph) -> str:
     return digest.hexdigest()
 
 
-def graph_lines(graph: fx.Graph) -> list[str]:
+def graph_lines(graph: fx.Graph) -> tuple[str, ...]:
     """One line per node: operation, target and arguments. Nodes appear as numbers, not by name."""
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
-    return [_line(node, number) for node in graph.nodes]
+    return tuple(_line(node, number) for node in graph.nodes)
 
 
 def varying_lines(

@@ -28,7 +28,7 @@ from placer.program.failure import (
     method_not_captured,
 )
 from placer.program.fake import FakeConverter, Guess, fake_execution
-from placer.program.fingerprint import varying_lines
+from placer.program.fingerprint import graph_lines, varying_lines
 from placer.program.forward import ForwardRun, run_forward
 from placer.program.guards import AttributeGuard, object_guards, tensor_paths
 from placer.program.leaving import Left, written_tensor
@@ -52,6 +52,7 @@ class RecordedProgram:
     """What was recorded in one run of a model on fake tensors; tables are keyed by node name."""
 
     graph: fx.Graph
+    lines: tuple[str, ...]  # the graph as text, by `graph_lines`
     layer_of: dict[str, str]
     location_of: dict[str, str]
     constants: dict[str, Tensor]
@@ -154,6 +155,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
     ]
     return RecordedProgram(
         graph=graph,
+        lines=graph_lines(graph),
         layer_of={k: v for k, v in writer.layer_of.items() if k in names},
         location_of={k: v for k, v in writer.location_of.items() if k in names},
         constants={k: v for k, v in writer.constants.items() if k in names},

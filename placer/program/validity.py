@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from placer.program.call import bind_call, describe_shapes
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
-from placer.program.fingerprint import graph_lines
 from placer.program.guards import AttributeGuard, failed_guard
 from placer.program.record import Setup, record_model
 from placer.program.types import Answers, CallFormat, Conditions
@@ -90,7 +89,7 @@ def same_program(
         ) from with_own_lines(failure.__cause__)
     except TraceFailure:
         return None
-    same = tuple(graph_lines(recording.graph)) == tuple(conditions.lines)
+    same = recording.lines == conditions.lines
     left = recording.stored, recording.state, recording.numbers
     if (
         not same

@@ -26,6 +26,7 @@ from placer.program.call import (
 from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import GuessData
+from placer.program.fingerprint import graph_lines
 from placer.program.guards import make_guards, watch_attributes
 from placer.program.objects import spell
 from placer.program.python_random import keep_random
@@ -118,6 +119,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     graph = writer.finish(results, numbers)
     return RecordedProgram(
         graph=graph,
+        lines=graph_lines(graph),
         layer_of=dict.fromkeys(writer.layer_of, ""),
         location_of=dict.fromkeys(writer.location_of, ""),
         constants={},

@@ -253,6 +253,8 @@ class GraphWriter:
 
         Raises ``Untraceable`` for an object that a graph cannot hold.
         """
+        if type(value) in (tuple, list, dict, torch.Size):
+            return self._container(value)
         if isinstance(value, fx.Node):
             return value
         if isinstance(value, RecordedNumber):
@@ -267,8 +269,6 @@ class GraphWriter:
             return CPU  # stands for the device of the stage: see `Program`
         if isinstance(value, slice):
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
-        if type(value) in (list, dict) or type(value) in (tuple, torch.Size):
-            return self._container(value)
         if isinstance(value, range):
             return value
         if isinstance(value, nn.Module) and id(value) in self._modules:

@@ -62,7 +62,7 @@ class Ledger(TimelineMode):
         elif kernels == "cuda" and uses_blas(func):
             self._open_blas(place, str(func))
         fresh = [leaf for leaf in tensors_in(result) if not self.is_known(leaf)]
-        workspaces = cuda_workspaces(func, args, result) if kernels == "cuda" else ()
+        workspaces = cuda_workspaces(func, args, result) if fresh and kernels == "cuda" else ()
         for made, leaf in enumerate(fresh, start=1):
             self._add_result(leaf, place, func, leaves)
             for found in workspaces:

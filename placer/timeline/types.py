@@ -80,20 +80,22 @@ class Timeline:
         Counts tensors, and with ``workspaces`` also workspaces.
         """
         live: dict[str, int] = {}
-        peaks: dict[str, Moment] = {}
-        for number, event in enumerate(self.events, start=1):
-            block = self.blocks[event.block]
-            if event.kind == "read" or (block.kind == "workspace" and not workspaces):
+        found: dict[str, tuple[int, Block, int]] = {}  # the most bytes, the last block, its event
+        for number, (kind, index) in enumerate(self.events, start=1):
+            block = self.blocks[index]
+            if kind == "read" or (block.kind == "workspace" and not workspaces):
                 continue
-            if event.kind == "free":
-                live[block.device] -= block.nbytes
+            device = block.device
+            if kind == "free":
+                live[device] -= block.nbytes
                 continue
-            now = live[block.device] = live.get(block.device, 0) + block.nbytes
-            if block.device not in peaks or now > peaks[block.device].nbytes:
-                peaks[block.device] = Moment(
-                    nbytes=now, where=block.where, operation=block.operation, events=number
-                )
-        return peaks
+            now = live[device] = live.get(device, 0) + block.nbytes
+            if device not in found or now > found[device][0]:
+                found[device] = now, block, number
+        return {
+            device: Moment(nbytes=most, where=b.where, operation=b.operation, events=number)
+            for device, (most, b, number) in found.items()
+        }
 
     def live(self, device: str, moment: Moment) -> list[Block]:
         """The tensors that are alive on ``device`` at ``moment``, the largest first."""

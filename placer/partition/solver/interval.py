@@ -27,8 +27,10 @@ def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> I
     place = np.empty(problem.num_units, dtype=np.int64)
     place[order] = np.arange(problem.num_units)
     cuts = _choose_cuts(problem, order, place)
-    crossing = _crossing_bytes(problem, cuts, place)
     count = len(cuts)
+    crossing = np.zeros((count, count))
+    if any(slot.seconds_per_byte for slot in problem.slots):
+        crossing = _crossing_bytes(problem, cuts, place)
     value = np.full(count, np.inf)
     value[0] = 0.0
     choices = []
