@@ -8,14 +8,16 @@ import itertools
 import multiprocessing
 import os
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+_TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 # Imported by the process that the others are forked from, which so have what is in there.
 _PRELOAD = ["torch.distributed.pipelining", "placer.checkpoint", "sklearn.datasets"]
 _PRELOAD += ["captured_cases"]
@@ -28,15 +30,17 @@ class Job:
     def __init__(self, world_size: int, timeout_seconds: float = TIMEOUT_SECONDS / 2) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
+        # As an agent of torchrun, this process hosts the store, which so outlives the ranks.
+        self._store = _TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ends: list[Connection] = []
         self._processes = []
         self.closed = False
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(rank, world_size, store, timeout_seconds, theirs), daemon=True
+                target=_work,
+                args=(rank, world_size, self._store.port, timeout_seconds, theirs),
+                daemon=True,
             )
             process.start()
             self._ends.append(ours)
@@ -81,7 +85,6 @@ class Job:
             process.kill()
         for process in self._processes:
             process.join()
-        self._folder.cleanup()
 
 
 def start_by_hand(
@@ -131,8 +134,6 @@ def _work_by_hand(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    import torch
-
     torch.set_num_threads(1)
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in values.items()})
@@ -146,19 +147,17 @@ def _work_by_hand(
     os._exit(0)  # at once, with the store
 
 
-def _work(rank: int, world_size: int, store: str, timeout_seconds: float, end: Connection) -> None:
-    import torch
-    import torch.distributed as dist
-
+def _work(rank: int, world_size: int, port: int, timeout_seconds: float, end: Connection) -> None:
     gc.freeze()  # what was there at the fork stays; to look for garbage in it takes long
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
+    store = _TCP_STORE("127.0.0.1", port, is_master=False)
     for number in itertools.count():
         function, args, kwargs = end.recv()
         # A process group for each function: every group of gloo has threads that never rest.
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}{number}",
+            store=dist.PrefixStore(str(number), store),
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),

@@ -95,6 +95,8 @@ class FailureBroadcast:
         with _store_may_be_gone():
             while time.monotonic() < end:
                 unread = {r for r in self._ranks if not self._store.check([f"read/{r}"])}
+                if self._store.check([_TIMED_OUT]):  # a rank that hangs will not read it
+                    unread = {r for r in unread if self._store.check([f"waited/{r}"])}
                 if not unread or unread <= set(_find_lost()):
                     return
                 time.sleep(POLL_SECONDS)
