@@ -148,6 +148,8 @@ class FailureBroadcast:
         }
 
     def _hang(self, silent: Sequence[int]) -> dict[str, str]:
+        self._store.set(f"waited/{self._rank}", "")
+        self._store.set(_TIMED_OUT, "")
         processes = [self._store.get(f"process/{rank}").decode() for rank in silent]
         waited = name_ranks([rank for rank in self._ranks if rank not in silent])
         return {
