@@ -48,8 +48,9 @@ def call_single_node(
         with guess, nullcontext() if is_torch_leaf(module) else keep_random():
             for packed in packed_sequences((args, kwargs)):
                 assume_sizes(packed)
-            recorder.reached.begin((args, kwargs))
+            recorder.reached.begin((args, kwargs), inside=recorder.is_split and not plain_layer)
             value = original(module, *executable(args), **executable(kwargs))
+            inside = recorder.reached.end(value)
         if before is not None:
             _note_changes(recorder, path, before)
         if guess.guessed:
@@ -79,8 +80,7 @@ def call_single_node(
         node = recorder.record("call_function", function, node_args, node_kwargs, value, layer=path)
     else:
         node = recorder.record("call_module", path, node_args, node_kwargs, value, layer=path)
-    if reading:
-        writer.readings[node.name] = reading
+    writer.note_inside(node, inside, reading)
     recorder.written_inside |= recorder.reached.written
     for tensor in tensors_of_tree(value):
         if tensor not in recorder.reached:
