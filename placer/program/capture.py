@@ -33,6 +33,7 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter, Guess
 from placer.program.fingerprint import fingerprint_graph
 from placer.program.guards import tensor_paths
+from placer.program.inside import SOMETHING_ELSE, mixing_inside
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf, runs_own_hooks
 from placer.program.record import RecordedProgram, Setup, record_model, replaced_state
 from placer.program.rows import (
@@ -253,7 +254,7 @@ class _Capture:
             self.reads_rows = reads_rows(recording.sizes, other.sizes)
             return
         layer, location = found
-        reason = "it computes something else for another batch size"
+        reason = SOMETHING_ELSE
         if not layer or layer in self.whole or self._is_special(other):
             self.fixed_batch_reason = f"{layer or 'the model itself'}: {reason} ({location})"
             return
@@ -342,12 +343,13 @@ class _Capture:
             mixing = [
                 *self.reading_mixing(recording, flow),
                 *flow.mixing,
+                *self.inside_mixing(recording, doubled, flow),
                 *self.state_mixing(recording, aliasing, flow),
             ]
         if mixing and self.rules.is_split:
             first = mixing[0]
             layer = recording.layer_of.get(first.node, "") or type(self.model).__name__
-            location = recording.readings.get(first.node, recording.location_of.get(first.node, ""))
+            location = first.location or recording.location_of.get(first.node, "")
             if self.rules.says(self.names, self.batch.dims[: len(self.names)]):
                 self.mixing_note = (
                     f"{layer}: {first.reason}. Every slice of the batch is computed by itself, as the "
@@ -368,10 +370,22 @@ class _Capture:
         """The nodes that decide by values of the batch what they compute, as far as ``flow`` is known."""
         reason = "it decides by values of the batch what it computes"
         return [
-            Mixing(node=node, reason=reason)
-            for node in recording.readings
+            Mixing(node=node, reason=reason, location=location)
+            for node, location in recording.readings.items()
             if flow is None or flow.rows[node].depends
         ]
+
+    def inside_mixing(
+        self, recording: RecordedProgram, doubled: RecordedProgram, flow: RowFlow
+    ) -> list[Mixing]:
+        """The single nodes that mix rows."""
+        rows = rows_of(self.batch.dims[: len(self.inputs)], [x.shape for x in self.inputs]) or 1
+        found = [
+            mixing_inside(node.name, inside, doubled.inside[other.name], rows, self.model)
+            for node, other in zip(recording.graph.nodes, doubled.graph.nodes, strict=True)
+            if (inside := recording.inside.get(node.name)) and flow.rows[node.name].depends
+        ]
+        return [each for each in found if each is not None]
 
     def state_mixing(
         self, recording: RecordedProgram, aliasing: Aliasing, flow: RowFlow

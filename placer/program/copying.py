@@ -87,7 +87,7 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
                 for given in (*owner.args, *owner.keywords.values()):
                     if not any(id(x) in owned for _, x in walk([((), given)], functions=True)):
                         known[id(given)] = given
-            elif not isinstance(owner, nn.Module | FunctionType):
+            elif not isinstance(owner, FunctionType) and id(owner) not in owned:
                 known[id(owner)] = owner
     found: dict[int, bool] = {}
     for (_, name), value in module_parts(model):

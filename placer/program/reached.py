@@ -10,6 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from placer._torch import DispatchMode, storage_key
 from placer.operands import tensors_in, tensors_of_tree
 from placer.program.alias import written_arguments
+from placer.program.inside import Inside
 
 
 class Reached:
@@ -17,12 +18,13 @@ class Reached:
 
     ``written`` has the names of parameters and buffers that operators write, and whether what they write
     depends on the inputs; ``flags`` those of the parameters that any module has read, and whether they
-    required gradients then.
+    required gradients then. ``inside`` records the operators, if that is asked for.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.written: dict[str, bool] = {}
         self.flags: dict[str, bool] = {}
+        self.inside: Inside | None = None
         self._state = {
             storage_key(tensor): name
             for name, tensor in (*model.named_buffers(), *model.named_parameters())
@@ -32,9 +34,10 @@ class Reached:
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._tensors
 
-    def begin(self, inputs: Any) -> None:
+    def begin(self, inputs: Any, *, inside: bool) -> None:
         """Begin anew with these inputs (any pytree)."""
         self.written = {}
+        self.inside = Inside(inputs) if inside else None
         self._tensors = WeakTensorKeyDictionary()
         self.extend(inputs)
 
@@ -45,6 +48,8 @@ class Reached:
 
     def spread(self, func: Any, args: Any, kwargs: Any, value: Any) -> None:
         """Note what an operator computed from ``args`` and ``kwargs``."""
+        if self.inside is not None:
+            self.inside.note(func, args, kwargs, value)
         written = written_arguments(func)
         given = tensors_in(args, kwargs)
         depends = any(tensor in self._tensors for tensor in given)
@@ -62,6 +67,13 @@ class Reached:
                 state = self._state.get(storage_key(tensor))
                 if state is not None:
                     self.written[state] = self.written.get(state, False) or depends
+
+    def end(self, value: Any) -> Inside | None:
+        """The operators that ran since `begin` and made ``value``; what follows is not recorded."""
+        inside, self.inside = self.inside, None
+        if inside is not None:
+            inside.end(value)
+        return inside
 
 
 class Follow(DispatchMode):

@@ -31,6 +31,7 @@ from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.fingerprint import graph_lines, varying_lines
 from placer.program.forward import ForwardRun, run_forward
 from placer.program.guards import AttributeGuard, object_guards, tensor_paths
+from placer.program.inside import Inside
 from placer.program.leaving import Left, written_tensor
 from placer.program.objects import Path, attribute_of, is_object, spell
 from placer.program.python_random import PythonRandomDraw
@@ -65,6 +66,7 @@ class RecordedProgram:
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
     numbers: tuple[StateInput, ...]  # numbers of which any will do
     readings: Mapping[str, str]  # single nodes that decide by values of their inputs -> line
+    inside: Mapping[str, Inside]  # single nodes -> the operators that they run
     independent: tuple[
         bool, ...
     ]  # per node: it is of a single node, but does not depend on its inputs
@@ -169,6 +171,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         numbers=setup.numbers,
         independent=writer.independent,
         readings=writer.readings,
+        inside=writer.inside,
         repeats=following.repeats,
         guards=(
             *recorder.guards(following.unread, setup.numbers),

@@ -428,10 +428,13 @@ class Recorder(TorchFunctionMode):
         node_args = self.writer.argument(args)
         self.paused = True
         try:
+            self.reached.begin(args, inside=self.is_split)
             value = original(*executable(args))
+            inside = self.reached.end(value)
         finally:
             self.paused = False
-        self.record("call_function", ApplyFunction(cls), node_args, {}, value)
+        node = self.record("call_function", ApplyFunction(cls), node_args, {}, value)
+        self.writer.note_inside(node, inside)
         return value
 
     def apply_by_alias(self, forward: Callable[..., Any], cls: Any, args: Any) -> Any:
@@ -441,7 +444,9 @@ class Recorder(TorchFunctionMode):
             node_args = self.writer.argument(inputs)
         self.paused, grad = True, self.grad_mode  # torch disables gradients in such a forward
         try:
+            self.reached.begin(inputs, inside=self.is_split)
             value = forward(*executable(args))
+            inside = self.reached.end(value)
             # For an input that is returned as it is, torch would make an alias that is unknown here.
             written = map(id, getattr(args[0], "dirty_tensors", None) or ())
             given = {id(x) for x in inputs if isinstance(x, Tensor)}.difference(written)
@@ -450,7 +455,8 @@ class Recorder(TorchFunctionMode):
             self.paused = False
         self.grad_mode = grad
         modes = Modes.current()._replace(grad=grad)
-        self.record("call_function", ApplyFunction(cls), node_args, {}, new, modes=modes)
+        node = self.record("call_function", ApplyFunction(cls), node_args, {}, new, modes=modes)
+        self.writer.note_inside(node, inside)
         return new
 
     def call_script(
@@ -461,9 +467,10 @@ class Recorder(TorchFunctionMode):
         guess = GuessData(self.writer.converter.mode, self.guess, self.reached.__contains__)
         self.paused = True
         try:
-            self.reached.begin((args, kwargs))
+            self.reached.begin((args, kwargs), inside=self.is_split)
             with self.refusing(), guess:
                 value = original(function, *executable(args), **executable(kwargs))
+            inside = self.reached.end(value)
             reading = find_reading(
                 self, guess, functools.partial(original, function), (), args, kwargs
             )
@@ -475,8 +482,7 @@ class Recorder(TorchFunctionMode):
                     f"{function.name} returns a number that depends on values of tensors"
                 )
         node = self.record("call_function", CallScript(function), node_args, node_kwargs, value)
-        if reading:
-            self.writer.readings[node.name] = reading
+        self.writer.note_inside(node, inside, reading)
         return value
 
     def call_encoder(

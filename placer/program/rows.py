@@ -51,6 +51,7 @@ class Mixing:
 
     node: str
     reason: str  # begins with "it"
+    location: str = ""  # the line, if it is not the node's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +75,18 @@ def find_rows(
     independent: Sequence[bool],
     written: Mapping[str, Collection[str]],
     read: Mapping[str, Collection[str]],
+    *,
+    rows: int = 1,
 ) -> RowFlow:
     """Follow the rows through ``graph``; ``doubled`` are the shapes for twice the batch.
 
     ``batch_dims`` are those of the placeholders. ``independent`` nodes do not depend on the inputs of the
     single node that makes them. ``written`` and ``read`` have the names of parameters and
-    buffers that nodes write and read.
+    buffers that nodes write and read. ``rows`` is the size of the batch, if no input has it.
     """
-    flow = _Flow(dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)), model)
+    flow = _Flow(
+        dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)), model, rows
+    )
     alone = {node for node, each in zip(graph.nodes, independent, strict=True) if each}
     dims = iter(batch_dims)
     changed: set[str] = set()  # state that depends on the batch
@@ -129,22 +134,26 @@ def is_norm_function(node: fx.Node) -> bool:
 
 
 class _Flow:
-    def __init__(self, shapes: Mapping[fx.Node, tuple[Any, Any]], model: nn.Module) -> None:
+    def __init__(
+        self, shapes: Mapping[fx.Node, tuple[Any, Any]], model: nn.Module, rows: int
+    ) -> None:
         self.rows: dict[fx.Node, Rows] = {}
         self.mixing: list[Mixing] = []
         self._shapes = shapes
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._size = 1  # rows of the batch
+        self._size = rows  # of the batch
 
     def start(self, node: fx.Node, dim: BatchDim) -> None:
         self.rows[node] = Rows() if dim is None else Rows(dim=dim, combination=None, depends=True)
-        if dim is not None:
+        if dim is not None and self._size == 1:
             self._size = self._shapes[node][0][dim]
 
     def follow(self, node: fx.Node, *, state_mixes: bool) -> None:
         sources = [self.rows[source] for source in self._sources(node)]
         depends = any(source.depends for source in sources) or state_mixes
         shape, doubled = self._shapes[node]
+        if self._name(node) in _INDEXING:  # what is selected by numbers of rows is none itself
+            sources = sources[:1]
         numbered = any(source.numbered for source in sources) or self._name(node) in _NUMBERING
         if self._name(node) == "_pack_padded_sequence" and depends:
             self._note(
@@ -164,7 +173,7 @@ class _Flow:
                     combination=None,
                     depends=depends,
                     blocks=blocks,
-                    numbered=numbered and not depends,
+                    numbered=numbered,
                 )
             if depends and grown:
                 self._check(node, grown, shape, doubled, state_mixes=state_mixes)
@@ -172,7 +181,7 @@ class _Flow:
     def _other(self, value: Any, doubled: Any, *, depends: bool, numbered: bool) -> Rows:
         """Of a number, which depends on sizes only, or of a tuple, whose items are nodes of their own."""
         if not isinstance(value, int | float):
-            return Rows(combination=None, depends=depends, numbered=numbered and not depends)
+            return Rows(combination=None, depends=depends, numbered=numbered)
         if value == doubled:
             return Rows()
         return Rows(combination="sum" if doubled == 2 * value else None)
@@ -276,11 +285,15 @@ class _Flow:
             self._note(node, f"it uses a statistic of the batch ({statistic.name})")
         elif len(grown) > 1:
             self._note(node, "it pairs the rows of the batch with each other")
-        elif doubled[dim] != 2 * shape[dim] or shape[dim] % self._size:
+        elif (
+            doubled[dim] != 2 * shape[dim]
+            or shape[dim] % self._size
+            or (self._name(node) == "masked_select" and self.rows[node.all_input_nodes[0]].dim)
+        ):
             self._note(node, "it regroups the rows of the batch")
         elif self._along_rows(node):
             self._note(node, "it computes along the rows of the batch")
-        elif self._name(node).strip("_") in _ARITHMETIC and any(
+        elif self._name(node).strip("_") in ARITHMETIC and any(
             isinstance(value, int | float) and value != doubled
             for value, doubled in (self._shapes[source] for source in node.all_input_nodes)
         ):
@@ -329,9 +342,14 @@ class _Flow:
         if name == "scaled_dot_product_attention":
             return dim >= rank - 2
         if name in _ALONG:
+            position = 2 if name == "roll" else 1
             given: Any = _argument(
-                node, "dim", _argument(node, "dims", None, position=1), position=1
+                node, "dim", _argument(node, "dims", None, position=position), position=position
             )
+            if name == "flip":
+                given = node.kwargs.get("dims", node.args[1:])
+            if given is None and name in ("sort", "argsort"):
+                given = -1
             if module is not None:
                 given = getattr(module, "dim", None)
             along = [x % rank for x in _flat((given,)) if isinstance(x, int)]
@@ -372,10 +390,10 @@ class _Flow:
     def _is_position(self, node: fx.Node) -> bool:
         """Is it the numbers of the rows, 0, 1, 2, …?"""
         name = self._name(node)
-        if name == "arange":
+        if name in ("arange", "nonzero"):
             return True
         passes = name in _LINEAR or name in ("long", "int", "getitem", "__getitem__")
-        sources = [x for x in node.all_input_nodes if isinstance(self._shapes[x][0], torch.Size)]
+        sources = list(self._tensors_read(node))
         return passes and len(sources) == 1 and self._is_position(sources[0])
 
     def _note(self, node: fx.Node, reason: str) -> None:
@@ -400,10 +418,18 @@ class _Flow:
         module = self._module(node)
         if module is not None:
             return _FUNCTION_OF.get(type(module), type(module).__name__)
-        target: Any = node.target
-        if isinstance(target, UnderModes):
-            target = target.function
-        return str(getattr(target, "__name__", target)).removesuffix(".default")
+        return name_of(node)
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the function, method or operator that ``node`` calls."""
+    target: Any = node.target
+    if isinstance(target, UnderModes):
+        target = target.function
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target.overloadpacket.__name__)
+        return _OPERATORS.get(name, name)
+    return str(getattr(target, "__name__", target))
 
 
 _REDUCTIONS: Mapping[str, Combination] = {"mean": "mean", "sum": "sum", "count_nonzero": "sum"}
@@ -422,6 +448,7 @@ _FUNCTION_OF: Mapping[type[nn.Module], str] = {
     nn.Softmax: "softmax",
     nn.LogSoftmax: "log_softmax",
 }
+_OPERATORS = {"_softmax": "softmax", "_log_softmax": "log_softmax"}
 # Functions f with f(a + b) = f(a) + f(b) and f(c * a) = c * f(a)
 _LINEAR = (
     *("neg", "clone", "detach", "to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"),
@@ -444,8 +471,11 @@ _ALONG = (
     *("sort", "argsort", "flip", "roll"),
 )
 _SPLITS = ("chunk", "split", "tensor_split", "unbind")
-_NUMBERING = ("arange", "linspace", "randperm", "tril_indices", "triu_indices", "meshgrid")
-_ARITHMETIC = {
+_NUMBERING = (
+    *("arange", "linspace", "randperm", "nonzero"),
+    *("tril_indices", "triu_indices", "meshgrid"),
+)
+ARITHMETIC = {
     prefix + name
     for name in ("mul", "div", "truediv", "add", "sub", "pow", "floordiv", "mod")
     for prefix in ("", "r", "i")

@@ -6,16 +6,18 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from placer._torch import without_torch_function
+from placer._torch import HOOK_TABLES, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
 from placer.program.fake import GuessData
 from placer.program.leaves import is_torch_leaf, must_stay_whole
+from placer.program.objects import Path
 from placer.program.packed import assume_sizes, packed_sequences
 from placer.program.python_random import keep_random
 from placer.program.readings import reading_of_inputs
@@ -42,18 +44,20 @@ def call_single_node(
     recorder.paused = True
     plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
     reading = ""
-    before = None if plain_layer else Snapshot(module_roots(module, path), recorder.reachable)
+    roots = [*module_roots(module, path), *_hook_owners(recorder, module, path)]
+    before = None if plain_layer else Snapshot(roots, recorder.reachable)
     try:
         # Layers of torch draw random numbers from torch only, and none on fake tensors.
         with guess, nullcontext() if is_torch_leaf(module) else keep_random():
             for packed in packed_sequences((args, kwargs)):
                 assume_sizes(packed)
-            recorder.reached.begin((args, kwargs))
+            recorder.reached.begin((args, kwargs), inside=recorder.is_split and not plain_layer)
             value = original(module, *executable(args), **executable(kwargs))
+            inside = recorder.reached.end(value)
         if before is not None:
             _note_changes(recorder, path, before)
         if guess.guessed:
-            call, roots = partial(original, module), module_roots(module)
+            call = partial(original, module)
             # These are the values that its buffers have, or other guesses for a model without data.
             other = GuessData.other(writer.converter, module, recorder.guess)
             with suppress(Exception):  # they may be impossible
@@ -79,13 +83,26 @@ def call_single_node(
         node = recorder.record("call_function", function, node_args, node_kwargs, value, layer=path)
     else:
         node = recorder.record("call_module", path, node_args, node_kwargs, value, layer=path)
-    if reading:
-        writer.readings[node.name] = reading
+    writer.note_inside(node, inside, reading)
     recorder.written_inside |= recorder.reached.written
     for tensor in tensors_of_tree(value):
         if tensor not in recorder.reached:
             writer.of_no_input.add(writer.node_of(tensor))
     return value
+
+
+def _hook_owners(recorder: Recorder, module: nn.Module, path: str) -> list[tuple[Path, Any]]:
+    """The objects whose methods are hooks, as roots of a `Snapshot`.
+
+    Modules of the model are left out, and so is what hooks name, because other snapshots have them.
+    """
+    return [
+        ((name, table, index), hook.__self__)
+        for name, each in module.named_modules(prefix=path)
+        for table in HOOK_TABLES
+        for index, hook in enumerate(vars(each)[table].values())
+        if isinstance(hook, MethodType) and id(hook.__self__) not in recorder.path_of
+    ]
 
 
 def _way_of_calling(

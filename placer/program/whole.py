@@ -72,9 +72,10 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
             given = Snapshot(arguments_roots(bound, arguments), root="call")
             args, kwargs = place_arguments(bound, arguments)
-            reached.begin((args, kwargs))
+            reached.begin((args, kwargs), inside=setup.is_split)
             try:
                 leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
+                inside = reached.end(leaves)
                 _refuse_changes([*snapshot.changes(), *given.changes()], type(model), reason)
             finally:
                 given.restore()
@@ -114,8 +115,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 writer.bind(leaf, results[i])
             else:
                 numbers[results[i]] = leaf
-    if reading:
-        writer.readings[node.name] = reading
+    writer.note_inside(node, inside, reading)
     graph = writer.finish(results, numbers)
     return RecordedProgram(
         graph=graph,
@@ -132,6 +132,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         written_inside=reached.written,
         numbers=(),
         readings=writer.readings,
+        inside=writer.inside,
         independent=(False,) * len(writer.shapes),
         repeats=True,
         guards=make_guards(model, attributes),

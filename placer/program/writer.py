@@ -21,6 +21,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 from placer._torch import without_torch_function
 from placer.program.failure import Untraceable, locate_caller
 from placer.program.fake import FakeConverter
+from placer.program.inside import Inside
 from placer.program.operand_order import sort_operands
 from placer.program.result import PLAIN
 from placer.program.sizes import RecordedNumber, plain
@@ -42,6 +43,7 @@ class GraphWriter:
         self.layer_of: dict[str, str] = {}
         self.location_of: dict[str, str] = {}
         self.readings: dict[str, str] = {}  # single nodes that read values of inputs -> line
+        self.inside: dict[str, Inside] = {}  # single nodes -> the operators that they run
         self.constants: dict[str, Tensor] = {}
         # Of the finished graph's nodes: the shape of a tensor, a number, or None.
         self.shapes: tuple[Any, ...] = ()
@@ -166,8 +168,16 @@ class GraphWriter:
         self.layer_of = {names[k]: v for k, v in self.layer_of.items() if k in names}
         self.location_of = {names[k]: v for k, v in self.location_of.items() if k in names}
         self.readings = {names[k]: v for k, v in self.readings.items() if k in names}
+        self.inside = {names[k]: v for k, v in self.inside.items() if k in names}
         self.constants = {names[k]: v for k, v in self.constants.items() if k in names}
         return self.graph
+
+    def note_inside(self, node: fx.Node, inside: Inside | None, reading: str = "") -> None:
+        """Note what a single node does inside, and the line where it decides by values of its inputs."""
+        if inside is not None:
+            self.inside[node.name] = inside
+        if reading:
+            self.readings[node.name] = reading
 
     # -- which node made what --------------------------------------------------------------------
 

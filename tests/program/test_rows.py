@@ -29,6 +29,8 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "pairs": (lambda y: y @ y.T, "it pairs the rows of the batch with each other"),
     "softmax": (lambda y: y.softmax(0), "it computes along the rows of the batch"),
     "sum of rows": (lambda y: y.cumsum(0), "it computes along the rows of the batch"),
+    "rolled": (lambda y: y.roll(1, 0), "it computes along the rows of the batch"),
+    "flipped": (lambda y: y.flip(1, 0), "it computes along the rows of the batch"),
     "regrouped": (lambda y: y.reshape(-1, 3)[1:], "it regroups the rows of the batch"),
     "numbers of rows": (
         lambda y: y + torch.arange(y.size(0), dtype=y.dtype)[:, None],
