@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from placer.emit import StagedModel, emit_stages
 from placer.executor.attribution import Attribution
 from placer.executor.call_cache import Call
 from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
-from placer.executor.distributed.job.ownership import Ownership, build_part, find_ownership
+from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.executor.distributed.messages.batch import gather_result
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
 from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
@@ -30,8 +30,10 @@ from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
 from placer.program.row_gradients import clear_row_gradients
+from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import RowUpdates, make_optimizer
+from placer.simulation.roles import Role, find_role
 from placer.simulation.simulate import (
     counted_loss,
     describe_device,
@@ -41,7 +43,7 @@ from placer.simulation.simulate import (
 from placer.simulation.steps import explained_failure, record_steps
 from placer.simulation.types import SimulationReport
 from placer.simulation.usage import DeviceTimeline, measure_host, steps_of
-from placer.timeline import HostUsage, Moment, StepPosition, Timeline, host_usage
+from placer.timeline import HostUsage, Moment, StepPosition, Timeline, host_usage, rename_nodes
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
@@ -139,14 +141,20 @@ def rank_timelines(
     replica = _FakeReplica(program, plan, inputs, loss or counted_loss(plan))
     once = once and not any(leaf.requires_grad for leaf in replica.leaves)
     names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
+    ran: dict[Hashable, tuple[Role, Timeline]] = {}
     for index, name in enumerate(names):
         job = Job(rank=index, world_size=plan.grid.size, local_rank=0)
-        timeline = replica.run_rank(
-            assign_rank(plan, job),
-            run_on or name,
-            steps=steps_of(plan, run_on),
-            once=once,
-        )
+        assignment, runs_on = assign_rank(plan, job), run_on or name
+        role = replica.find_role(assignment, runs_on)
+        if role.key not in ran:
+            timeline = replica.run_rank(
+                assignment, runs_on, steps=steps_of(plan, run_on), once=once
+            )
+            ran[role.key] = role, timeline
+        first, timeline = ran[role.key]
+        if first is not role:
+            renamed = dict(zip(first.names, role.names, strict=True))
+            timeline = rename_nodes(timeline, renamed, program.layer_of)
         yield name, DeviceTimeline(timeline, _RANK)
 
 
@@ -176,10 +184,10 @@ class _FakeReplica:
             targets = split_target(self._target, batch.total, batch.sizes)
             self._targets = targets[own.start : own.stop]
         self._finders: dict[str, CrossingFinder] = {}
+        self._messages: dict[str, tuple[list[Action], Sequence[Message]]] = {}
+        self._ownership = find_ownership(self._model, self._staged, plan.device_of)
 
-    def _find_crossings(
-        self, name: str, ownership: Ownership
-    ) -> tuple[CrossingFinder, list[Crossings]]:
+    def _find_crossings(self, name: str) -> tuple[CrossingFinder, list[Crossings]]:
         """The values that cross between stages, as a rank on the device ``name`` finds them."""
         plan, kind = self._plan, device_type(name)
         if kind not in self._finders:
@@ -188,7 +196,7 @@ class _FakeReplica:
                 plan,
                 self._staged,
                 part=self._model,
-                ownership=ownership,
+                ownership=self._ownership,
                 device=_CPU,
             )
             finder.follow()
@@ -197,6 +205,35 @@ class _FakeReplica:
         call = Call(finder.calls.captured, [], None)
         with running_kernels(plan, name):
             return finder, [finder.find(call, s, grad=plan.training) for s in self._slices]
+
+    def find_role(self, assignment: RankAssignment, name: str) -> Role:
+        """The role of a rank with the kernels of the device ``name``."""
+        plan, staged = self._plan, self._staged
+        with self._converter.running(self._program.conditions.guess):
+            _, crossings = self._find_crossings(name)
+        schedule = plan.schedule if plan.training else "GPipe"
+        key = device_type(name)
+        if key not in self._messages:
+            every = linearize(schedule_on(schedule, assignment.device_of, plan.microbatches))
+            order = [
+                a
+                for a in every
+                if a.microbatch_index < len(crossings) and (plan.training or a.kind == "F")
+            ]
+            self._messages[key] = (
+                order,
+                find_messages(order, lambda m: crossings[m].flows, assignment.device_of),
+            )
+        found = find_role(
+            self._program,
+            plan,
+            staged,
+            self._ownership,
+            assignment,
+            crossings,
+            *self._messages[key],
+        )
+        return replace(found, key=(key, found.key))
 
     def run_rank(
         self,
@@ -211,7 +248,7 @@ class _FakeReplica:
         For inference it is that of a forward and the broadcast of its result.
         """
         plan, staged, slices = self._plan, self._staged, self._slices
-        ownership = find_ownership(self._model, staged, assignment.device_of)
+        ownership = self._ownership
         attribution = Attribution(staged.stages, self._program.layer_of)
         ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
         with self._converter.running(self._program.conditions.guess):
@@ -220,7 +257,7 @@ class _FakeReplica:
             ledger.add_state((*part.parameters(), *part.buffers()))
             for leaf in tensors_of_tree((self.leaves, slices, self._target, self._targets)):
                 ledger.add(leaf, CALLER, kind="input")
-            finder, crossings = self._find_crossings(name, ownership)
+            finder, crossings = self._find_crossings(name)
             microbatches = _microbatches(staged, slices, crossings, name, part, self._targets)
             explained = explained_failure(self._loss)
             loss_of = with_copied_target(self._loss)
