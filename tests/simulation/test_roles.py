@@ -14,8 +14,8 @@ import placer
 from placer.planner.build import build_plan
 from placer.program import capture_model
 from placer.simulation import ranks
-from placer.simulation.ranks import rank_timelines
 from placer.simulation.roles import Role
+from placer.simulation.simulate import dry_run
 from placer.simulation.usage import DeviceTimeline
 
 X = torch.empty(8, 16, device="meta")
@@ -40,7 +40,7 @@ def plan_for(model: nn.Module, device: str = "cpu", **fields: Any) -> tuple[Any,
     return program, build_plan(program, spec, [X], processes=True)
 
 
-def dry_run(program: Any, plan: placer.Plan) -> tuple[list[DeviceTimeline], int]:
+def run(program: Any, plan: placer.Plan) -> tuple[list[DeviceTimeline], int]:
     """The timeline of every rank, and the number of ranks that were run."""
     made: list[int] = []
     run_rank = ranks._FakeReplica.run_rank
@@ -51,15 +51,15 @@ def dry_run(program: Any, plan: placer.Plan) -> tuple[list[DeviceTimeline], int]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks._FakeReplica, "run_rank", counted)
-        found = [timeline for _, timeline in rank_timelines(program, plan, [X], once=True)]
-    return found, len(made)
+        found = dry_run(program, plan, [X], processes=True, once=True).found
+    return list(found), len(made)
 
 
 def of_every_rank(program: Any, plan: placer.Plan) -> list[DeviceTimeline]:
     numbers = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "find_role", lambda *_: Role(key=next(numbers), names=()))
-        found, ran = dry_run(program, plan)
+        found, ran = run(program, plan)
     assert ran == STAGES
     return found
 
@@ -80,7 +80,7 @@ def test_the_timeline_of_a_role_is_that_of_each_of_its_ranks(
 ) -> None:
     """Also the names of nodes and layers in it, block by block and event by event."""
     program, plan = plan_for(chain(), **fields)
-    made, ran = dry_run(program, plan)
+    made, ran = run(program, plan)
     assert ran == roles
     for found, expected in zip(made, of_every_rank(program, plan), strict=True):
         assert tuple(found.timeline.blocks) == tuple(expected.timeline.blocks)
@@ -111,7 +111,7 @@ def test_ranks_of_other_roles_are_run(
     change: Callable[[nn.Sequential], object], roles: int
 ) -> None:
     program, plan = plan_for(chain(change))
-    made, ran = dry_run(program, plan)
+    made, ran = run(program, plan)
     assert ran == roles
     for found, expected in zip(made, of_every_rank(program, plan), strict=True):
         assert tuple(found.timeline.blocks) == tuple(expected.timeline.blocks)
