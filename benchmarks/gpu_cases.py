@@ -144,7 +144,7 @@ def case_timeline(case: GPUCase) -> Timeline:
     model, x = case.build()
     program = capture_model(model, (x,))
     leaves = flatten_call(program.call, (x,), {})
-    (found,) = dry_run(program, case_plan(program, leaves, case), leaves, once=True).found
+    (found,) = dry_run(program, case_plan(program, leaves, case), leaves).found
     return found.timeline
 
 

@@ -238,7 +238,6 @@ class JudgingPlanner:
                 self._inputs,
                 self.loss_of(plan),
                 processes=self._processes,
-                once=True,
             )
         return self._runs[key]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from placer.emit import SegmentCode, StagedModel
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.ownership import Ownership
-from placer.executor.distributed.messages.crossings import Crossings, CrossingValue
+from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.plan.types import Plan
 from placer.program import Program
 from placer.schedule import Action, Message
@@ -129,8 +129,8 @@ class _Numbers:
             return slice, self.value((value.start, value.stop, value.step))
         if not isinstance(value, Tensor | nn.Module):
             return id(value)
-        number, known = len(self._objects), id(value) in self._objects
-        number = self._objects.setdefault(id(value), number)
+        known = id(value) in self._objects
+        number = self._objects.setdefault(id(value), len(self._objects))
         if isinstance(value, nn.Module):
             return number, type(value), None if known else self.value(vars(value))
         strides = value.stride() if value.layout == torch.strided else id(value)
@@ -166,29 +166,26 @@ class _Numbers:
 
     def crossings(self, crossings: Crossings, assignment: RankAssignment) -> Any:
         """The values that the rank makes for others or reads from them."""
-        stages = set(assignment.stage_indices)
+        own, device_of = assignment.stage_indices, assignment.device_of
+
+        def who(stages: Iterable[int]) -> Any:
+            """The rank's own stages among ``stages``, and the peers that run the others."""
+            return sorted(
+                (s in own, own.index(s) if s in own else self._peer(device_of[s])) for s in stages
+            )
+
         return [
-            self._crossing(value, assignment)
-            for value in crossings.values.values()
-            if stages & {value.maker, *value.readers}
-        ]
-
-    def _crossing(self, value: CrossingValue, assignment: RankAssignment) -> Any:
-        def who(stage: int) -> tuple[int, int]:
-            device, own = assignment.device_of[stage], assignment.stage_indices
-            mine = device == assignment.device_index
-            return (-1, own.index(stage)) if mine else (self._peer(device), -1)
-
-        return (
-            self._node(value.name),
-            who(value.maker),
-            sorted(map(who, value.readers)),
-            [sorted(map(who, readers)) for readers in value.gradient_readers],
             (
-                value.spec,
-                [self.value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in value.leaves],
-            ),
-        )
+                self._node(each.name),
+                [who(stages) for stages in ((each.maker,), each.readers, *each.gradient_readers)],
+                (
+                    each.spec,
+                    [x if isinstance(x, TensorSpec) else self.value(x) for x in each.leaves],
+                ),
+            )
+            for each in crossings.values.values()
+            if {each.maker, *each.readers}.intersection(own)
+        ]
 
 
 def _hashable(value: Any) -> Hashable:

@@ -42,7 +42,7 @@ def dry_run(
     *,
     processes: bool = False,
     run_on: str | None = None,
-    once: bool = False,
+    once: bool = True,
 ) -> DryRun:
     """Run the plan's training step a few times on simulated devices.
 
@@ -51,8 +51,8 @@ def dry_run(
     their gradients, both halves of a split backward, and buckets in which replicas sum their gradients.
 
     Several steps are needed because the optimizer's state exists from the second step on, and torch's
-    allocator then has a cache. With ``once`` forward and backward are run only once, if possible, because
-    later steps differ from the first only by the optimizer.
+    allocator then has a cache. Unless ``once`` is false, forward and backward are run only once, if
+    possible, because later steps differ from the first only by the optimizer.
 
     ``inputs`` are the flattened tensors of the whole batch, on any device. ``loss`` (by default the one
     that the plan counts) runs for each micro-batch, with its slice of the target. Every stage runs the

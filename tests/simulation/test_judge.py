@@ -149,8 +149,8 @@ def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device
             spec = spec.model_copy(update={"checkpoint": (), "offload": ()})
         program = capture_model(model, (x,))
         plan = build_plan(program, spec, [x])
-        every = dry_run(program, plan, [x])
-        made = dry_run(program, plan, [x], once=True)
+        every = dry_run(program, plan, [x], once=False)
+        made = dry_run(program, plan, [x])
         assert made(plan.devices) == every(plan.devices)
 
 
@@ -170,8 +170,8 @@ def test_steps_of_a_rank_made_of_one_are_those_that_are_run(
     spec = placer.load_spec({"devices": [f"{device}:0", f"{device}:1"], **fields})
     program = capture_model(chain(), (x,))
     plan = build_plan(program, spec, [x], processes=True)
-    every = dry_run(program, plan, [x], processes=True)
-    made = dry_run(program, plan, [x], processes=True, once=True)
+    every = dry_run(program, plan, [x], processes=True, once=False)
+    made = dry_run(program, plan, [x], processes=True)
     assert made(plan.devices) == every(plan.devices)
 
 

@@ -51,7 +51,7 @@ def run(program: Any, plan: placer.Plan) -> tuple[list[DeviceTimeline], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks._FakeReplica, "run_rank", counted)
-        found = dry_run(program, plan, [X], processes=True, once=True).found
+        found = dry_run(program, plan, [X], processes=True).found
     return list(found), len(made)
 
 
