@@ -23,7 +23,7 @@ from placer.plan.types import Plan
 from placer.planner.build import build_plan
 from placer.program import Program, capture_model, flatten_call
 from placer.regions import Region, RegionKey
-from placer.simulation.simulate import simulate_steps
+from placer.simulation.simulate import dry_run
 from placer.timeline import Timeline, device_usage
 from placer.timeline.allocator import Usage
 
@@ -144,7 +144,8 @@ def case_timeline(case: GPUCase) -> Timeline:
     model, x = case.build()
     program = capture_model(model, (x,))
     leaves = flatten_call(program.call, (x,), {})
-    return simulate_steps(program, case_plan(program, leaves, case), leaves)
+    (found,) = dry_run(program, case_plan(program, leaves, case), leaves).found
+    return found.timeline
 
 
 def capped_usage(row: Mapping[str, Any]) -> Usage:

@@ -28,7 +28,6 @@ from placer.precision import planned_autocast, recorded_under
 from placer.program import Program, SplitRules, capture_model, flatten_call, is_mark, unmarked
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
-from placer.simulation.ranks import simulate_ranks
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
 from placer.versions import require
 
@@ -219,8 +218,7 @@ def simulate_captured(
     """`simulate` for a model that has been captured, called with the tensors ``inputs``."""
     check_plan(plan, program)
     loss.check_rows(batch_rows(program, inputs))
-    run = simulate_ranks if processes else simulate_plan
-    return run(program, plan, inputs, loss, run_on=run_on)
+    return simulate_plan(program, plan, inputs, loss, processes=processes, run_on=run_on)
 
 
 def _given_loss(loss_fn: Callable[..., Tensor] | None, target: Any) -> Loss | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from placer.cost import CostEstimates, Loss, find_loss
-from placer.executor.place import HOST
 from placer.garbage import only_new_garbage
 from placer.partition import TableCache
 from placer.plan.summary import describe_runtime
@@ -21,17 +20,10 @@ from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program
 from placer.quantities import format_bytes
-from placer.simulation.ranks import rank_timelines, ranks_host_usage
-from placer.simulation.simulate import simulate_steps
-from placer.simulation.usage import (
-    DeviceTimeline,
-    bytes_without_starvation,
-    device_timeline,
-    measure,
-    measure_host,
-)
+from placer.simulation.simulate import DryRun, dry_run
+from placer.simulation.usage import bytes_without_starvation, measure_host
 from placer.spec import LossSpec, PlacementSpec
-from placer.timeline import HostUsage, host_usage
+from placer.timeline import HostUsage
 
 _REGION_FIELDS = "checkpoint", "offload"
 _MAX_ROUNDS = 3  # of planning with corrections
@@ -70,7 +62,7 @@ class JudgingPlanner:
     In one process on CPUs there is a dry run only if the estimate of a device is near its budget; the
     plan then keeps the estimated peaks, unless the dry run gives another verdict. On CUDA devices there
     is always a dry run, because only that shows what torch's allocator reserves
-    (`placer.simulation.usage`). With ``processes`` the dry run is that of `rank_timelines`, because
+    (`placer.simulation.usage`). With ``processes`` the dry run is that of ranks, because
     estimates are for one process and a rank needs more memory (received values, both halves of a split
     backward, buckets, whole results in inference, an optimizer per replica). With ``verdict_only`` a
     dry run is made only if there is a budget.
@@ -89,7 +81,7 @@ class JudgingPlanner:
         self._program, self._inputs = program, inputs
         self._processes, self._verdict_only = processes, verdict_only
         self._tables = TableCache()
-        self._runs: dict[bytes, _DryRun] = {}
+        self._runs: dict[bytes, DryRun] = {}
         self._loss, self._losses = loss, dict[LossSpec | None, Loss]()
 
     def loss_of(self, wanted: PlacementSpec | Plan) -> Loss:
@@ -215,7 +207,7 @@ class JudgingPlanner:
                 break
         return judged
 
-    def _judge(self, plan: Plan) -> tuple[Plan, _DryRun | None]:
+    def _judge(self, plan: Plan) -> tuple[Plan, DryRun | None]:
         """``plan`` with the verdict of a dry run, and that run; None if none was needed."""
         replaced = self._replaces_estimates(plan)
         if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
@@ -236,38 +228,22 @@ class JudgingPlanner:
             return False
         return self._processes or any(device.allocator is not None for device in plan.devices)
 
-    def _dry_run(self, plan: Plan) -> _DryRun:
+    def _dry_run(self, plan: Plan) -> DryRun:
         """The dry run of ``plan``; cached."""
         key = _PLAN.dump_json(plan, exclude=_COSTS)
         if key not in self._runs:
-            self._runs[key] = self._new_dry_run(plan)
+            self._runs[key] = dry_run(
+                self._program,
+                plan,
+                self._inputs,
+                self.loss_of(plan),
+                processes=self._processes,
+            )
         return self._runs[key]
-
-    def _new_dry_run(self, plan: Plan) -> _DryRun:
-        given = self._program, plan, self._inputs, self.loss_of(plan)
-        if self._processes:
-            ranks = [run for _, run in rank_timelines(*given, once=True)]
-            host = ranks_host_usage(plan, [rank.timeline for rank in ranks])
-            return _DryRun(tuple(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
-        timeline = simulate_steps(*given)
-        found = [device_timeline(timeline, device.device) for device in plan.devices]
-        return _DryRun(found, host_usage(timeline, HOST.name))
-
-
-@dataclass(frozen=True, slots=True)
-class _DryRun:
-    """A dry run of a plan: the timeline of each device, and the host memory that was used."""
-
-    found: Sequence[DeviceTimeline]
-    host: HostUsage
-
-    def __call__(self, devices: Sequence[DevicePeak]) -> tuple[DevicePeak, ...]:
-        """``devices`` with the memory that they need in this dry run."""
-        return tuple(measure(*pair) for pair in zip(devices, self.found, strict=True))
 
 
 def _corrections(
-    before: Mapping[str, int], plan: Plan, judged: Plan, run: _DryRun, *, starving: bool
+    before: Mapping[str, int], plan: Plan, judged: Plan, run: DryRun, *, starving: bool
 ) -> dict[str, int]:
     """The most bytes by which the dry runs exceed the estimates, on each device of the first replica.
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from placer.cost import Loss, device_type, updates_together
+from placer.cost import device_type
 from placer.emit import StagedModel, emit_stages
 from placer.executor.attribution import Attribution
 from placer.executor.call_cache import Call
 from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
-from placer.executor.distributed.job.ownership import Ownership, build_part, find_ownership
+from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.executor.distributed.messages.batch import gather_result
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
 from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
@@ -28,20 +29,12 @@ from placer.executor.state import CallState, refuse_held_tensors
 from placer.executor.statistics import DeferredStatistics, defers_statistics
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
-from placer.program import FakeConverter, Program
-from placer.program.row_gradients import clear_row_gradients
+from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 from placer.simulation.ledger import Ledger
-from placer.simulation.optimizers import RowUpdates, make_optimizer
-from placer.simulation.simulate import (
-    counted_loss,
-    describe_device,
-    running_kernels,
-    with_copied_target,
-)
-from placer.simulation.steps import explained_failure, record_steps
-from placer.simulation.types import SimulationReport
-from placer.simulation.usage import DeviceTimeline, measure_host, steps_of
-from placer.timeline import HostUsage, Moment, StepPosition, Timeline, host_usage
+from placer.simulation.roles import Role, find_role
+from placer.simulation.steps import FakeCall, Process, running_kernels
+from placer.simulation.usage import DeviceTimeline
+from placer.timeline import Moment, StepPosition, Timeline, rename_nodes
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
@@ -92,62 +85,26 @@ class RankLedger(Ledger):
         return self.timeline().peaks().get(_RANK, Moment())
 
 
-def simulate_ranks(
-    program: Program,
-    plan: Plan,
-    inputs: Sequence[Tensor],
-    loss: Loss | None = None,
-    *,
-    run_on: str | None = None,
-) -> SimulationReport:
-    """The peaks of the first replica's devices when each has a process of its own.
+def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
+    """For every device of the first replica, the timeline of its process.
 
-    Each rank's training step (or forward) runs on fake tensors under the plan's schedule; its messages
-    are not sent. So the peaks include memory that estimates leave out: received values and their
-    gradients, both halves of a split backward, and the buckets in which replicas sum their gradients.
-    Raises ``DeviceError`` as `simulate_plan` does.
+    Of ranks with the same role only one is run.
     """
-    devices = {device.device: device for device in plan.devices}
-    found = list(rank_timelines(program, plan, inputs, loss, run_on=run_on))
-    return SimulationReport(
-        devices=tuple(describe_device(devices[name], run, run_on=run_on) for name, run in found),
-        host=measure_host(plan.host, ranks_host_usage(plan, [run.timeline for _, run in found])),
-        step_ok=True,
-    )
-
-
-def ranks_host_usage(plan: Plan, ranks: Iterable[Timeline]) -> HostUsage:
-    """The host memory of all processes of a job together; ``ranks`` are those of the first replica."""
-    found = sum((host_usage(timeline, HOST.name) for timeline in ranks), HostUsage())
-    return HostUsage(plan.replicas * found.peak, plan.replicas * found.reserved)
-
-
-def rank_timelines(
-    program: Program,
-    plan: Plan,
-    inputs: Sequence[Tensor],
-    loss: Loss | None = None,
-    *,
-    run_on: str | None = None,
-    once: bool = False,
-) -> Iterator[tuple[str, DeviceTimeline]]:
-    """For every device of the first replica, its name and the timeline of its process.
-
-    With ``once`` only the first step's forward and backward are run, because later steps differ from it
-    only by the optimizer. If inputs keep their gradients, which is another difference, all steps are run.
-    """
-    replica = _FakeReplica(program, plan, inputs, loss or counted_loss(plan))
-    once = once and not any(leaf.requires_grad for leaf in replica.leaves)
-    names = list(dict.fromkeys(stage.devices[0] for stage in plan.stages))
-    for index, name in enumerate(names):
+    replica, plan = _FakeReplica(call), call.plan
+    ran: dict[Hashable, tuple[Role, Timeline]] = {}
+    found = []
+    for index, name in enumerate(dict.fromkeys(stage.devices[0] for stage in plan.stages)):
         job = Job(rank=index, world_size=plan.grid.size, local_rank=0)
-        timeline = replica.run_rank(
-            assign_rank(plan, job),
-            run_on or name,
-            steps=steps_of(plan, run_on),
-            once=once,
-        )
-        yield name, DeviceTimeline(timeline, _RANK)
+        assignment, device = assign_rank(plan, job), call.run_on or name
+        role = replica.find_role(assignment, device)
+        if role.key not in ran:
+            ran[role.key] = role, replica.run_rank(assignment, device)
+        first, timeline = ran[role.key]
+        if first is not role:
+            renamed = dict(zip(first.names, role.names, strict=True))
+            timeline = rename_nodes(timeline, renamed, call.program.layer_of)
+        found.append(DeviceTimeline(timeline, _RANK))
+    return found
 
 
 class _FakeReplica:
@@ -157,118 +114,133 @@ class _FakeReplica:
     dtypes depend on it.
     """
 
-    def __init__(self, program: Program, plan: Plan, inputs: Sequence[Tensor], loss: Loss) -> None:
-        self._program, self._plan, self._loss = program, plan, loss
-        self._converter = FakeConverter()
-        self._model = self._converter.module(program.model)
-        self.leaves, self._target = self._converter.tree((list(inputs), loss.target))
-        self._staged = emit_stages(program, plan)
-        refuse_held_tensors(self._staged)
-        with self._converter.running(program.conditions.guess):
+    def __init__(self, call: FakeCall) -> None:
+        self._call, self._plan = call, call.plan
+        self._staged = staged = emit_stages(call.program, call.plan)
+        refuse_held_tensors(staged)
+        self._ownership = find_ownership(call.model, staged, call.plan.device_of)
+        with call.running():
             self._batch = batch = scatter_batch(
-                self._staged.call,
-                self.leaves,
-                replicas=plan.replicas,
-                microbatches=plan.microbatches,
+                staged.call,
+                call.leaves,
+                replicas=call.plan.replicas,
+                microbatches=call.plan.microbatches,
             )
             own = batch.of_replica(0)
             self._slices = batch.slices[own.start : own.stop]
-            targets = split_target(self._target, batch.total, batch.sizes)
+            targets = split_target(call.target, batch.total, batch.sizes)
             self._targets = targets[own.start : own.stop]
-        self._finders: dict[str, CrossingFinder] = {}
+        self._finder = cache(self._make_finder)
+        self._find_messages = cache(self._messages)
 
-    def _find_crossings(
-        self, name: str, ownership: Ownership
-    ) -> tuple[CrossingFinder, list[Crossings]]:
-        """The values that cross between stages, as a rank on the device ``name`` finds them."""
-        plan, kind = self._plan, device_type(name)
-        if kind not in self._finders:
-            finder = CrossingFinder(
-                self._program.model,
-                plan,
-                self._staged,
-                part=self._model,
-                ownership=ownership,
-                device=_CPU,
-            )
-            finder.follow()
-            self._finders[kind] = finder
-        finder = self._finders[kind]
+    def _make_finder(self, kind: str) -> CrossingFinder:
+        """Finds the values that cross between stages, as a rank on a device of type ``kind`` does."""
+        finder = CrossingFinder(
+            self._call.program.model,
+            self._plan,
+            self._staged,
+            part=self._call.model,
+            ownership=self._ownership,
+            device=_CPU,
+        )
+        finder.follow()
+        return finder
+
+    def _find_crossings(self, kind: str) -> list[Crossings]:
+        """The values that cross between stages, for every micro-batch."""
+        finder = self._finder(kind)
         call = Call(finder.calls.captured, [], None)
-        with running_kernels(plan, name):
-            return finder, [finder.find(call, s, grad=plan.training) for s in self._slices]
+        with running_kernels(self._plan, kind):
+            return [finder.find(call, s, grad=self._plan.training) for s in self._slices]
 
-    def run_rank(
-        self,
-        assignment: RankAssignment,
-        name: str,
-        *,
-        steps: int,
-        once: bool,
-    ) -> Timeline:
-        """The timeline of ``steps`` steps of one rank, with the kernels of the device ``name``.
+    def _messages(self, kind: str) -> tuple[Sequence[Action], Sequence[Message]]:
+        """The actions and messages of all ranks in a step, or for inference in a forward."""
+        plan, crossings = self._plan, self._find_crossings(kind)
+        schedule = plan.schedule if plan.training else "GPipe"
+        order = [
+            action
+            for action in linearize(schedule_on(schedule, plan.device_of, plan.microbatches))
+            if action.microbatch_index < len(crossings) and (plan.training or action.kind == "F")
+        ]
+        return order, find_messages(order, lambda m: crossings[m].flows, plan.device_of)
+
+    def find_role(self, assignment: RankAssignment, device: str) -> Role:
+        """The role of a rank with the kernels of ``device``."""
+        kind = device_type(device)
+        with self._call.running():
+            found = find_role(
+                self._call.program,
+                self._plan,
+                self._staged,
+                self._ownership,
+                assignment,
+                self._find_crossings(kind),
+                *self._find_messages(kind),
+            )
+        return replace(found, key=(kind, found.key))
+
+    def run_rank(self, assignment: RankAssignment, device: str) -> Timeline:
+        """The timeline of one rank with the kernels of ``device``.
 
         For inference it is that of a forward and the broadcast of its result.
         """
-        plan, staged, slices = self._plan, self._staged, self._slices
-        ownership = find_ownership(self._model, staged, assignment.device_of)
-        attribution = Attribution(staged.stages, self._program.layer_of)
-        ledger = RankLedger(attribution.where, kernels=lambda _: device_type(name))
-        with self._converter.running(self._program.conditions.guess):
-            part = build_part(self._model, staged, ownership, assignment.device_index, _CPU)
-            pipeline = _pipeline(plan, staged, part, assignment)
+        call, plan, staged, slices = self._call, self._plan, self._staged, self._slices
+        kind = device_type(device)
+        attribution = Attribution(staged.stages, call.program.layer_of)
+        ledger = RankLedger(attribution.where, kernels=lambda _: kind)
+        with call.running():
+            part = build_part(call.model, staged, self._ownership, assignment.device_index, _CPU)
             ledger.add_state((*part.parameters(), *part.buffers()))
-            for leaf in tensors_of_tree((self.leaves, slices, self._target, self._targets)):
+            for leaf in tensors_of_tree((call.leaves, slices, call.target, self._targets)):
                 ledger.add(leaf, CALLER, kind="input")
-            finder, crossings = self._find_crossings(name, ownership)
-            microbatches = _microbatches(staged, slices, crossings, name, part, self._targets)
-            explained = explained_failure(self._loss)
-            loss_of = with_copied_target(self._loss)
-            if not plan.training:
-                with explained, ledger, running_kernels(plan, name), torch.no_grad():
-                    gather_result(
-                        self._batch,
-                        pipeline.run(microbatches, None),
-                        Call(finder.calls.captured, [], None),
-                        finder,
-                        assignment=assignment,
-                        broadcast=lambda tensor, rank: None,
-                    )
-                    return ledger.timeline()
+            pipeline = _pipeline(plan, staged, part, assignment)
+            state = CallState(part, {}, [1] * len(slices))
+            microbatches = [
+                Microbatch(
+                    inputs=state.inputs(staged, slice_, position),
+                    crossings=crossings,
+                    inputs_here=kind == "cpu",
+                    target=target,
+                )
+                for position, (slice_, crossings, target) in enumerate(
+                    zip(slices, self._find_crossings(kind), self._targets, strict=True)
+                )
+            ]
             trained = [p for p in part.parameters() if p.requires_grad]
-            optimizer = make_optimizer(plan.optimizer, trained, foreach=updates_together([name]))
             group_of = cache(lambda devices: _NoSum(plan.replicas * len(devices)))
             reducer = _FakeReducer(
-                find_shared_parameters(part, staged, ownership, assignment.stage_indices, group_of)
+                find_shared_parameters(
+                    part, staged, self._ownership, assignment.stage_indices, group_of
+                )
             )
+
+            def infer() -> None:
+                finder = self._finder(kind)
+                gather_result(
+                    self._batch,
+                    pipeline.run(microbatches, None),
+                    Call(finder.calls.captured, [], None),
+                    finder,
+                    assignment=assignment,
+                    broadcast=lambda tensor, rank: None,
+                )
 
             def train() -> None:
                 reducer.prepare(len(slices))
                 share = 1 / len(slices)
                 pipeline.run(
-                    microbatches, lambda given, out, _left: loss_of(out, given.target) * share
+                    microbatches, lambda given, out, _left: call.loss_fn(out, given.target) * share
                 )
                 reducer.finish()
 
-            rows = RowUpdates(plan.optimizer, trained)
-
-            def update() -> None:
-                optimizer.step()
-                rows.step()
-
-            def zero_grad() -> None:
-                optimizer.zero_grad(set_to_none=True)
-                clear_row_gradients(trained)
-
-            with explained, ledger, running_kernels(plan, name):
-                return record_steps(
-                    ledger,
-                    train,
-                    update,
-                    zero_grad,
-                    steps=steps,
-                    once=once,
-                )
+            process = Process(
+                ledger=ledger,
+                infer=infer,
+                train=train,
+                trained={device: trained},
+                updating=nullcontext,
+            )
+            return call.record(process, device)
 
 
 def _pipeline(
@@ -286,26 +258,3 @@ def _pipeline(
         rank_of=assignment.device_of,
         channel=NoChannel(),
     )
-
-
-def _microbatches(
-    staged: StagedModel,
-    slices: Sequence[Sequence[Tensor]],
-    crossings: Sequence[Crossings],
-    name: str,
-    model: nn.Module,
-    targets: Sequence[Any],
-) -> list[Microbatch]:
-    """The first replica's micro-batches on the device ``name``."""
-    state = CallState(model, {}, [1] * len(slices))
-    return [
-        Microbatch(
-            inputs=state.inputs(staged, slice_, position),
-            crossings=crossing,
-            inputs_here=torch.device(name).type == "cpu",
-            target=target,
-        )
-        for position, (slice_, crossing, target) in enumerate(
-            zip(slices, crossings, targets, strict=True)
-        )
-    ]

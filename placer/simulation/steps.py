@@ -1,24 +1,123 @@
-"""Records a few training steps in a `Ledger`."""
+"""Records a few training steps of a plan on fake tensors, as one process runs them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from placer.cost import Loss
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from placer.cost import Loss, device_kernels, device_type, find_loss, updates_together
 from placer.errors import CaptureError, PlacerError, causes, first_line
+from placer.executor.place import current_place
+from placer.executor.transfer import copy_to
+from placer.plan.types import Plan
+from placer.program import FakeConverter, Program
+from placer.program.row_gradients import clear_row_gradients
 from placer.simulation.ledger import Ledger
+from placer.simulation.optimizers import RowUpdates, make_optimizer
+from placer.simulation.usage import steps_of
 from placer.timeline import Timeline, repeat_parts
 
 
-def record_steps(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """What one process does: ``infer`` is a forward, ``train`` a forward and backward.
+
+    ``ledger`` counts the memory of its devices. ``trained`` are its trained parameters, by the device
+    whose kernels update them. The optimizer runs inside ``updating()``.
+    """
+
+    ledger: Ledger
+    infer: Callable[[], object]
+    train: Callable[[], object]
+    trained: Mapping[str, Sequence[nn.Parameter]]
+    updating: Callable[[], AbstractContextManager[object]]
+
+
+class FakeCall:
+    """The call that a plan was made for, on fake tensors, and how many steps of it a dry run has.
+
+    ``loss`` is by default the one that the plan counts; it runs with its target copied to the place where
+    it runs, as from the caller's device to a GPU. With ``run_on`` all stages run the kernels of that
+    device. With ``once`` the timeline of several steps is made from one, if they are alike: not if inputs
+    keep their gradients.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        inputs: Sequence[Tensor],
+        loss: Loss | None,
+        *,
+        run_on: str | None,
+        once: bool,
+    ) -> None:
+        self.program, self.plan, self.run_on = program, plan, run_on
+        self._loss = loss or find_loss(None if plan.loss is None else plan.loss.spec)
+        self._converter = FakeConverter()
+        self.model = self._converter.module(program.model)
+        self.leaves, self.target = self._converter.tree((list(inputs), self._loss.target))
+        self._once = once and not any(leaf.requires_grad for leaf in self.leaves)
+
+    def running(self) -> AbstractContextManager[object]:
+        """In this block, fake tensors are made, and code that reads their values gets guesses."""
+        return self._converter.running(self.program.conditions.guess)
+
+    def loss_fn(self, result: Any, target: Any = None) -> Tensor:
+        """The loss, with its target copied."""
+        place = current_place()
+        assert place is not None
+        return self._loss(result, tree_map_only(Tensor, partial(copy_to, place), target))
+
+    def record(self, process: Process, device: str | None = None) -> Timeline:
+        """The timeline of as many training steps as `steps_of` says, or for inference of a forward.
+
+        ``device`` is the one whose kernels run, if it is the only one. Call it inside `running`.
+        """
+        ledger, wanted = process.ledger, self.plan.optimizer
+        parameters = [each for group in process.trained.values() for each in group]
+        # They update parameters as torch's optimizer over all of them would.
+        foreach = updates_together(process.trained)
+        groups = process.trained.values() if foreach else (parameters,)
+        optimizers = [make_optimizer(wanted, group, foreach=foreach) for group in groups]
+        rows = RowUpdates(wanted, parameters)
+
+        def update() -> None:
+            with process.updating():
+                for optimizer in optimizers:
+                    optimizer.step()
+                rows.step()
+
+        def zero_grad() -> None:
+            with process.updating():
+                for parameter in parameters:
+                    parameter.grad = None
+                clear_row_gradients(parameters)
+
+        with _explained_failure(self._loss), ledger, running_kernels(self.plan, device):
+            if not self.plan.training:
+                with torch.no_grad():
+                    process.infer()
+                return ledger.timeline()
+            steps = steps_of(self.plan, self.run_on)
+            return _record_steps(ledger, process.train, update, zero_grad, steps, once=self._once)
+
+
+def _record_steps(
     ledger: Ledger,
     train: Callable[[], object],
     update: Callable[[], object],
     zero_grad: Callable[[], object],
-    *,
     steps: int,
+    *,
     once: bool,
 ) -> Timeline:
     """The timeline of ``steps`` training steps, each of which calls ``train``, ``update``, ``zero_grad``.
@@ -43,7 +142,23 @@ def record_steps(
 
 
 @contextmanager
-def explained_failure(loss: Loss) -> Iterator[None]:
+def running_kernels(plan: Plan, device: str | None = None) -> Iterator[None]:
+    """In this block every stage runs the kernels of its device, or all of them those of ``device``."""
+
+    def kind() -> str:
+        place = current_place()
+        return device_type(device or (place.name if place is not None else "cpu"))
+
+    names = [device] if device else [name for stage in plan.stages for name in stage.devices]
+    if all(device_type(name) == "cpu" for name in names):
+        yield
+        return
+    with device_kernels(kind, half=plan.precision != "fp32"):
+        yield
+
+
+@contextmanager
+def _explained_failure(loss: Loss) -> Iterator[None]:
     """Raise an exception of the model's code in this block, or of the loss, as a ``CaptureError``.
 
     Most often autograd refuses a backward, because a value that it needs was overwritten.

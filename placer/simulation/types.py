@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from placer.plan.types import HostPeak
@@ -56,31 +56,21 @@ class SimulationReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values; bytes are integers."""
+        shown = [field.name for field in fields(DeviceSimulation)][1:-1]
         return {
             "devices": {
-                d.device: {
-                    "peak": d.peak,
-                    "workspaces": d.workspaces,
-                    "reserved": d.reserved,
-                    "context": d.context,
-                    "starved": d.starved,
-                    "predicted": d.predicted,
-                    "phase": d.phase,
-                    "node": d.node,
-                    "layer": d.layer,
-                    "operation": d.operation,
+                device.device: {
+                    **{name: getattr(device, name) for name in shown},
                     "largest": [
                         {
-                            "bytes": t.nbytes,
-                            "kind": t.kind,
-                            "name": t.name,
-                            "layer": t.layer,
-                            "shape": list(t.shape),
+                            "bytes": block.nbytes,
+                            **{name: getattr(block, name) for name in ("kind", "name", "layer")},
+                            "shape": list(block.shape),
                         }
-                        for t in d.largest
+                        for block in device.largest
                     ],
                 }
-                for d in self.devices
+                for device in self.devices
             },
             **({} if self.host is None else {"host": asdict(self.host)}),
             "step_ok": self.step_ok,

@@ -9,7 +9,7 @@ runs; `placer.plan.step_spans` uses it for a plan's step. Nothing here imports t
 from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, device_usage
 from placer.timeline.clock import Clock, Span, end_of, idle_share
 from placer.timeline.host import PINNED, HostUsage, host_usage, pinned_nbytes
-from placer.timeline.repeat import repeat_parts
+from placer.timeline.repeat import rename_nodes, repeat_parts
 from placer.timeline.types import Block, Event, Moment, Recorder, StepPosition, Timeline
 
 __all__ = [
@@ -31,5 +31,6 @@ __all__ = [
     "host_usage",
     "idle_share",
     "pinned_nbytes",
+    "rename_nodes",
     "repeat_parts",
 ]

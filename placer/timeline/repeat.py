@@ -1,8 +1,9 @@
-"""Makes the timeline of several steps from a recording of one."""
+"""Makes timelines from a recording: of several steps, or of another rank that runs equal nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from placer.timeline.types import Block, Event, Timeline
 
@@ -30,3 +31,21 @@ def repeat_parts(timeline: Timeline, parts: Iterable[range]) -> Timeline:
                 blocks.append(timeline.blocks[event.block])
                 events.append(Event("allocate", present[event.block]))
     return Timeline(blocks=blocks, events=events)
+
+
+def rename_nodes(
+    timeline: Timeline, names: Mapping[str, str], layer_of: Mapping[str, str]
+) -> Timeline:
+    """``timeline`` for other nodes: ``names`` maps its nodes to them, ``layer_of`` has their layers."""
+
+    def renamed(block: Block) -> Block:
+        where = block.where
+        if where.node in names:
+            node = names[where.node]
+            where = replace(where, node=node, layer=layer_of.get(node, ""))
+        if block.name not in names:
+            return replace(block, where=where)
+        name = names[block.name]
+        return replace(block, name=name, layer=layer_of.get(name, ""), where=where)
+
+    return Timeline(blocks=[renamed(block) for block in timeline.blocks], events=timeline.events)

@@ -34,7 +34,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call
 
     monkeypatch.setattr(estimate, "record_run", counted("cost", estimate.record_run))
-    monkeypatch.setattr(judge, "simulate_steps", counted("dry", judge.simulate_steps))
+    monkeypatch.setattr(judge, "dry_run", counted("dry", judge.dry_run))
     return counts
 
 

@@ -20,10 +20,8 @@ from placer.errors import BudgetError
 from placer.executor.distributed.job.assignment import Job
 from placer.planner.build import build_plan
 from placer.program import capture_model
-from placer.simulation import judge, simulate_plan
-from placer.simulation.ranks import rank_timelines
-from placer.simulation.simulate import simulate_steps
-from placer.simulation.usage import DeviceTimeline, measure
+from placer.simulation import judge
+from placer.simulation.simulate import dry_run
 
 X = torch.empty(2, 8, 16, 16, device="meta")
 pytestmark = pytest.mark.xdist_group("judge")  # they share a capture
@@ -122,7 +120,7 @@ def test_far_from_the_budgets_no_dry_run_is_made(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a dry run")
 
-    monkeypatch.setattr(judge, "simulate_steps", refuse)
+    monkeypatch.setattr(judge, "dry_run", refuse)
     assert placer.make_plan(chain(), spec_of(2 * peak), (X,)).fits
     assert not placer.make_plan(chain(), spec_of(peak // 2), (X,)).fits
     with pytest.raises(AssertionError, match="a dry run"):
@@ -151,13 +149,9 @@ def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device
             spec = spec.model_copy(update={"checkpoint": (), "offload": ()})
         program = capture_model(model, (x,))
         plan = build_plan(program, spec, [x])
-        made = simulate_steps(program, plan, [x])
-        for each, found in zip(
-            plan.devices, simulate_plan(program, plan, [x]).devices, strict=True
-        ):
-            taken = measure(each, DeviceTimeline(made, each.device))
-            assert (taken.peak, taken.workspaces) == (found.peak, found.workspaces)
-            assert taken.reserved == found.reserved
+        every = dry_run(program, plan, [x], once=False)
+        made = dry_run(program, plan, [x])
+        assert made(plan.devices) == every(plan.devices)
 
 
 @pytest.mark.parametrize(
@@ -176,11 +170,9 @@ def test_steps_of_a_rank_made_of_one_are_those_that_are_run(
     spec = placer.load_spec({"devices": [f"{device}:0", f"{device}:1"], **fields})
     program = capture_model(chain(), (x,))
     plan = build_plan(program, spec, [x], processes=True)
-    every = rank_timelines(program, plan, [x])
-    made = rank_timelines(program, plan, [x], once=True)
-    devices = {each.device: each for each in plan.devices}
-    for (name, expected), (_, found) in zip(every, made, strict=True):
-        assert measure(devices[name], found) == measure(devices[name], expected)
+    every = dry_run(program, plan, [x], processes=True, once=False)
+    made = dry_run(program, plan, [x], processes=True)
+    assert made(plan.devices) == every(plan.devices)
 
 
 def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:

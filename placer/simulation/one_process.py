@@ -1,0 +1,77 @@
+"""Makes a dry run of all devices of a plan in one process, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from placer.cost import device_type
+from placer.executor.attribution import Attribution
+from placer.executor.module import runtime_of
+from placer.executor.place import CALLER, HOST, Place, on
+from placer.executor.place_model import place_model
+from placer.operands import tensors_of_tree
+from placer.program.call import placeholder_names
+from placer.simulation.ledger import Ledger
+from placer.simulation.steps import FakeCall, Process
+from placer.timeline import StepPosition, Timeline
+
+
+def run_process(call: FakeCall) -> Timeline:
+    """The timeline of the plan's steps on all its devices."""
+    plan, program, cpu = call.plan, call.program, torch.device("cpu")
+    rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
+    with call.running():
+        placed = place_model(call.model, program, plan, rows)
+        runtime = runtime_of(placed)
+        home = {name: rows[0][stage] for name, stage in runtime.staged.state_stage.items()}
+        watch = _StepWatch(Attribution(runtime.staged.stages, program.layer_of))
+        ledger = Ledger(watch.where, kernels=lambda place: device_type(call.run_on or place))
+        for kind, named in (
+            ("parameter", placed.named_parameters(remove_duplicate=False)),
+            ("buffer", placed.named_buffers(remove_duplicate=False)),
+        ):
+            for name, tensor in named:
+                ledger.add(tensor, home[name], kind=kind, name=name)
+        for leaf, name in zip(call.leaves, placeholder_names(program.call), strict=True):
+            ledger.add(leaf, CALLER, kind="input", name=name, layer="")
+        for leaf in tensors_of_tree(call.target):
+            ledger.add(leaf, CALLER, kind="input", name="target", layer="")
+        trained: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in placed.named_parameters():
+            if parameter.requires_grad:
+                trained.setdefault(call.run_on or home[name].name, []).append(parameter)
+        process = Process(
+            ledger=ledger,
+            infer=partial(runtime.call_leaves, call.leaves),
+            train=partial(
+                runtime.step_leaves, call.leaves, loss_fn=call.loss_fn, target=call.target
+            ),
+            trained=trained,
+            updating=watch.updating,
+        )
+        return call.record(process, call.run_on)
+
+
+class _StepWatch:
+    """Tells whether the optimizer or a node of the model is running."""
+
+    def __init__(self, attribution: Attribution) -> None:
+        self._attribution = attribution
+        self._updates = False
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The optimizer runs in this block."""
+        self._updates = True
+        with on(HOST):  # for Adam's step counts; other state is made from tensors on a device
+            yield
+        self._updates = False
+
+    def where(self) -> StepPosition:
+        """The phase, node and layer that is running."""
+        return StepPosition(phase="optimizer") if self._updates else self._attribution.where()
