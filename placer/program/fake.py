@@ -265,6 +265,7 @@ class GuessData:
         self.guessed = False
         # Where values were read, the last at the end: were any of the inputs?
         self.places: dict[Place, bool] = {}
+        self.numbers: dict[Place, int] = {}  # what code gets at a place, other than 1 and 0
         self._of_inputs = of_inputs
         self._reads_left = _MOST_READS[guess.value]
         self.mode = mode
@@ -282,6 +283,12 @@ class GuessData:
             if real is not None and not real.is_meta and real.numel() <= _FLAG:
                 other.know(buffer, real)
         return other
+
+    def again(self, guess: Guess) -> GuessData:
+        """For another run of the same code with other guesses, which need not read much more."""
+        again = GuessData(self.mode, guess)
+        again._reads_left = _FEW_READS + 2 * (_MOST_READS[self.guess.value] - self._reads_left)
+        return again
 
     def __enter__(self) -> GuessData:
         self._before, self.mode.guess = self.mode.guess, self
@@ -325,7 +332,7 @@ class GuessData:
         place = calling_place()
         if place is not None:
             self.places[place] = self.places.pop(place, False) or any(map(self._of_inputs, tensors))
-        return self.guess.at(place)
+        return self.numbers[place] if place in self.numbers else self.guess.at(place)
 
     def answer(self, func: Any, args: Any, kwargs: Any, refused: Exception) -> Any:
         """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from placer._torch import storage_key
+from placer._torch import storage_key, without_modes, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.failure import locate_caller
@@ -66,6 +66,17 @@ class Inside:
     def end(self, value: Any) -> None:
         """The single node returns ``value``."""
         self.results = list(map(self._read, tensors_of_tree(value)))
+
+    def equals(self, other: Inside | None) -> bool:
+        """Has ``other`` the same operators on the same values?"""
+        with without_modes(), without_torch_function():
+            return (
+                other is not None
+                and str(self.graph) == str(other.graph)
+                and self.shapes == other.shapes
+                and list(map(str, self.results)) == list(map(str, other.results))
+                and all(torch.equal(x, other.constants[n]) for n, x in self.constants.items())
+            )
 
     def _node(
         self, op: str, target: Any, args: Any = (), kwargs: Any = None, *, shape: Any

@@ -37,12 +37,12 @@ class Reached:
     def begin(self, inputs: Any, *, inside: bool) -> None:
         """Begin anew with these inputs (any pytree)."""
         self.written = {}
-        self.inside = Inside(inputs) if inside else None
         self._tensors = WeakTensorKeyDictionary()
-        self.extend(inputs)
+        self.extend(inputs, inside=inside)
 
-    def extend(self, inputs: Any) -> None:
+    def extend(self, inputs: Any, *, inside: bool) -> None:
         """Count these tensors among the inputs too."""
+        self.inside = Inside(inputs) if inside else None
         for tensor in tensors_of_tree(inputs):
             self._tensors[tensor] = True
 

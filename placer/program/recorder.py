@@ -472,7 +472,7 @@ class Recorder(TorchFunctionMode):
                 value = original(function, *executable(args), **executable(kwargs))
             inside = self.reached.end(value)
             reading = find_reading(
-                self, guess, functools.partial(original, function), (), args, kwargs
+                self, guess, inside, functools.partial(original, function), (), args, kwargs
             )
         finally:
             self.paused = False

@@ -16,6 +16,7 @@ from placer._torch import HOOK_TABLES, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
 from placer.program.fake import GuessData
+from placer.program.inside import Inside
 from placer.program.leaves import is_torch_leaf, must_stay_whole
 from placer.program.objects import Path
 from placer.program.packed import assume_sizes, packed_sequences
@@ -63,7 +64,7 @@ def call_single_node(
             with suppress(Exception):  # they may be impossible
                 _run_again(recorder, call, roots, args, kwargs, other)  # to see what it then writes
             if not is_torch_leaf(module):
-                reading = find_reading(recorder, guess, call, roots, args, kwargs)
+                reading = find_reading(recorder, guess, inside, call, roots, args, kwargs)
     except Exception as error:
         location = locate(error) or locate_caller()
         recorder.failed = ForwardFailure(
@@ -143,6 +144,7 @@ def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> None:
 def find_reading(
     recorder: Recorder,
     guess: GuessData,
+    inside: Inside | None,
     call: Callable[..., Any],
     roots: Sequence[Any],
     args: Any,
@@ -152,10 +154,11 @@ def find_reading(
 
     It is looked for only if the batch is to be split, because it takes more runs.
     """
-    if not recorder.is_split:
+    if inside is None:
         return ""
     return reading_of_inputs(
         guess,
+        inside,
         lambda other: _run_again(recorder, call, roots, args, kwargs, other),
     )
 
@@ -167,14 +170,14 @@ def _run_again(
     args: Any,
     kwargs: Any,
     guess: GuessData,
-) -> None:
+) -> Inside | None:
     """Run a single node with other values where it reads values of tensors; ``roots`` are its modules'."""
     before = Snapshot(roots, recorder.reachable)
     try:
         with guess, keep_random():
             with without_torch_function():
                 copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-            recorder.reached.extend(copies)
-            call(*executable(copies[0]), **executable(copies[1]))
+            recorder.reached.extend(copies, inside=recorder.is_split)
+            return recorder.reached.end(call(*executable(copies[0]), **executable(copies[1])))
     finally:
         before.restore()

@@ -28,6 +28,7 @@ from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import GuessData
 from placer.program.fingerprint import graph_lines
 from placer.program.guards import make_guards, watch_attributes
+from placer.program.inside import Inside
 from placer.program.objects import spell
 from placer.program.python_random import keep_random
 from placer.program.reached import Follow, Reached
@@ -92,9 +93,10 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         other = GuessData.other(converter, fake_model, setup.guess)
         with suppress(Exception):  # these values may be impossible
             _run_again(setup, inputs, reached, snapshot, other)  # to see what it then writes
-        if setup.is_split:
+        if inside is not None:
             reading = reading_of_inputs(
                 guesses,
+                inside,
                 lambda other: _run_again(setup, inputs, reached, snapshot, other),
             )
         _refuse_flags(flags, fake_model, type(model), reason)
@@ -146,15 +148,15 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
 
 def _run_again(
     setup: Setup, inputs: Sequence[Tensor], reached: Reached, snapshot: Snapshot, guess: GuessData
-) -> None:
+) -> Inside | None:
     """Run the model once more, with other values where it reads them."""
     converter, model = setup.converter, setup.fake_model
     try:
         with recording_modes(converter), Follow(reached), guess, keep_random():
             leaves = call_leaves(setup.bound, converter.copies(inputs))
             args, kwargs = place_arguments(setup.bound, call_arguments(setup.bound, leaves))
-            reached.extend((args, kwargs))
-            model.forward(*args, **kwargs)
+            reached.extend((args, kwargs), inside=setup.is_split)
+            return reached.end(flatten_result(model.forward(*args, **kwargs))[0])
     finally:
         snapshot.restore()
 

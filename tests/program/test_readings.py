@@ -78,7 +78,20 @@ def _shape(x: Tensor) -> Tensor:
     return x * x[:, : 1 + int((x.mean() > 0).item())].view(len(x), 2, -1).mean((1, 2))[:, None]
 
 
+def _limits(x: Tensor) -> Tensor:
+    """A check that any guess passes."""
+    assert x.max().item() < 1e9
+    return x.tanh()
+
+
+def _computes_with_what_it_checks(x: Tensor) -> Tensor:
+    scale = x.abs().max().item()
+    assert scale > 0.01
+    return x / scale
+
+
 CHECKS = {
+    "limit": _limits,
     "assert": _asserts,
     "raise": _raises,
     "distribution": _validates,
@@ -94,6 +107,8 @@ DECIDES = {
     "index": _rows,
     "shape": _shape,
     "script": lambda x: scripted(x),
+    "far away": lambda x: x if x.max().item() < 1e9 else -x,
+    "checked": _computes_with_what_it_checks,
     "after a check": lambda x: _asserts(x) if x.mean() > 0 else -x,
 }
 
