@@ -68,15 +68,28 @@ class Inside:
         self.results = list(map(self._read, tensors_of_tree(value)))
 
     def equals(self, other: Inside | None) -> bool:
-        """Has ``other`` the same operators on the same values?"""
+        """Has ``other`` the same operators on the same values? What no operator uses does not matter."""
+        if other is None:
+            return False
+        (lines, constants), (others, other_constants) = self._used(), other._used()
         with without_modes(), without_torch_function():
-            return (
-                other is not None
-                and str(self.graph) == str(other.graph)
-                and self.shapes == other.shapes
-                and list(map(str, self.results)) == list(map(str, other.results))
-                and all(torch.equal(x, other.constants[n]) for n, x in self.constants.items())
-            )
+            return lines == others and all(map(torch.equal, constants, other_constants))
+
+    def _used(self) -> tuple[list[str], list[Tensor]]:
+        """The operators that lead to a result or write something, as text, and the constants among them."""
+        used = set(self.results)
+        for node in reversed(self.graph.nodes):
+            writes = hasattr(node.target, "_schema") and written_arguments(node.target)
+            if writes or not used.isdisjoint(node.users):
+                used.add(node)
+        number = {node: i for i, node in enumerate(x for x in self.graph.nodes if x in used)}
+        lines = []
+        for node, shape in zip(self.graph.nodes, self.shapes, strict=True):
+            if node in used:
+                given = tree_map_only(fx.Node, number.get, (node.args, node.kwargs))
+                lines.append(f"{node.op} {node.target} {given} {shape}")
+        lines.append(str([number[node] for node in self.results]))
+        return lines, [self.constants[x.name] for x in number if x.name in self.constants]
 
     def _node(
         self, op: str, target: Any, args: Any = (), kwargs: Any = None, *, shape: Any
