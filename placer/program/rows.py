@@ -426,8 +426,8 @@ def name_of(node: fx.Node) -> str:
     target: Any = node.target
     if isinstance(target, UnderModes):
         target = target.function
-    if isinstance(target, torch._ops.OpOverload):
-        name = str(target.overloadpacket.__name__)
+    if (operator := getattr(target, "overloadpacket", None)) is not None:
+        name = str(operator.__name__)
         return _OPERATORS.get(name, name)
     return str(getattr(target, "__name__", target))
 
