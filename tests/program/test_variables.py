@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -194,7 +195,7 @@ def test_a_number_that_is_another_in_every_call_is_not_captured_for_each(
     placed = compile_way(net, call(), "stages")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RecaptureWarning)
-        for value in range(3, 40):
+        for value in range(3, 16):
             put(value + 0.5)
             (x,) = call()
             assert torch.allclose(placed(x), net(x))
@@ -247,3 +248,20 @@ def test_what_forward_leaves_in_an_object_of_its_code(way: str) -> None:
         assert torch.allclose(RESULTS.inner.mean, net.first(x).mean(1))  # type: ignore[arg-type]
         assert RESULTS.inner.mean.grad_fn is not None  # type: ignore[union-attr]
         assert torch.allclose(torch.cat(RESULTS.log), net.first(x))
+
+
+def test_variables_are_guarded_though_a_tool_takes_over_the_trace() -> None:
+    """As the one of coverage does, which installs itself anew whenever it is called."""
+
+    def tool(frame: Any, event: Any, arg: Any) -> None:
+        sys.settrace(tool)
+
+    net, before = Plain().double(), sys.gettrace()
+    sys.settrace(tool)
+    try:
+        placed = compile_way(net, call(), "one device")
+    finally:
+        sys.settrace(before)
+    put_rate(7.5)
+    (x,) = call()
+    assert torch.allclose(placed(x), net(x))
