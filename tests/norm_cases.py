@@ -57,7 +57,9 @@ class Whole(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        return y if y.sum() < 1e6 else -y
+        if y.isnan().any():
+            raise ValueError("not a number")
+        return y
 
 
 class Shared(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -177,6 +177,8 @@ class _Flow:
                 )
             if depends and grown:
                 self._check(node, grown, shape, doubled, state_mixes=state_mixes)
+                if self.mixing and self.mixing[-1].node == node.name:  # said once
+                    self.rows[node] = replace(self.rows[node], numbered=False)
 
     def _other(self, value: Any, doubled: Any, *, depends: bool, numbered: bool) -> Rows:
         """Of a number, which depends on sizes only, or of a tuple, whose items are nodes of their own."""

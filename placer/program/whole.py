@@ -39,6 +39,7 @@ from placer.program.result import flatten_result
 from placer.program.size_log import SizeLog
 from placer.program.state import named_state
 from placer.program.targets import WholeRoot
+from placer.program.types import AnyNumber
 from placer.program.writer import GraphWriter
 
 
@@ -105,7 +106,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         writer.placeholder(name, tensor)
     names = [name for name, _ in named_state(model)]
     state = [writer.node("get_attr", name) for name in names]
-    form = replace(bound, leaves=bound.constants)  # keeps no tensor of the caller's
+    kept = tuple(x.value if isinstance(x, AnyNumber) else x for x in bound.constants)
+    form = replace(bound, leaves=kept)  # keeps no tensor of the caller's
     call = WholeRoot(_skeleton(model), tuple(names), partial(rebuild_call, form))
     node = writer.node("call_function", call, (*state, *inputs))
     numbers: dict[fx.Node, Any] = {}

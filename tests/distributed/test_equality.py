@@ -43,7 +43,7 @@ def check(
     assert {name for rank in found for name in rank["names"]} == set(model.state_dict())
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
 @pytest.mark.parametrize("name", ["convnet", "3D U-Net", "tied transformer"])
 def test_three_steps_equal_the_plain_model(
@@ -52,7 +52,7 @@ def test_three_steps_equal_the_plain_model(
     check(job_of, name, shape, SCHEDULES)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
 def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
     # Fewer, larger cuts: BatchNorm over a row or two amplifies rounding.
@@ -114,6 +114,7 @@ def test_hooks_on_results_act_once(job_of: Callable[[int], Job], schedule: str) 
     job_of(2).run(pipeline_cases.step_with_hooks_on_results, schedule)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", SPLIT])
 def test_what_the_loss_leaves_out_has_no_gradient(
     job_of: Callable[[int], Job], schedule: str

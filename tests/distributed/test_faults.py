@@ -89,7 +89,7 @@ def patient_job() -> Iterator[Job]:
     job.close()
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("rank", "fault"), [(1, "loss"), (2, "layer"), (3, "norm")])
 def test_a_failed_rank_keeps_none_waiting_while_its_program_goes_on(
@@ -228,6 +228,7 @@ def test_ranks_that_are_not_called_alike_say_so(
     assert found[1]["values"].startswith("rank 1 was given other inputs than rank 0")
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2), (1, 2)])
 def test_rows_of_several_batches_in_one_replica_are_an_error(
     job_of: Callable[[int], Job], stages: int, replicas: int

@@ -21,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import placer
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, rank: int) -> None:
     """Rank 0 holds the job's store too; rank 3 is no neighbour of rank 0."""

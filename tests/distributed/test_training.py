@@ -187,6 +187,7 @@ def test_synchronised_batch_norm_needs_its_processes_and_whole_batches() -> None
         placer.make_plan(model.double(), cases.make_spec(1, 2, 2, batch_norm="sync"), x)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["batch", "shared", "cumulative", "acting", "instance"])
 def test_deferred_statistics_are_those_of_all_replicas(
     job_of: Callable[[int], Job], name: str

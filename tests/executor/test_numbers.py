@@ -202,7 +202,7 @@ def test_integers_that_only_arithmetic_reads(kind: type[Net], use: str) -> None:
     assert counts[2] == counts[-1] <= 1
 
 
-@pytest.mark.matrix(12)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("values", [COUNT, COUNT[::-1], [1, 0, 2, 3, 8]], ids=str)
 @pytest.mark.parametrize("kind", [Net, Attribute])
 @pytest.mark.parametrize("use", INTEGERS_LOOKED_AT)

@@ -58,7 +58,7 @@ def _run_on(device: str, how: str) -> str | None:
     return None if enough else ("cuda:0" if device == "cuda" else "cpu")
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["U-Net", "tied transformer"])
 @pytest.mark.parametrize("device", DEVICES)

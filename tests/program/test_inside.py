@@ -149,6 +149,7 @@ def _assert_refused(kind: type[nn.Module], function: Function, reason: str = "it
         placer.compile(net, {**SPEC, **SLICES}, x, run_on="cpu")
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", MIXES)
 def test_a_whole_module_that_mixes_rows_is_refused(name: str) -> None:
     _assert_refused(Checked, MIXES[name])
@@ -182,6 +183,7 @@ def test_a_whole_model_that_mixes_rows_is_refused() -> None:
         placer.compile(Checked(MIXES["mean"]), spec, x, run_on="cpu")
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [*((Checked, name) for name in SEPARATES), (Hooked, "check"), (Applied, "softmax")],
@@ -203,6 +205,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_hooks_are_split(name: str) -> None:
     layer, shape = LAYERS[name]

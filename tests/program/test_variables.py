@@ -179,7 +179,7 @@ def _values_restored() -> Iterator[None]:
     Options.scale = 2.0
 
 
-@pytest.mark.matrix(12)
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("put", PUTS)
 def test_a_plain_value_that_is_another_now(put: Callable[[float], None], way: str) -> None:
