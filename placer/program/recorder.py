@@ -78,7 +78,7 @@ from placer.program.targets import (
     UnderModes,
 )
 from placer.program.types import Answers
-from placer.program.watch import is_librarys, trace_codes, watch_calls
+from placer.program.watch import runs_library, trace_codes, watch_calls
 from placer.program.writer import CPU, GraphWriter, executable
 
 # Names of tensor methods: those that return sizes, those that return values of elements to Python,
@@ -539,7 +539,7 @@ class Recorder(TorchFunctionMode):
     def get_property(self, func: Any, tensor: Tensor) -> Any:
         """Read a property of a tensor, such as ``x.shape`` or ``x.T``."""
         value, name = func(tensor), func.__self__.__name__
-        if name == "requires_grad" and not is_librarys(sys._getframe(3)):
+        if name == "requires_grad" and not runs_library(sys._getframe(3)):
             self.asked_flags = True
             return value and (self.grad or tensor.is_leaf)
         if name == "shape":

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -28,22 +28,28 @@ _COMPARED = (*PLAIN_VALUES, enum.Enum, FunctionType, BuiltinFunctionType, type)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VariableGuard(AttributeGuard):
-    """A variable of the model's code that holds a tensor, itself or at ``keys``. ``path`` means nothing.
-
-    ``frozen`` are the values of the tensor, if ``values_read``.
-    """
+class _OfVariable(AttributeGuard):
+    """A guard on ``variable``, which copies of the model share. ``path`` means nothing."""
 
     variable: Reference
-    keys: Path
 
     @property
     def label(self) -> str:
         """The name of the variable."""
         return self.name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> VariableGuard:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariableGuard(_OfVariable):
+    """A variable of the model's code that holds a tensor, itself or at ``keys``.
+
+    ``frozen`` are the values of the tensor, if ``values_read``.
+    """
+
+    keys: Path
 
     def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
         """Does it still hold the same tensor?"""
@@ -52,22 +58,11 @@ class VariableGuard(AttributeGuard):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SettingsGuard(AttributeGuard):
+class SettingsGuard(_OfVariable):
     """A variable of the model's code that is plain, or a container or object that holds plain values.
 
     ``frozen`` are these values with the keys that lead to them, without what is at the keys ``unread``.
-    ``path`` means nothing.
     """
-
-    variable: Reference
-
-    @property
-    def label(self) -> str:
-        """The name of the variable."""
-        return self.name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SettingsGuard:
-        return self
 
     def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
         """Does it have the same plain values?"""

@@ -52,7 +52,7 @@ class Watcher(Protocol):
         """The answer for code of the model that asks whether gradients are enabled."""
 
 
-def is_librarys(frame: FrameType) -> bool:
+def runs_library(frame: FrameType) -> bool:
     """Does ``frame`` run code of torch or placer?"""
     return str(frame.f_globals.get("__name__", "")).startswith(("torch.", "placer."))
 
@@ -109,7 +109,7 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
             watcher.seed()
 
     def grad_enabled(original: Callable[[], bool]) -> bool:
-        if is_librarys(sys._getframe(2)) or not is_watched():
+        if runs_library(sys._getframe(2)) or not is_watched():
             return original()
         return original() and watcher.grad_enabled()
 
