@@ -211,7 +211,8 @@ def storage_key(tensor: Tensor) -> int:
 
 
 FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-HOOK_TABLES = (*FORWARD_HOOK_TABLES, "_backward_hooks", "_backward_pre_hooks")
+BACKWARD_HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+HOOK_TABLES = (*FORWARD_HOOK_TABLES, *BACKWARD_HOOK_TABLES)
 """The attributes of a module that hold its hooks."""
 
 

@@ -229,7 +229,7 @@ def test_what_draws_other_numbers_on_a_gpu_is_not_compared_and_named(
     monkeypatch.setattr(verdict, "draws_alike", lambda plain, placed: False)
     result = placer.verify(Noisy(), spec, X)
     assert result.ok
-    assert [bool(outcome.comparisons) for outcome in result.outcomes] == [False] * 4 + [True] * 2
+    assert [bool(outcome.comparisons) for outcome in result.outcomes] == [False] * 5 + [True] * 2
     assert result.random_layers == ("drop",)
     (remark,) = result.remarks
     assert "not compared: drop drew random numbers" in remark and "--run-on cpu" in remark
@@ -340,7 +340,7 @@ def test_what_cannot_be_compared_is_said() -> None:
     )
     assert modes.startswith("eval: other values; eval, no_grad: other values: not compared: ")
     assert "it has no eval mode" in modes
-    assert " in 3 of 6 situations" in result.summary
+    assert " in 4 of 7 situations" in result.summary
 
 
 def test_the_model_and_what_its_hooks_hold_are_left_as_they_were() -> None:

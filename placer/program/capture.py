@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,13 @@ from placer.program.call import (
     make_call_format,
     placeholder_names,
 )
-from placer.program.checks import check_model, store_of_whole, unknown_store, whole_if_packed
+from placer.program.checks import (
+    check_model,
+    store_of_backward,
+    store_of_whole,
+    unknown_store,
+    whole_if_packed,
+)
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -57,6 +64,7 @@ from placer.versions import require
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
 
+_DECIDES = "it decides by values of the batch what it computes"
 _CHECK_INPUTS = "check the example inputs: shapes, dtypes, and the mode of the model"
 _NO_VALUES = (
     "it reads values of tensors, which planning does not have (0 and 1 were tried): keep the values "
@@ -344,11 +352,13 @@ class _Capture:
                 *self.reading_mixing(recording, flow),
                 *flow.mixing,
                 *self.inside_mixing(recording, doubled, flow),
+                *self.hook_mixing(recording, doubled),
                 *self.state_mixing(recording, aliasing, flow),
             ]
         if mixing and self.rules.is_split:
             first = mixing[0]
-            layer = recording.layer_of.get(first.node, "") or type(self.model).__name__
+            layer = first.layer or recording.layer_of.get(first.node, "")
+            layer = layer or type(self.model).__name__
             location = first.location or recording.location_of.get(first.node, "")
             if self.rules.says(self.names, self.batch.dims[: len(self.names)]):
                 self.mixing_note = (
@@ -368,9 +378,8 @@ class _Capture:
 
     def reading_mixing(self, recording: RecordedProgram, flow: RowFlow | None) -> list[Mixing]:
         """The nodes that decide by values of the batch what they compute, as far as ``flow`` is known."""
-        reason = "it decides by values of the batch what it computes"
         return [
-            Mixing(node=node, reason=reason, location=location)
+            Mixing(node=node, reason=_DECIDES, location=location)
             for node, location in recording.readings.items()
             if flow is None or flow.rows[node].depends
         ]
@@ -386,6 +395,22 @@ class _Capture:
             if (inside := recording.inside.get(node.name)) and flow.rows[node.name].depends
         ]
         return [each for each in found if each is not None]
+
+    def hook_mixing(self, recording: RecordedProgram, doubled: RecordedProgram) -> list[Mixing]:
+        """The modules whose hooks on gradients mix rows."""
+        rows = rows_of(self.batch.dims[: len(self.inputs)], [x.shape for x in self.inputs]) or 1
+        found = []
+        for run, other in itertools.zip_longest(recording.gradient_hooks, doubled.gradient_hooks):
+            if run is None or other is None:
+                return [Mixing(node="", reason=SOMETHING_ELSE)]
+            mixing = mixing_inside("", run.inside, other.inside, rows, self.model)
+            if run.reading:
+                mixing = Mixing(node="", reason=_DECIDES, location=run.reading)
+            if mixing is not None:
+                reason = f"a hook on its gradients replaces them, and {mixing.reason}"
+                location = mixing.location or run.location
+                found.append(Mixing(node="", layer=run.layer, reason=reason, location=location))
+        return found
 
     def state_mixing(
         self, recording: RecordedProgram, aliasing: Aliasing, flow: RowFlow
@@ -461,6 +486,9 @@ class _Capture:
             for change in recording.changed_inside:
                 if not isinstance(change.value, bool | str | type(None)):
                     raise store_of_whole(change)
+            for change in recording.changed_in_backward:
+                if not isinstance(change.value, bool | str | type(None)):
+                    raise store_of_backward(change)
         return tuple(rows)
 
     def _run_larger(self, inputs: Sequence[Tensor]) -> tuple[RecordedProgram | None, str]:

@@ -84,6 +84,16 @@ def unknown_store(name: str) -> CaptureError:
     )
 
 
+def store_of_backward(change: Change) -> CaptureError:
+    """The error for a value that code in the backward stores, once for every slice."""
+    return CaptureError(
+        spell(change.path),
+        "is set in the backward, by a hook or an autograd function, which runs for every slice of the batch",
+        "use 1 replica and 1 micro-batch; or put the hook on a parameter, where it gets the gradient of the "
+        "whole batch",
+    )
+
+
 def store_of_whole(change: Change) -> CaptureError:
     """The error for a value that a single node stores, once for every slice."""
     return CaptureError(

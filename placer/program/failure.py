@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 import traceback
@@ -21,7 +22,12 @@ _RUNS_MODELS = "placer.program.record", "placer.program.whole"
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
 Place = tuple[str, tuple[int | None, ...]]
-"""A piece of source code: a file, and the lines and columns of its beginning and end."""
+"""A piece of source code: a file, the lines and columns of its beginning and end, and a number.
+
+In ``assert a.all() and b.all()`` both values are tested by instructions of the same lines and columns, which
+are told apart by their number. Neighbouring instructions there have the same one, since Python may run any of
+them.
+"""
 
 
 def end_frames(failure: Exception) -> None:
@@ -168,7 +174,9 @@ def calling_place() -> Place | None:
 
 @functools.cache
 def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
-    return list(code.co_positions())
+    """The lines and columns of each instruction, and the number of its run of equal ones."""
+    runs = enumerate(itertools.groupby(code.co_positions()))
+    return [(*lines, number) for number, (lines, run) in runs for _ in run]
 
 
 def _calling_frame() -> FrameType | None:

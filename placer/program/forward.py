@@ -99,6 +99,7 @@ def run_forward(
             if tensor.is_leaf and tensor.requires_grad != flags[id(tensor)]:
                 left.append(flag_of("input", (index,), tensor.requires_grad))
         left += _changed_flags(model, flags, recorder.reached.flags)
+        recorder.run_backward((leaves, [change.value for change in changes]), inputs)
     finally:
         passed.restore()  # objects that pytree does not flatten are the caller's own
         with without_torch_function():

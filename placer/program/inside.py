@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from placer._torch import storage_key, without_modes, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.failure import locate_caller
+from placer.program.restore import Change
 from placer.program.rows import ARITHMETIC, Mixing, find_rows, name_of
 
 SOMETHING_ELSE = "it computes something else for another batch size"
@@ -23,7 +25,8 @@ SOMETHING_ELSE = "it computes something else for another batch size"
 class Inside:
     """A graph of the operators of one run, with the shape of each node's tensor and its source line.
 
-    Other views of what an operator writes are computed from what it has written.
+    Other views of what an operator writes are computed from what it has written. ``flags`` are the flags and
+    other plain values that the run has set, as text.
     """
 
     def __init__(self, inputs: Any) -> None:
@@ -32,6 +35,7 @@ class Inside:
         self.locations: list[str] = []
         self.constants: dict[str, Tensor] = {}  # with values, such as those made from arrays
         self.results: list[fx.Node] = []
+        self.flags: list[str] = []
         self._node_of: dict[int, fx.Node] = {}
         self._last: dict[int, fx.Node] = {}  # storage -> the node that wrote it last, or made it
         self._views: dict[int, dict[int, Tensor]] = defaultdict(dict)  # keeps ids valid
@@ -67,9 +71,16 @@ class Inside:
         """The single node returns ``value``."""
         self.results = list(map(self._read, tensors_of_tree(value)))
 
+    def note_flags(self, changes: Iterable[Change]) -> None:
+        """The run has made these changes."""
+        plain = bool, int, float, str, type(None)
+        self.flags = [
+            f"{x.root} {x.path} = {x.value!r}" for x in changes if isinstance(x.value, plain)
+        ]
+
     def equals(self, other: Inside | None) -> bool:
         """Has ``other`` the same operators on the same values? What no operator uses does not matter."""
-        if other is None:
+        if other is None or self.flags != other.flags:
             return False
         (lines, constants), (others, other_constants) = self._used(), other._used()
         with without_modes(), without_torch_function():

@@ -51,8 +51,8 @@ def _itself(function: Any) -> Any:
 class Reference:
     """Where a value is stored: a key of a dict or list, a cell of a closure, or an attribute of a class.
 
-    The key of a cell is the name of its variable. ``keys`` lead from there into containers and objects.
-    ``code`` is that of the function which names the variable.
+    The key of a cell is the name of its variable, that of a function's default the parameter. ``keys`` lead
+    from there into containers and objects. ``code`` is that of the function which names the variable.
     """
 
     holder: Any
@@ -73,6 +73,8 @@ class Reference:
             elif isinstance(self.holder, type):
                 held = vars(self.holder)[self.key]
                 held = getattr(held, "__func__", held)
+            elif isinstance(self.holder, FunctionType):
+                held = _defaults(self.holder)[self.key]
             else:
                 held = self.holder[self.key]
             return at(held, self.keys)
@@ -85,6 +87,8 @@ class Reference:
         name = str(self.key)
         if isinstance(self.holder, type):
             name = f"{self.holder.__qualname__}.{name}"
+        elif isinstance(self.holder, FunctionType):
+            name = f"{self.holder.__name__}({name})"
         elif isinstance(self.holder, dict) and "__name__" in self.holder:
             name = f"{self.holder['__name__']}.{name}"
         return spell((name, *self.keys))
@@ -99,6 +103,15 @@ class Reference:
             self.holder.cell_contents = value
         elif isinstance(self.holder, type):
             setattr(self.holder, self.key, self.wrap(value))
+        elif isinstance(self.holder, FunctionType):
+            defaults = _defaults(self.holder) | {self.key: value}
+            keywords = self.holder.__kwdefaults__ or {}
+            if self.key in keywords:
+                self.holder.__kwdefaults__ = keywords | {self.key: value}
+            else:
+                self.holder.__defaults__ = tuple(
+                    v for k, v in defaults.items() if k not in keywords
+                )
         else:
             self.holder[self.key] = value
 
@@ -254,6 +267,8 @@ class _Search:
                 self._variable(cell, name, cell.cell_contents, function.__code__)
             except ValueError:  # it is empty
                 continue
+        for name, value in _defaults(function).items():
+            self.look(function, name, value)
         space = function.__globals__
         if self._is_new(
             space
@@ -307,6 +322,13 @@ class _Search:
                     self._module(value, names, code)
             else:
                 self._variable(vars(module), name, value, code)
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """The default values of parameters, by name."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return dict(zip(names, values, strict=True)) | (function.__kwdefaults__ or {})
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

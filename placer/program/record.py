@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from placer._torch import storage_key
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
+from placer.program.backward import HookRun
 from placer.program.call import BoundCall
 from placer.program.failure import (
     ForwardFailure,
@@ -64,6 +65,10 @@ class RecordedProgram:
     changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
     changing: frozenset[str]  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
+    changed_in_backward: tuple[
+        Change, ...
+    ]  # known only if the batch is to be split, as is the next
+    gradient_hooks: tuple[HookRun, ...]
     numbers: tuple[StateInput, ...]  # numbers of which any will do
     readings: Mapping[str, str]  # single nodes that decide by values of their inputs -> line
     inside: Mapping[str, Inside]  # single nodes -> the operators that they run
@@ -168,6 +173,8 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         changed_inside=tuple(recorder.changed_inside.values()),
         changing=frozenset(recorder.changing),
         written_inside=recorder.written_inside,
+        changed_in_backward=tuple(recorder.backward.changes),
+        gradient_hooks=tuple(recorder.backward.runs),
         numbers=setup.numbers,
         independent=writer.independent,
         readings=writer.readings,

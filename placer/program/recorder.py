@@ -36,6 +36,7 @@ from placer._torch import (
 )
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
+from placer.program.backward import BackwardHooks
 from placer.program.constants import (
     INDEXING,
     copy_real,
@@ -142,6 +143,13 @@ class Recorder(TorchFunctionMode):
             str, bool
         ] = {}  # state they write -> does it depend on their inputs?
         self.reached = Reached(fake_model)  # what the inputs of the present single node reach
+        self.runs_code = False  # has a single node run code that is not torch's?
+        self.backward = BackwardHooks(
+            fake_model,
+            self.reachable,
+            self.reached,
+            lambda: GuessData(converter.mode, guess, self.reached.__contains__),
+        )
         self.failed_in: tuple[Exception, str] | None = None  # an exception and its innermost module
         self.failed: ForwardFailure | None = None  # the failure of a module that is a single node
         self.refused: TraceFailure | None = None  # the first operation that a graph cannot express
@@ -183,7 +191,8 @@ class Recorder(TorchFunctionMode):
         }
         watched = watch_attributes(traced, self.read_attribute)
         before = sys.gettrace()
-        with watch_calls(self), watched, self, _OperatorMode(self):
+        hooks = self.backward.watching() if self.is_split else nullcontext()
+        with watch_calls(self), watched, hooks, self, _OperatorMode(self):
             sys.settrace(self.trace)
             try:
                 yield
@@ -246,6 +255,8 @@ class Recorder(TorchFunctionMode):
         if func is SET_GRAD_ENABLED:
             self.grad_mode = args[0]
         if self.paused:
+            if func is torch.Tensor.register_hook and self.is_split:
+                args = args[0], self.backward.watched("", args[1])
             return func(*args, **kwargs)
         before, self.inside = self.inside, True
         traced = sys.gettrace()
@@ -428,7 +439,7 @@ class Recorder(TorchFunctionMode):
         if kwargs:
             raise Untraceable(f"it applies {cls.__name__} with keyword arguments")
         node_args = self.writer.argument(args)
-        self.paused = True
+        self.paused = self.runs_code = True
         try:
             self.reached.begin(args, inside=self.is_split)
             value = original(*executable(args))
@@ -444,7 +455,8 @@ class Recorder(TorchFunctionMode):
         inputs = args[1:] if args and isinstance(args[0], FunctionCtx) else args
         with self.refusing():
             node_args = self.writer.argument(inputs)
-        self.paused, grad = True, self.grad_mode  # torch disables gradients in such a forward
+        self.paused = self.runs_code = True
+        grad = self.grad_mode  # torch disables gradients in such a forward
         try:
             self.reached.begin(inputs, inside=self.is_split)
             value = forward(*executable(args))
@@ -517,6 +529,16 @@ class Recorder(TorchFunctionMode):
         value = data, torch.empty(len(counts), dtype=torch.int64)
         self.record("call_function", WithLengths(func), args, {}, value)
         return value
+
+    def run_backward(self, results: Sequence[Any], inputs: Sequence[Tensor]) -> None:
+        """Run the backward of ``results`` if it may run code that is not torch's, for every slice."""
+        if not (self.is_split and self.runs_code and self.grad):
+            return
+        self.paused = True
+        try:
+            self.backward.run_backward(tensors_of_tree(results), inputs)
+        finally:
+            self.paused = False
 
     def seed(self) -> None:
         """Refuse a forward that seeds torch's generator."""

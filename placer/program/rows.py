@@ -52,6 +52,7 @@ class Mixing:
     node: str
     reason: str  # begins with "it"
     location: str = ""  # the line, if it is not the node's
+    layer: str = ""  # the module, if it is not the node's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from placer._torch import HOOK_TABLES, without_torch_function
+from placer._torch import without_torch_function
 from placer.operands import tensors_of_tree
+from placer.program.backward import hook_owners
 from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
 from placer.program.fake import GuessData
 from placer.program.inside import Inside
@@ -45,8 +45,10 @@ def call_single_node(
     recorder.paused = True
     plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
     reading = ""
-    roots = [*module_roots(module, path), *_hook_owners(recorder, module, path)]
-    before = None if plain_layer else Snapshot(roots, recorder.reachable)
+    before = None
+    if not plain_layer:
+        before = Snapshot(_roots(recorder, path, module), recorder.reachable)
+        recorder.runs_code = True
     try:
         # Layers of torch draw random numbers from torch only, and none on fake tensors.
         with guess, nullcontext() if is_torch_leaf(module) else keep_random():
@@ -57,10 +59,13 @@ def call_single_node(
             inside = recorder.reached.end(value)
         if before is not None:
             _note_changes(recorder, path, before)
+            if inside is not None:
+                inside.note_flags(before.changes())
         if guess.guessed:
             call = partial(original, module)
             # These are the values that its buffers have, or other guesses for a model without data.
             other = GuessData.other(writer.converter, module, recorder.guess)
+            roots = _roots(recorder, path, module)
             with suppress(Exception):  # they may be impossible
                 _run_again(recorder, call, roots, args, kwargs, other)  # to see what it then writes
             if not is_torch_leaf(module):
@@ -92,18 +97,9 @@ def call_single_node(
     return value
 
 
-def _hook_owners(recorder: Recorder, module: nn.Module, path: str) -> list[tuple[Path, Any]]:
-    """The objects whose methods are hooks, as roots of a `Snapshot`.
-
-    Modules of the model are left out, and so is what hooks name, because other snapshots have them.
-    """
-    return [
-        ((name, table, index), hook.__self__)
-        for name, each in module.named_modules(prefix=path)
-        for table in HOOK_TABLES
-        for index, hook in enumerate(vars(each)[table].values())
-        if isinstance(hook, MethodType) and id(hook.__self__) not in recorder.path_of
-    ]
+def _roots(recorder: Recorder, path: str, module: nn.Module) -> list[tuple[Path, Any]]:
+    """What a module can change by itself, as roots of a `Snapshot`."""
+    return [*module_roots(module, path), *hook_owners(module, path, recorder.path_of)]
 
 
 def _way_of_calling(
@@ -178,6 +174,9 @@ def _run_again(
             with without_torch_function():
                 copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
             recorder.reached.extend(copies, inside=recorder.is_split)
-            return recorder.reached.end(call(*executable(copies[0]), **executable(copies[1])))
+            inside = recorder.reached.end(call(*executable(copies[0]), **executable(copies[1])))
+            if inside is not None:
+                inside.note_flags(before.changes())
+            return inside
     finally:
         before.restore()

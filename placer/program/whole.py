@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from placer._torch import HOOK_TABLES
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
+from placer.program.backward import BackwardHooks
 from placer.program.call import (
     arguments_roots,
     call_arguments,
@@ -57,9 +58,11 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     )
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
     reached = Reached(fake_model)
-    guesses = GuessData(converter.mode, setup.guess, reached.__contains__)
+    new_guesses = partial(GuessData, converter.mode, setup.guess, reached.__contains__)
+    guesses = new_guesses()
     flags = {name: parameter.requires_grad for name, parameter in fake_model.named_parameters()}
     attributes: set[tuple[str, str]] = set()
+    hooks = BackwardHooks(fake_model, converter.reachable, reached, new_guesses)
 
     def read(path: str, name: str) -> None:
         attributes.add((path, name))
@@ -76,9 +79,12 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             args, kwargs = place_arguments(bound, arguments)
             reached.begin((args, kwargs), inside=setup.is_split)
             try:
-                leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
+                with hooks.watching():
+                    leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
                 _refuse_changes([*snapshot.changes(), *given.changes()], type(model), reason)
+                if setup.is_split:
+                    hooks.run_backward(tensors_of_tree(leaves), inputs)
             finally:
                 given.restore()
             _refuse_flags(flags, fake_model, type(model), reason)
@@ -134,6 +140,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         changed_inside=(),
         changing=frozenset(),
         written_inside=reached.written,
+        changed_in_backward=tuple(hooks.changes),
+        gradient_hooks=tuple(hooks.runs),
         numbers=(),
         readings=writer.readings,
         inside=writer.inside,

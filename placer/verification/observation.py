@@ -297,21 +297,20 @@ def compare(
     theirs: Observation,
     tolerance: float,
     *,
-    rate: float = 0.0,
+    moved: float = 0.0,
     situation: str = "",
 ) -> Iterator[Comparison]:
     """Compare what is seen of the placed model with what is seen of the plain one.
 
-    ``rate`` is the learning rate of a step that was taken: parameters may differ by as much as gradients.
+    ``moved`` is how far steps have moved parameters at most: they may differ by as much of it as gradients.
     """
-    gradients = [_largest(value) for seen, value in theirs.items() if seen.kind == "gradient"]
-    largest = max(gradients, default=0.0)
+    largest = largest_gradient(theirs)
     for seen in dict.fromkeys((*theirs, *ours)):
         least = 0.0
         if seen.kind == "gradient":
             least = SMALL * largest
         elif seen.kind == "parameter":
-            least = SMALL * rate * largest
+            least = SMALL * moved
         elif seen.kind == "buffer" and seen.name.endswith("running_mean"):
             variance = theirs.get(Seen(seen.kind, f"{seen.name.removesuffix('mean')}var"))
             least = SMALL * math.sqrt(_largest(variance))
@@ -326,6 +325,12 @@ def compare(
             situation=situation,
             detail=detail,
         )
+
+
+def largest_gradient(observation: Observation) -> float:
+    """The largest absolute value of any gradient; 0 if there is none."""
+    found = (_largest(value) for seen, value in observation.items() if seen.kind == "gradient")
+    return max(found, default=0.0)
 
 
 def relative_error(found: Any, expected: Any, least: float) -> float:

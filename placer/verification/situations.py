@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from placer.errors import PlacerError
 from placer.executor.module import PlacedModule, runtime_of
@@ -29,6 +30,7 @@ from placer.program import (
     flatten_call,
     flatten_result,
     rebuild_call,
+    result_tensors,
     unflatten_output,
 )
 from placer.program.call import bind_call
@@ -52,29 +54,48 @@ from placer.verification.observation import (
 _FASTEST = 0.1  # learning rate of the step after which parameters are compared
 _NATIVE = (torch.batch_norm, torch.instance_norm)
 
-LossFunction = Callable[[Any], Tensor]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLoss:
+    """A loss of the whole batch: ``function(result, target)``, or ``function(result)`` without a target."""
+
+    function: Callable[..., Tensor]
+    target: Any = None
+
+    def __call__(self, result: Any) -> Tensor:
+        """The loss; the target is moved to the device of the result."""
+        if self.target is None:
+            return self.function(result)
+        (tensor, *_) = result_tensors(result)
+        return self.function(
+            result, tree_map_only(Tensor, lambda part: part.to(tensor.device), self.target)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """One way to call both models: the mode of their modules, with or without gradients, the inputs."""
+    """One way to call both models: the mode of their modules, with or without gradients, the inputs.
+
+    ``step``: the placed model is trained by `PlacedModule.step`, which has no result to compare.
+    """
 
     modes: Literal["as given", "the other"]
     gradients: bool
     inputs: Literal["the example", "other values", "another batch size"]
+    step: bool = False
 
     def name(self, *, training: bool) -> str:
         """What it is called in a table, for a model that is given in train mode if ``training``."""
         train = training == (self.modes == "as given")
-        return (
-            f"{'train' if train else 'eval'}{'' if self.gradients else ', no_grad'}: {self.inputs}"
-        )
+        way = ", step" if self.step else "" if self.gradients else ", no_grad"
+        return f"{'train' if train else 'eval'}{way}: {self.inputs}"
 
 
 SITUATIONS = (
     Situation(modes="as given", gradients=True, inputs="the example"),
     Situation(modes="as given", gradients=True, inputs="other values"),  # the second step
     Situation(modes="as given", gradients=True, inputs="another batch size"),
+    Situation(modes="as given", gradients=True, inputs="other values", step=True),
     Situation(modes="as given", gradients=False, inputs="other values"),
     Situation(modes="the other", gradients=True, inputs="other values"),
     Situation(modes="the other", gradients=False, inputs="other values"),
@@ -203,25 +224,40 @@ def run_plain(
     arguments: Arguments,
     trial: Trial,
     reference: Reference,
-    loss_fn: LossFunction | None,
+    loss: BatchLoss | None,
+    *,
+    step: bool,
 ) -> Step:
-    """Call the plain model as ``reference`` says; without a loss there is no backward."""
+    """Call the plain model as ``reference`` says; without a loss there is no backward.
+
+    For a ``step`` only the loss has a backward, not what forward stores, and nothing seen has a graph.
+    """
 
     def call(args: Any, kwargs: Any) -> tuple[Any, dict[Seen, Any]]:
         if reference.slices == 1:
             return _call_plain(plain, args, kwargs, placed.plan.precision, "the batch"), {}
         return _run_slices(plain, placed, _scattered(placed, args, kwargs), trial)
 
+    def train(args: Any, kwargs: Any) -> tuple[Tensor, dict[Seen, Any]]:
+        output, joined = call(args, kwargs)
+        assert loss is not None
+        value = loss(output)
+        if value.requires_grad:
+            value.backward()
+        return value, joined
+
     hooked = plain if reference.hooks else None
-    return _run(plain, plain, arguments, call, loss_fn, hooked=hooked)
+    run = (train, None) if step else (call, loss)
+    return _run(plain, plain, arguments, *run, step=step, hooked=hooked)
 
 
 def run_placed(
     placed: PlacedModule,
     model: nn.Module,
     arguments: Arguments,
-    loss_fn: LossFunction | None,
+    loss: BatchLoss | None,
     *,
+    step: bool,
     hooked: nn.Module | None,
     rate: float,
 ) -> Step:
@@ -233,7 +269,12 @@ def run_placed(
     def call(args: Any, kwargs: Any) -> tuple[Any, dict[Seen, Any]]:
         return placed(*args, **kwargs), {}
 
-    return _run(placed, model, arguments, call, loss_fn, hooked=hooked, rate=rate)
+    def train(args: Any, kwargs: Any) -> tuple[Tensor, dict[Seen, Any]]:
+        assert loss is not None
+        return placed.step(*args, target=loss.target, loss_fn=loss.function, **kwargs), {}
+
+    run = (train, None) if step else (call, loss)
+    return _run(placed, model, arguments, *run, step=step, hooked=hooked, rate=rate)
 
 
 def _run(
@@ -241,8 +282,9 @@ def _run(
     model: nn.Module,
     arguments: Arguments,
     call: Callable[[Any, Any], tuple[Any, dict[Seen, Any]]],
-    loss_fn: LossFunction | None,
+    loss_fn: BatchLoss | None,
     *,
+    step: bool,
     hooked: nn.Module | None,
     rate: float | None = None,
 ) -> Step:
@@ -259,11 +301,13 @@ def _run(
 
     before = graphs()
     with (
-        torch.set_grad_enabled(loss_fn is not None),
+        torch.set_grad_enabled(step or loss_fn is not None),
         counted_hooks(model, counted=hooked is not None) as counts,
     ):
         output, joined = call(args, kwargs)
-        if loss_fn is not None:
+        if step:
+            loss, output = output, None
+        elif loss_fn is not None:
             loss = loss_fn(output)
             live = joined.values() if joined else graphs().values()
             stored = [
@@ -277,7 +321,9 @@ def _run(
         each: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for each, x in joined.items()
     } | counts
-    if loss_fn is None:
+    if step:
+        seen = {each: x.detach() if isinstance(x, Tensor) else x for each, x in seen.items()}
+    if not step and loss_fn is None:
         rate = 0.0
     else:
         seen[Seen("loss", "")] = loss.detach()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from placer.api import SpecSource, compile, example_call
 from placer.cost import find_loss, mean_square
@@ -18,12 +17,18 @@ from placer.errors import PlacerError
 from placer.executor.module import PlacedModule, runtime_of
 from placer.plan.types import Plan
 from placer.precision import full_precision
-from placer.program import IgnoreDeviceMoves, copy_module, result_tensors, unmarked
+from placer.program import IgnoreDeviceMoves, copy_module, unmarked
 from placer.verification.inputs import Arguments, another_batch_size, other_values
-from placer.verification.observation import Comparison, Shared, compare, user_hooks
+from placer.verification.observation import (
+    Comparison,
+    Shared,
+    compare,
+    largest_gradient,
+    user_hooks,
+)
 from placer.verification.situations import (
     SITUATIONS,
-    LossFunction,
+    BatchLoss,
     PlainFailure,
     Situation,
     choose_reference,
@@ -140,6 +145,7 @@ def verify(
 
     The situations are train and eval mode, with and without gradients, with the inputs as they are recorded,
     with other values in distinct tensors, and with another batch size; the first two are two training steps.
+    In one of them the placed model is trained by `PlacedModule.step`.
     Outputs, the loss, the gradient of every parameter and of inputs that require one, parameters after an
     SGD step, buffers, inputs that forward writes, attributes and containers of the modules, variables that
     forward sets, modes, and the calls and variables of hooks are compared.
@@ -175,7 +181,9 @@ def verify(
     plan = pair.placed.plan
     run = _Run(
         given=arguments,
-        loss_fn=_counted_loss(plan, seed) if loss_fn is None else _loss_on(loss_fn, target),
+        loss=_counted_loss(plan, seed)
+        if loss_fn is None
+        else BatchLoss(function=loss_fn, target=unmarked(target)),
         training=model.training,
         seed=seed,
         tolerance=tolerance or _default_tolerance(model, plan),
@@ -209,6 +217,9 @@ class _Pair:
     plain: nn.Module
     given: nn.Module  # what was placed
     placed: PlacedModule
+    moved: list[float] = field(
+        default_factory=list
+    )  # how far each step has moved a parameter at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +227,7 @@ class _Run:
     """What the situations of one verification have in common; ``random_layers`` fills while they run."""
 
     given: Arguments
-    loss_fn: LossFunction
+    loss: BatchLoss
     training: bool
     seed: int
     tolerance: float
@@ -241,9 +252,9 @@ class _Run:
             with self._as_plain():
                 reference = choose_reference(plain, placed, arguments, trial, self.tolerance)
             shared.restore()
-            loss_fn = self._loss_of(situation)
+            loss, step = self._loss_of(situation), situation.step
             with self._as_plain():
-                theirs = run_plain(plain, placed, arguments, trial, reference, loss_fn)
+                theirs = run_plain(plain, placed, arguments, trial, reference, loss, step=step)
         except PlainFailure as failure:
             if first:
                 raise self._error(failure, placed.plan) from failure.__cause__
@@ -253,13 +264,16 @@ class _Run:
             with full_precision(), seeded(self.seed):
                 hooked = pair.given if reference.hooks else None
                 ours = run_placed(
-                    placed, model, arguments, loss_fn, hooked=hooked, rate=theirs.rate
+                    placed, model, arguments, loss, step=step, hooked=hooked, rate=theirs.rate
                 )
         except PlacerError as error:
             if first:
                 raise
             return Outcome(situation=name, note=f"not compared: placer refuses it: {error}")
-        found = compare(ours.seen, theirs.seen, self.tolerance, rate=theirs.rate, situation=name)
+        pair.moved.append(theirs.rate * largest_gradient(theirs.seen))
+        found = compare(
+            ours.seen, theirs.seen, self.tolerance, moved=sum(pair.moved), situation=name
+        )
         slices, notes = reference.slices, []
         if slices > 1:
             notes = [f"compared with {slices} slices of the batch: {reference.because}."]
@@ -280,10 +294,11 @@ class _Run:
             stack.enter_context(IgnoreDeviceMoves())
         return stack
 
-    def _loss_of(self, situation: Situation) -> LossFunction | None:
+    def _loss_of(self, situation: Situation) -> BatchLoss | None:
         if not situation.gradients:
             return None
-        return mean_square if situation.inputs == "another batch size" else self.loss_fn
+        other = situation.inputs == "another batch size"
+        return BatchLoss(function=mean_square) if other else self.loss
 
     def _find_inputs(
         self, pair: _Pair, situation: Situation, shared: Shared
@@ -339,23 +354,10 @@ class _Run:
         return PlacerError("the plain model", str(failure), remedy)
 
 
-def _counted_loss(plan: Plan, seed: int) -> LossFunction:
+def _counted_loss(plan: Plan, seed: int) -> BatchLoss:
     """The loss that ``plan`` names, with a random target; the mean square of all results if it names none."""
     if plan.loss is None or plan.loss.spec is None:
-        return mean_square
+        return BatchLoss(function=mean_square)
     with seeded(seed):
         loss = find_loss(plan.loss.spec, values=True)
-    return _loss_on(loss, loss.target)
-
-
-def _loss_on(loss_fn: Callable[..., Tensor], target: Any) -> LossFunction:
-    """``loss_fn`` with ``target``, which is moved to the device of the result."""
-    if target is None:
-        return loss_fn
-    target = unmarked(target)
-
-    def run(result: Any) -> Tensor:
-        (tensor, *_) = result_tensors(result)
-        return loss_fn(result, tree_map_only(Tensor, lambda part: part.to(tensor.device), target))
-
-    return run
+    return BatchLoss(function=loss, target=loss.target)

@@ -174,7 +174,7 @@ def test_verify_proves_equality(placer: Run) -> None:
     assert data["equal"] is True
     kinds = {c["kind"] for c in data["comparisons"]}
     assert {"loss", "output", "gradient", "parameter", "mode", "attribute"} <= kinds
-    assert [found["equal"] for found in data["situations"]] == [True] * 6
+    assert [found["equal"] for found in data["situations"]] == [True] * 7
     assert all(c["tolerance"] == 1e-10 for c in data["comparisons"])
     assert "EQUAL" in result.stderr
 
@@ -208,6 +208,7 @@ def test_verify_has_a_row_for_every_situation(placer: Run) -> None:
             "train: the example",
             "train: other values",
             "train: another batch size",
+            "train, step: other values",
             "train, no_grad: other values",
             "eval: other values",
             "eval, no_grad: other values",

@@ -119,7 +119,7 @@ def test_a_model_that_asserts_by_itself(way: str) -> None:
 
 class Impossible(Inner):
     def forward(self, x: Tensor) -> Tensor:
-        if torch.isnan(x).any() or not torch.isnan(x).any():
+        if x.sum().item() != 3:
             raise ValueError("always")
         return self.linear(x)
 

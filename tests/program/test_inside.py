@@ -176,6 +176,42 @@ def test_one_slice_is_computed_and_so_are_several_that_the_spec_asks_for() -> No
     torch.testing.assert_close(placed(x), net(x))
 
 
+class Flags(nn.Module):
+    """Sets a flag, from values of the batch or not."""
+
+    def __init__(self, *, of_values: bool) -> None:
+        super().__init__()
+        self.of_values, self.saturated = of_values, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not x.isnan().any()
+        self.saturated = bool((x > 2).any()) if self.of_values else True
+        return x * 2
+
+
+def test_a_flag_that_is_set_from_values_of_the_batch_is_refused() -> None:
+    x = torch.randn(8, 6)
+    net = Net(Flags(of_values=True))
+    with pytest.raises(placer.CaptureError, match="inner: it decides by values"):
+        placer.compile(net, {**SPEC, **SLICES}, x, run_on="cpu")
+    placed = placer.compile(Net(Flags(of_values=False)), {**SPEC, **SLICES}, x, run_on="cpu")
+    placed(x)
+    assert placed.inner.saturated
+
+
+def test_two_values_of_one_line_are_told_apart() -> None:
+    code = "assert x.isfinite().all() and not (x > 100).any()"  # not rewritten by pytest
+    checks = compile(code, "model.py", "exec")
+
+    def check(x: Tensor) -> Tensor:
+        exec(checks, {"x": x})
+        return x * 2
+
+    net, x = _net(Checked, check)
+    placed = placer.compile(copy.deepcopy(net), {**SPEC, **SLICES}, x, run_on="cpu")
+    torch.testing.assert_close(placed(x), net(x))
+
+
 def test_a_whole_model_that_mixes_rows_is_refused() -> None:
     x = torch.randn(8, 6)
     spec = {"devices": ["cuda:0", "cuda:1"], "replicas": 2}

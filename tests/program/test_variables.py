@@ -265,3 +265,38 @@ def test_variables_are_guarded_though_a_tool_takes_over_the_trace() -> None:
     put_rate(7.5)
     (x,) = call()
     assert torch.allclose(placed(x), net(x))
+
+
+def remembered(
+    x: Tensor,
+    seen: list[Tensor] = [],  # noqa: B006
+    *,
+    memo: dict[str, Any] = {},  # noqa: B006
+) -> Tensor:
+    """Keeps what it gets in its own defaults."""
+    seen.append(x.detach())
+    memo["mean"] = x.mean(1)
+    return x * 2
+
+
+class Remembers(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(remembered(self.first(x)))
+
+
+@pytest.mark.parametrize("way", ["stages", "micro-batches"])
+def test_what_forward_leaves_in_the_defaults_of_a_function(way: str) -> None:
+    net = Remembers().double()
+    (seen,), memo = remembered.__defaults__ or (), (remembered.__kwdefaults__ or {})["memo"]
+    placed = compile_way(net, call(), way)
+    assert not seen
+    assert not memo, "recording leaves nothing"
+    for _ in range(2):
+        (x,) = call()
+        expected = net(x)
+        seen.clear()
+        torch.testing.assert_close(placed(x), expected)
+        torch.testing.assert_close(torch.cat(seen), net.first(x).detach())
+        torch.testing.assert_close(memo["mean"], net.first(x).mean(1))
+    seen.clear()
+    memo.clear()
