@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +28,7 @@ Explain = Callable[[Tensor, Exception], Exception]
 
 @contextmanager
 def hooks_run_once(
-    parameters: Iterable[Tensor],
-    *,
-    keep: AbstractSet[int] = frozenset(),
-    explain: Explain | None = None,
+    parameters: Iterable[Tensor], *, keep: Set[int] = frozenset(), explain: Explain | None = None
 ) -> Iterator[None]:
     """After this block, run the hooks on the gradients of ``parameters`` that would have run inside it.
 
@@ -60,7 +56,7 @@ def hooks_run_once(
             raise explain(one.parameter, error) from error
 
 
-def _take(parameter: Tensor, keep: AbstractSet[int]) -> _Held | None:
+def _take(parameter: Tensor, keep: Set[int]) -> _Held | None:
     """Take the hooks and the gradient of ``parameter``; None if it has no hooks."""
     changing, telling = gradient_hook_tables(parameter)
     if changing.keys() <= keep and telling.keys() <= keep:
@@ -69,7 +65,7 @@ def _take(parameter: Tensor, keep: AbstractSet[int]) -> _Held | None:
     return _Held(parameter, before, _pop(changing, keep), _pop(telling, keep))
 
 
-def _pop(table: MutableMapping[int, Any], keep: AbstractSet[int]) -> dict[int, Any]:
+def _pop(table: MutableMapping[int, Any], keep: Set[int]) -> dict[int, Any]:
     return {key: table.pop(key) for key in list(table) if key not in keep}
 
 

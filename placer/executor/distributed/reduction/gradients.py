@@ -182,7 +182,7 @@ class GradientReducer:
             exists = [there for b in bucket.counted for there in b.exists]
             like = (bucket.members or bucket.counted[0].members)[0].parameter
             grads.append(torch.tensor(exists, dtype=like.dtype, device=like.device))
-        bucket.flat = grads[0] if self._may_write(grads) else torch.cat(grads)
+        bucket.flat = sendable(grads[0] if self._may_write(grads) else torch.cat(grads))
         del grads
         for member in bucket.members:  # free them, as they are in the bucket now
             member.parameter.grad = None
@@ -245,7 +245,7 @@ def _flat_grad(parameter: nn.Parameter) -> Tensor:
         return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     if parameter.grad.layout != torch.strided:
         parameter.grad = parameter.grad.to_dense()
-    return sendable(parameter.grad).reshape(-1)
+    return parameter.grad.reshape(-1)
 
 
 def _fill_buckets(shared: Sequence[SharedParameter]) -> list[_Bucket]:
