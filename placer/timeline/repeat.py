@@ -23,13 +23,13 @@ def repeat_parts(timeline: Timeline, parts: Iterable[range]) -> Timeline:
         for event in timeline.events[part.start : part.stop]:
             if event.kind == "free":
                 if event.block in present:
-                    events.append(Event("free", present.pop(event.block)))
+                    events.append(event._replace(block=present.pop(event.block)))
             elif event.kind == "read":
-                events.append(Event("read", present[event.block]))
+                events.append(event._replace(block=present[event.block]))
             elif event.block not in present or event.block in given_back:
                 present[event.block] = len(blocks)
                 blocks.append(timeline.blocks[event.block])
-                events.append(Event("allocate", present[event.block]))
+                events.append(event._replace(block=present[event.block]))
     return Timeline(blocks=blocks, events=events)
 
 
