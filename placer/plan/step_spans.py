@@ -78,9 +78,8 @@ def lay_out_step(
                 Operation(
                     kind="optimizer",
                     name="optimizer",
-                    on=tuple(
-                        sorted(set(rows[replicas[0]]))
-                    ),  # other replicas have copies of weights
+                    # The other replicas of a process have copies of the weights of the first one.
+                    on=tuple(sorted(set(rows[replicas[0]]))),
                     seconds=optimizer_seconds,
                     after=tuple(found),
                     task=Task(replica=replicas[0]),

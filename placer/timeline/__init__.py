@@ -10,9 +10,19 @@ from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, devi
 from placer.timeline.clock import Operation, Span, end_of, idle_share, run
 from placer.timeline.host import PINNED, HostUsage, host_usage, pinned_nbytes
 from placer.timeline.repeat import rename_nodes, repeat_parts
-from placer.timeline.types import Block, Event, Moment, Recorder, StepPosition, Task, Timeline
+from placer.timeline.types import (
+    OPTIMIZER,
+    Block,
+    Event,
+    Moment,
+    Recorder,
+    StepPosition,
+    Task,
+    Timeline,
+)
 
 __all__ = [
+    "OPTIMIZER",
     "PINNED",
     "Block",
     "CachingAllocator",

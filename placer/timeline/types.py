@@ -19,6 +19,9 @@ class Task(NamedTuple):
     replica: int = 0
 
 
+OPTIMIZER = Task()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPosition:
     """A point in a step: the phase, and the node and layer that are running ("" outside stages)."""
@@ -54,8 +57,8 @@ class Event(NamedTuple):
     """A block is allocated, freed, or read by a backward for which forward saved it.
 
     ``block`` is its index in `Timeline.blocks`; ``task`` is what the process does, None if that is neither an
-    action nor the optimizer's step. Reads, and events without tasks only, are in recordings of a captured
-    model's nodes, which the costs of the nodes are derived from.
+    action nor the optimizer's step. Reads are only in recordings of a captured model's nodes, which the costs
+    of the nodes are derived from; those have no tasks.
     """
 
     kind: Literal["allocate", "free", "read"]
