@@ -68,10 +68,11 @@ def lay_out_step(
         training,
     )
 
+    moved = _moved(transfers, rows[0])  # of any replica
+
     def operations(replicas: Sequence[int]) -> list[Operation]:
         found: list[Operation] = []
         for replica in replicas:
-            moved = _moved(transfers, rows[replica])
             found += _operations(order, stages, replica, rows[replica], moved, processes=processes)
         if optimizer_seconds:
             found.append(

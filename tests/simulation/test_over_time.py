@@ -115,7 +115,15 @@ def test_points_are_two_for_each_task() -> None:
     plan = placer.make_plan(model, {"devices": [{"name": "cuda:0", "kind": "h100"}]}, x)
     (device,) = placer.simulate(model, plan, x).devices
     forward, backward, optimizer = step_spans(plan)
-    times = [0, forward.start, forward.end, backward.start, backward.end, optimizer.start, optimizer.end]
+    times = [
+        0,
+        forward.start,
+        forward.end,
+        backward.start,
+        backward.end,
+        optimizer.start,
+        optimizer.end,
+    ]
     assert [p.seconds for p in device.memory_over_time] == [*times, *times[-1:] * 2]
     weights = sum(p.numel() * 4 for p in model.parameters())
     state = device.memory_over_time[0].nbytes
