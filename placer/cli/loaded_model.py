@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from placer.api import lower_call
 from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
 from placer.inputs import parse_inputs
 from placer.plan.types import Plan
-from placer.precision import planned_autocast, recorded_under
-from placer.program import IgnoreDeviceMoves, Program, SplitRules, capture_model, flatten_call
+from placer.program import IgnoreDeviceMoves, Program
 from placer.spec import PlacementSpec
 
 
@@ -39,21 +39,13 @@ class LoadedModel:
 
     def program(self, wanted: PlacementSpec | Plan | None = None) -> tuple[Program, list[Tensor]]:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
-        rules = None
-        if wanted is not None:
-            rules = SplitRules.of(
-                wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches
-            )
-        precision = "fp32" if wanted is None else wanted.precision
-        with recorded_under(planned_autocast(precision)):
-            program = capture_model(
-                self.model,
-                self.args,
-                self.kwargs,
-                ignore_device_moves=self.ignore_device_moves,
-                rules=rules,
-            )
-        return program, flatten_call(program.call, self.args, dict(self.kwargs))
+        return lower_call(
+            self.model,
+            self.args,
+            dict(self.kwargs),
+            wanted or PlacementSpec.model_validate({"devices": ["cpu"]}),
+            ignore_device_moves=self.ignore_device_moves,
+        )
 
 
 def load_model(

@@ -103,7 +103,7 @@ def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
         if first is not role:
             renamed = dict(zip(first.names, role.names, strict=True))
             stages = dict(zip(first.stages, role.stages, strict=True))
-            timeline = rename_nodes(timeline, renamed, call.program.layer_of, stages)
+            timeline = rename_nodes(timeline, renamed, call.program.layers, stages)
         found.append(DeviceTimeline(timeline, _RANK))
     return found
 
@@ -187,7 +187,7 @@ class _FakeReplica:
         """
         call, plan, staged, slices = self._call, self._plan, self._staged, self._slices
         kind = device_type(device)
-        attribution = Attribution(staged.stages, call.program.layer_of)
+        attribution = Attribution(staged.stages, call.program.layers)
         ledger = RankLedger(attribution.where, kernels=lambda _: kind)
         with call.running():
             part = build_part(call.model, staged, self._ownership, assignment.device_index, _CPU)
