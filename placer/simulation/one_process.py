@@ -50,8 +50,7 @@ def run_process(call: FakeCall) -> Timeline:
                 runtime.step_leaves, call.leaves, loss_fn=call.loss_fn, target=call.target
             ),
             trained=trained,
-            updating=partial(
-                on, HOST
-            ),  # for Adam's step counts; other state is made from parameters
+            # Adam's step counts are there; other state is made from tensors on a device.
+            updating=partial(on, HOST),
         )
         return call.record(process, call.run_on)

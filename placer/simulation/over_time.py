@@ -9,7 +9,7 @@ from typing import NamedTuple
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
 from placer.simulation.usage import DeviceTimeline
-from placer.timeline import Span, Task, end_of
+from placer.timeline import Task, end_of
 
 
 class MemoryPoint(NamedTuple):
@@ -36,11 +36,11 @@ def memory_over_time(plan: Plan, found: Sequence[DeviceTimeline]) -> tuple[Curve
     spans = step_spans(plan)
     if not spans:
         return ((),) * len(found)
-    span_of = {span.task: span for span in spans if span.task is not None}
-    return tuple(_curve(run, span_of, end_of(spans)) for run in found)
+    times = {span.task: (span.start, span.end) for span in spans if span.task is not None}
+    return tuple(_curve(run, times, end_of(spans)) for run in found)
 
 
-def _curve(run: DeviceTimeline, span_of: Mapping[Task, Span], end: float) -> Curve:
+def _curve(run: DeviceTimeline, times: Mapping[Task, tuple[float, float]], step: float) -> Curve:
     curve: list[MemoryPoint] = []
     done: set[Task] = set()
     seconds, live, most = 0.0, 0, 0
@@ -56,8 +56,8 @@ def _curve(run: DeviceTimeline, span_of: Mapping[Task, Span], end: float) -> Cur
         if task in done or not curve:  # a step does every task once, so this is the next step
             seconds, done, curve = 0.0, set(), [MemoryPoint(0.0, before)]
         done.add(task)
-        start = max(seconds, span_of[task].start if task in span_of else 0.0)
-        seconds = max(seconds, span_of[task].end if task in span_of else 0.0)
-        curve += [MemoryPoint(start, most), MemoryPoint(seconds, live)]
-        most = live
-    return (*curve, MemoryPoint(seconds, most), MemoryPoint(max(seconds, end), live))
+        # The plan's step may have fewer micro-batches than this one.
+        start, end = (max(seconds, time) for time in times.get(task, (0.0, 0.0)))
+        curve += [MemoryPoint(start, most), MemoryPoint(end, live)]
+        seconds, most = end, live
+    return (*curve, MemoryPoint(seconds, most), MemoryPoint(max(seconds, step), live))
