@@ -11,7 +11,7 @@ from torch import nn
 
 import placer
 from placer.plan.step_spans import step_spans
-from placer.program import capture_model
+from placer.program import lower
 from placer.simulation.simulate import dry_run
 from placer.timeline import OPTIMIZER, end_of
 
@@ -66,7 +66,7 @@ def test_the_maximum_is_the_peak(name: str, processes: bool) -> None:
 def test_events_have_the_tasks_of_the_step(name: str, processes: bool) -> None:
     """Those outside of all tasks are of weights, inputs, results, and gradients of the caller's graph."""
     model, x = model_and_rows()
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     plan = placer.make_plan(model, spec_of(name), x, processes=processes)
     tasks = {span.task for span in step_spans(plan)} - {None}
     seen = set()
