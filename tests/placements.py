@@ -85,7 +85,7 @@ def _check_devices(
     assert set(device_of.values()) <= names
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
     pins, _ = resolve_layers(spec.layers, paths)
-    for node, layer in program.layer_of.items():
+    for node, layer in program.layers.items():
         group = next((g for g in program.colocated if node in g), (node,))
         if layer in pins and len({pins.get(program.nodes[n].layer) for n in group}) == 1:
             assert device_of[node] == pins[layer], (node, layer)
