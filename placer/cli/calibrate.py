@@ -9,7 +9,7 @@ import typer
 
 from placer.cli.options import AsJson
 from placer.cli.output import human_console, print_json, progress, round_progress
-from placer.tables import FittedTable
+from placer.tables import ColumnKind, Table
 
 if TYPE_CHECKING:
     from placer.catalogue import DeviceKind
@@ -78,21 +78,20 @@ def calibrate(
         print_json(values)
 
 
-def _table(kind: DeviceKind) -> FittedTable:
+def _table(kind: DeviceKind) -> Table:
     from placer.rates import CLASSES
 
-    table = FittedTable(optional=("GFLOP/s",))
-    table.add_column("class")
+    columns: dict[str, ColumnKind] = {"class": "name"}
     for dtype in ("float32", "half"):
-        table.add_column(f"overhead, us ({dtype})", justify="right")
-        table.add_column("GFLOP/s", justify="right")
-        table.add_column("GB/s", justify="right")
+        columns |= dict.fromkeys((f"{dtype}: us", f"{dtype}: GFLOP/s", f"{dtype}: GB/s"), "number")
+    rows = []
     for name in CLASSES:
-        cells = []
+        row = [name.replace("_", " ")]
         for dtype in ("float32", "half"):
             rate = kind.rates[name, dtype]
-            cells.append(f"{rate.overhead * 1e6:.1f}")
-            cells.append(f"{rate.flops / 1e9:,.0f}" if rate.flops else "")
-            cells.append(f"{rate.bandwidth / 1e9:,.1f}")
-        table.add_row(name.replace("_", " "), *cells)
-    return table
+            row.append(f"{rate.overhead * 1e6:.1f}")
+            row.append(f"{rate.flops / 1e9:,.0f}" if rate.flops else "")
+            row.append(f"{rate.bandwidth / 1e9:,.1f}")
+        rows.append(row)
+    optional = ("half: GFLOP/s", "float32: GFLOP/s", "half: us", "half: GB/s")
+    return Table(columns=columns, rows=rows, optional=optional)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from placer.tables import FittedTable
+from placer.quantities import format_bytes, format_count
+from placer.tables import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,12 +20,9 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
         f"{result['nodes']} operations in {result['pieces']} pieces that can go to different "
         "devices\n"
     )
-    table = FittedTable()
-    table.add_column("layer", wraps=True)
-    table.add_column("pieces", justify="right")
-    for layer, count in result["pieces_per_layer"].items():
-        table.add_row(layer or "(the model itself)", str(count))
-    console.print(table)
+    pieces = result["pieces_per_layer"].items()
+    rows = [(layer or "(the model itself)", str(count)) for layer, count in pieces]
+    console.print(Table(columns={"layer": "words", "pieces": "number"}, rows=rows))
     console.print()
     _print_whole(console, result["whole_modules"])
     _print_largest(console, result["largest_piece"])
@@ -34,8 +32,6 @@ def print_limits(console: Console, result: Mapping[str, Any], sizes: Mapping[str
 
 
 def _print_devices(console: Console, result: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    from placer.quantities import format_bytes, format_count
-
     tried = result["tried"]
     per_replica = " for each replica" if tried["replicas"] > 1 else ""
     for size, devices in result["devices_needed"].items():
@@ -112,8 +108,6 @@ def _share(module: Mapping[str, Any]) -> float:
 
 
 def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
-    from placer.quantities import format_bytes, format_count
-
     if largest is None:
         return
     layers = [layer or "the model itself" for layer in largest["layers"]]

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
+from placer.cli.output import progress
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
 from placer.inputs import parse_inputs
@@ -37,7 +39,9 @@ class LoadedModel:
         """Was any argument of forward given?"""
         return bool(self.args or self.kwargs)
 
-    def program(self, wanted: PlacementSpec | Plan | None = None) -> tuple[Program, list[Tensor]]:
+    def record(
+        self, console: Console, wanted: PlacementSpec | Plan | None = None
+    ) -> tuple[Program, list[Tensor]]:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
         rules = None
         if wanted is not None:
@@ -45,7 +49,10 @@ class LoadedModel:
                 wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches
             )
         precision = "fp32" if wanted is None else wanted.precision
-        with recorded_under(planned_autocast(precision)):
+        with (
+            progress(console, "recording the operations of the model"),
+            recorded_under(planned_autocast(precision)),
+        ):
             program = capture_model(
                 self.model,
                 self.args,

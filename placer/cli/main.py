@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 from typer.core import TyperGroup
 
-from placer.cli.options import with_model_options
+from placer.cli.options import with_option_groups
 from placer.cli.output import print_error_json
 from placer.errors import BudgetError, PlacerError, PlanError, SpecError
 from placer.versions import explain_failed_import
@@ -48,7 +48,7 @@ class _Commands(TyperGroup):
         function = getattr(module, cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         example = f"Example:  {module.EXAMPLE}"
-        single.command(cmd_name, epilog=example)(_with_error_output(with_model_options(function)))
+        single.command(cmd_name, epilog=example)(_with_error_output(with_option_groups(function)))
         return typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:

@@ -9,7 +9,7 @@ import typer
 
 from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
 from placer.cli.output import human_console, print_json, progress
-from placer.tables import FittedTable
+from placer.tables import ColumnKind, Table
 
 if TYPE_CHECKING:
     from placer.plan.types import Plan
@@ -72,10 +72,9 @@ def verify(
     _check_run_on(run_on)
     model_options.check()
     console = human_console(as_json=as_json)
-    with progress(console, "importing torch and the model"):
-        from placer.verification import verify as compare
+    loaded = model_options.load(console, allocate=True, double=double, seed=seed)
+    from placer.verification import verify as compare
 
-        loaded = model_options.load(allocate=True, double=double, seed=seed)
     with progress(console, "calling the placed model and the plain model"):
         result = compare(
             loaded.model,
@@ -157,29 +156,27 @@ def _substitute_device(wanted: PlacementSpec | Plan) -> str | None:
     return "cpu" if any(device_count(kind) == 0 for kind in kinds) else None
 
 
-def _table(result: Verification) -> FittedTable:
+def _table(result: Verification) -> Table:
     """One row per situation: how much was compared, and the largest difference."""
-    table = FittedTable(optional=("tolerance", "state"))
-    table.add_column("situation")
-    for header in (*_COLUMNS, "state", "error", "tolerance"):
-        table.add_column(header, justify="right")
-    table.add_column("")
+    figures = (*_COLUMNS, "state", "error", "tolerance")
+    rows = []
     for outcome in result.outcomes:
         if not outcome.comparisons:
-            table.add_row(outcome.situation, *("" for _ in (*_COLUMNS, 1, 2, 3)), "not compared")
+            rows.append([outcome.situation, *[""] * len(figures), "not compared"])
             continue
-        columns = [
-            sum(outcome.counts.get(kind, 0) for kind in kinds) for kinds in _COLUMNS.values()
-        ]
+        counts = [sum(outcome.counts.get(kind, 0) for kind in kinds) for kinds in _COLUMNS.values()]
         worst = max(outcome.comparisons, key=lambda c: c.relative_error)
-        table.add_row(
-            outcome.situation,
-            *map(str, (*columns, len(outcome.comparisons) - sum(columns))),
-            f"{worst.relative_error:.1e}",
-            f"{worst.tolerance:.0e}",
-            "EQUAL" if outcome.ok else "DIFFERENT",
+        rows.append(
+            [
+                outcome.situation,
+                *map(str, (*counts, len(outcome.comparisons) - sum(counts))),
+                f"{worst.relative_error:.1e}",
+                f"{worst.tolerance:.0e}",
+                "EQUAL" if outcome.ok else "DIFFERENT",
+            ]
         )
-    return table
+    columns: dict[str, ColumnKind] = {"situation": "name", **dict.fromkeys(figures, "number")}
+    return Table(columns={**columns, "": "name"}, rows=rows, optional=("tolerance", "state"))
 
 
 def _different(result: Verification) -> list[str]:
