@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from placer.cli.fields import errors_name_options, spec_fields, spec_of_options
-from placer.cli.options import AsJson, Kind, Loss, ModelOptions, Target, loss_option
+from placer.cli.options import REPEATABLE, AsJson, Kind, Loss, ModelOptions, Target, loss_option
 from placer.cli.output import human_console, print_text, progress
 from placer.errors import BudgetError, PlacerError
 
@@ -21,8 +21,7 @@ Devices = Annotated[
         "-d",
         metavar="NAME[=MEMORY]",
         help="A device that may be used, such as cuda:0=16GiB; repeatable.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 Output = Annotated[

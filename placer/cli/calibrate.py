@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import human_console, print_json, progress, round_progress
+from placer.cli.output import human_console, print_json, progress
 from placer.tables import ColumnKind, Table
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def calibrate(
     check_output(output)
     place = device_here(device)
     said: list[str] = []
-    with round_progress(console, f"measuring {place}") as report_round:
+    with progress(console, f"measuring {place}") as report_progress:
         kind = measure(
             place,
             name=name or (output.stem if output else None),
             seconds=seconds,
-            progress=lambda what, number, count: report_round(number, count, what),
+            progress=lambda what, number, count: report_progress(f"{number} of {count}, {what}"),
             warn=said.append,
         )
     values = file_values(kind, place)

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.fields import spec_fields, spec_of_options
-from placer.cli.options import AsJson, Kind, Loss, ModelOptions, Target, loss_option, with_loss
+from placer.cli.options import (
+    REPEATABLE,
+    AsJson,
+    Kind,
+    Loss,
+    ModelOptions,
+    Target,
+    loss_option,
+    with_loss,
+)
 from placer.cli.output import human_console, print_json, progress
-from placer.errors import CaptureError, PlacerError, SpecError
+from placer.errors import CaptureError, PlacerError, SpecError, first_few
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,8 +43,7 @@ Memory = Annotated[
         "--memory",
         metavar="SIZE",
         help="Without SPEC: say how many devices of this size the model needs; repeatable.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 Fields = Annotated[
@@ -58,8 +66,9 @@ def check(
 ) -> None:
     """Check a spec against a model; without a spec, show how far the model can be split.
 
-    A spec alone (one argument that ends in .json) is checked too, without its layers. --memory and the
-    options for fields of a spec are for a model without a spec.
+    A spec alone (one argument that ends in .json) is checked too, without its layers.
+
+    --memory and the options that are fields of a spec are for a model without a spec.
     """
     from placer.spec import load_spec
 
@@ -135,8 +144,7 @@ def _check_spec(
     free = [path for path in paths if path not in placed]
     if spec.layers and free:
         tops = [path for path in free if path.rpartition(".")[0] not in free]
-        more = f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else ""
-        names = ", ".join(tops[:_SHOWN]) + more
+        names = ", ".join(first_few(tops, _SHOWN))
         console.print(f"not in the spec, so placer chooses: {names}", markup=False)
     result: dict[str, Any] = {"valid": True, "layers_placed": len(placed), "layers": len(paths)}
     if not loaded.has_inputs:
@@ -211,7 +219,7 @@ def _check_model(
         CaptureError
     ) as error:  # for example if a module that stays whole reads values of tensors
         notes.append(f"memory cannot be estimated: {error.where} {error.problem}")
-    print_limits(console, result, dict(sizes))
+    print_limits(console, result)
     if as_json:
         print_json(result)
 

@@ -56,7 +56,7 @@ def examine() -> dict[str, Any]:
     """What ``placer doctor --json`` prints: this machine's packages and devices, and what works there.
 
     Raises nothing: problems are a part of the result. Memory is in bytes, and None where torch does not
-    report it. Asking a CUDA device for its free memory creates a context on it that lasts as long as the process.
+    report it. Asking a CUDA device for its free memory creates a context on it, as long as the process lives.
     """
     from placer import __version__
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from placer.plan.types import Plan
     from placer.spec import LossSpec, PlacementSpec
 
+REPEATABLE: dict[str, Any] = {"default_factory": list, "show_default": False}
 Model = Annotated[
     str,
     typer.Argument(
@@ -45,8 +46,7 @@ Inputs = Annotated[
         help="An input of forward, such as 1x3x224x224 or mask=4x16:bool; repeatable. "
         "16x64:int64<50257 are integers from 0 to 50256. Or path/file.py:callable that returns the "
         "arguments of forward, which may be lists and dicts of tensors.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 Keywords = Annotated[
@@ -55,8 +55,7 @@ Keywords = Annotated[
         "--kwarg",
         metavar="KEY=VALUE",
         help="An argument of forward that is not a tensor; repeatable.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 ModelArguments = Annotated[
@@ -66,8 +65,7 @@ ModelArguments = Annotated[
         "-m",
         metavar="KEY=VALUE",
         help="An argument of MODEL, such as width=32; repeatable.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 Evaluation = Annotated[
@@ -104,8 +102,7 @@ Target = Annotated[
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="The target of the loss for the whole batch, written like --input, such as "
         "2x128x128:int64<105; several are a tuple, or with names a dict.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 Profile = Annotated[

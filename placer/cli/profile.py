@@ -10,7 +10,7 @@ import typer
 
 from placer.cli.fields import spec_fields, spec_of_options
 from placer.cli.options import AsJson, Kind, ModelOptions
-from placer.cli.output import human_console, print_json, round_progress
+from placer.cli.output import human_console, print_json, progress
 from placer.quantities import format_bytes, format_seconds
 from placer.tables import ColumnKind, Table
 
@@ -81,7 +81,7 @@ def profile(
     measured, values = None, None
     if measures:
         place = device_here(device or "")
-        with round_progress(console, f"running steps on {place}") as report_round:
+        with progress(console, f"running steps on {place}") as report_progress:
             measured = profile_model(
                 program,
                 loaded.model,
@@ -91,7 +91,7 @@ def profile(
                 precision=counted.precision,
                 training=counted.training,
                 rounds=rounds,
-                each_round=lambda number: report_round(number, rounds, "steps"),
+                each_round=lambda number: report_progress(f"{number} of {rounds} steps"),
             )
         values = file_values(measured.kind, place, inputs=leaves)
         costs = measured.costs

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
 from placer.cli.output import human_console, print_json, progress
+from placer.errors import PlacerError, first_few
 from placer.tables import ColumnKind, Table
 
 if TYPE_CHECKING:
@@ -103,15 +105,7 @@ def to_json(result: Verification) -> dict[str, Any]:
 
     def values(c: Comparison) -> dict[str, Any]:
         error = c.relative_error if math.isfinite(c.relative_error) else None
-        return {
-            "situation": c.situation,
-            "kind": c.kind,
-            "name": c.name,
-            "relative_error": error,
-            "detail": c.detail,
-            "tolerance": c.tolerance,
-            "ok": c.ok,
-        }
+        return {**asdict(c), "relative_error": error, "ok": c.ok}
 
     return {
         "equal": result.ok,
@@ -134,7 +128,6 @@ def to_json(result: Verification) -> dict[str, Any]:
 
 
 def _check_run_on(name: str | None) -> None:
-    from placer.errors import PlacerError
     from placer.spec.fields import device_name
 
     try:
@@ -182,7 +175,6 @@ def _table(result: Verification) -> Table:
 def _different(result: Verification) -> list[str]:
     """What differs, in the first situation in which anything does."""
     off = result.different
-    lines = [f"  {c}" for c in off if c.situation == off[0].situation]
-    more = [f"  … and {len(off) - _SHOWN} more"] if len(off) > _SHOWN else []
+    lines = first_few([str(c) for c in off if c.situation == off[0].situation], _SHOWN)
     head = [f"{off[0].situation}:"] if off else []
-    return head + lines[:_SHOWN] + more
+    return head + [f"  {line}" for line in lines]

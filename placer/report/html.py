@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _TRANSFERS_SHOWN = 200
 _MEANING = {  # kind of a part of a bar -> its explanation
+    "forward": "forward of a micro-batch",
+    "backward": "backward of a micro-batch",
+    "transfer": "values that are copied to another stage",
     "parameters": "weights of the stage",
     "gradients": "one per weight",
     "optimizer": "state of the optimizer, or its step",
@@ -29,9 +32,6 @@ _MEANING = {  # kind of a part of a bar -> its explanation
     "transient": "live only while an operation runs",
     "reserve": "context and reserve, which are not for tensors",
     "budget": "memory of the device",
-    "forward": "forward of a micro-batch",
-    "backward": "backward of a micro-batch",
-    "transfer": "values that are copied to another stage",
 }
 
 
