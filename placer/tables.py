@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,6 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-ColumnKind = Literal["name", "number", "words"]
 _GAP = 2  # spaces between columns
 _STYLES = {"good": "green", "bad": "bold red", "": ""}
 
@@ -26,20 +25,22 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of texts. ``columns`` are the headers, each with what is below it.
+    """Rows of texts below ``headers``, which differ from each other.
 
-    A "name" or a "number" (which stands on the right) is never broken, "words" are, where the console is
-    narrow. Where that is not enough, columns are left out: those with the headers ``optional``, in this
-    order. A ``footer`` has a text for every column.
+    Columns of ``names`` and ``words`` stand on the left, all others have numbers. Where the console is
+    narrow, ``words`` are broken between words; where that is not enough, columns are left out: the
+    ``optional`` ones, in this order. A ``footer`` has a text for every column.
     """
 
-    columns: Mapping[str, ColumnKind]
+    headers: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
+    names: Sequence[str] = ()
+    words: Sequence[str] = ()
     optional: Sequence[str] = ()
     footer: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = list(self.columns)
+        shown = list(self.headers)
         for header in self.optional:
             if self._width(shown) > options.max_width and header in shown:
                 shown.remove(header)
@@ -57,7 +58,7 @@ class Table:
         for header in shown:
             table.add_column(
                 header,
-                justify="right" if self.columns[header] == "number" else "left",
+                justify="right" if self.kind(header) == "number" else "left",
                 overflow="fold",
                 width=widths[header] if fits else None,
                 footer=self.footer[self._place(header)] if self.footer else "",
@@ -67,8 +68,14 @@ class Table:
             table.add_row(*(_as_text(cell) for cell in cells))
         yield table
 
+    def kind(self, header: str) -> Literal["name", "words", "number"]:
+        """What the column has."""
+        if header in self.words:
+            return "words"
+        return "name" if header in self.names else "number"
+
     def _place(self, header: str) -> int:
-        return list(self.columns).index(header)
+        return self.headers.index(header)
 
     def _size(self, header: str, *, broken: bool) -> int:
         """The width of the longest text of a column, or of its longest word."""
@@ -83,13 +90,13 @@ class Table:
 
     def _width(self, shown: Sequence[str]) -> int:
         """The least width of the table with the columns ``shown``."""
-        least = (self._size(h, broken=self.columns[h] == "words") for h in shown)
+        least = (self._size(h, broken=h in self.words) for h in shown)
         return sum(least) + _GAP * (len(shown) - 1)
 
     def _widths(self, shown: Sequence[str], most: int) -> dict[str, int]:
         """The widths of the columns, within ``most``: words are broken, in the widest column first."""
         widths = {header: self._size(header, broken=False) for header in shown}
-        words = [header for header in shown if self.columns[header] == "words"]
+        words = [header for header in shown if header in self.words]
         for header in sorted(words, key=lambda header: -widths[header]):
             excess = sum(widths.values()) + _GAP * (len(shown) - 1) - most
             least = self._size(header, broken=True)

@@ -9,7 +9,7 @@ import typer
 
 from placer.cli.options import AsJson
 from placer.cli.output import human_console, print_json, progress
-from placer.tables import ColumnKind, Table
+from placer.tables import Table
 
 if TYPE_CHECKING:
     from placer.catalogue import DeviceKind
@@ -81,9 +81,9 @@ def calibrate(
 def _table(kind: DeviceKind) -> Table:
     from placer.rates import CLASSES
 
-    columns: dict[str, ColumnKind] = {"class": "name"}
+    headers = ["class"]
     for dtype in ("float32", "half"):
-        columns |= dict.fromkeys((f"{dtype}: us", f"{dtype}: GFLOP/s", f"{dtype}: GB/s"), "number")
+        headers += [f"{dtype}: us", f"{dtype}: GFLOP/s", f"{dtype}: GB/s"]
     rows = []
     for name in CLASSES:
         row = [name.replace("_", " ")]
@@ -94,4 +94,4 @@ def _table(kind: DeviceKind) -> Table:
             row.append(f"{rate.bandwidth / 1e9:,.1f}")
         rows.append(row)
     optional = ("half: GFLOP/s", "float32: GFLOP/s", "half: us", "half: GB/s")
-    return Table(columns=columns, rows=rows, optional=optional)
+    return Table(headers=headers, rows=rows, names=("class",), optional=optional)

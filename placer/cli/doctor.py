@@ -179,7 +179,9 @@ def _features() -> list[dict[str, Any]]:
 
 def _report(found: Mapping[str, Any]) -> Group:
     packages = Table(
-        columns={"package": "name", "installed": "name", "run with": "name", "status": "words"},
+        headers=("package", "installed", "run with", "status"),
+        names=("package", "installed", "run with"),
+        words=("status",),
         rows=[
             (
                 each["package"],
@@ -191,7 +193,9 @@ def _report(found: Mapping[str, Any]) -> Group:
         ],
     )
     devices = Table(
-        columns={"device": "name", "what it is": "words", "memory": "number", "free": "number"},
+        headers=("device", "what it is", "memory", "free"),
+        names=("device",),
+        words=("what it is",),
         rows=[
             (
                 each["name"],
@@ -205,7 +209,8 @@ def _report(found: Mapping[str, Any]) -> Group:
         ],
     )
     features = Table(
-        columns={"what placer does": "words", "here": "name", "what is missing": "words"},
+        headers=("what placer does", "here", "what is missing"),
+        words=("what placer does", "here", "what is missing"),
         rows=[
             (
                 _FEATURES[each["feature"]],

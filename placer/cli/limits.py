@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from placer.errors import first_few
 from placer.quantities import format_bytes, format_count
-from placer.tables import ColumnKind, Table
+from placer.tables import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ def print_limits(console: Console, result: Mapping[str, Any]) -> None:
     )
     pieces = result["pieces_per_layer"].items()
     rows = [(layer or "(the model itself)", str(count)) for layer, count in pieces]
-    console.print(Table(columns={"layer": "words", "pieces": "number"}, rows=rows))
+    console.print(Table(headers=("layer", "pieces"), rows=rows, words=("layer",)))
     console.print()
     _print_whole(console, result["whole_modules"])
     _print_largest(console, result["largest_piece"])
@@ -70,10 +70,9 @@ def _print_whole(console: Console, modules: Sequence[Mapping[str, Any]]) -> None
         )
         for module in sorted(modules, key=lambda module: -_share(module, _SECONDS))
     ]
-    columns: dict[str, ColumnKind] = {"stays whole": "words", "class": "name", "of time": "number"}
-    columns |= {"of memory": "number", "most stages": "number", "why": "words"}
-    optional = ("class", "of memory", "most stages", "of time")
-    console.print(Table(columns=columns, rows=rows, optional=optional))
+    headers = ("stays whole", "class", "of time", "of memory", "most stages", "why")
+    words = ("stays whole", "class", "why")
+    console.print(Table(headers=headers, rows=rows, words=words, optional=headers[1:5]))
     if any(not module["layer"] for module in modules):
         console.print("move this code into a submodule, and only that one stays whole", style="dim")
     console.print()

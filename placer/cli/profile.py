@@ -12,7 +12,7 @@ from placer.cli.fields import spec_fields, spec_of_options
 from placer.cli.options import AsJson, Kind, ModelOptions
 from placer.cli.output import human_console, print_json, progress
 from placer.quantities import format_bytes, format_seconds
-from placer.tables import ColumnKind, Table
+from placer.tables import Table
 
 if TYPE_CHECKING:
     from placer.cost import CostTable
@@ -146,8 +146,7 @@ def memory_rows(measured: Measured) -> dict[str, dict[str, int]]:
 
 
 def _memory_table(rows: Mapping[str, Mapping[str, int]]) -> Table:
-    figures = ("predicted", "measured", "off by")
-    columns: dict[str, ColumnKind] = {"memory of a step, at its most": "words"}
+    headers = ("memory of a step, at its most", "predicted", "measured", "off by")
     cells = []
     for name, row in rows.items():
         predicted, found = row["predicted"], row.get("measured")
@@ -155,7 +154,7 @@ def _memory_table(rows: Mapping[str, Mapping[str, int]]) -> Table:
         cells.append(
             [name, format_bytes(predicted), "" if found is None else format_bytes(found), off]
         )
-    return Table(columns=columns | dict.fromkeys(figures, "number"), rows=cells)
+    return Table(headers=headers, rows=cells, names=headers[:1])
 
 
 def layer_seconds(
@@ -244,10 +243,9 @@ def _layers_table(
         shown = [spell(row[column]) for column, (_, spell) in figures.items()]
         return [name, *shown, f"{part / whole:.1%}" if whole else ""]
 
-    columns: dict[str, ColumnKind] = {"layer": "words"}
-    columns |= dict.fromkeys([*(text for text, _ in figures.values()), header], "number")
     return Table(
-        columns=columns,
+        headers=("layer", *(text for text, _ in figures.values()), header),
+        words=("layer",),
         rows=[cells(layer or "(the model itself)", row) for layer, row in rows.items()],
         optional=optional,
         footer=cells("all", total),

@@ -11,7 +11,7 @@ import typer
 from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
 from placer.cli.output import human_console, print_json, progress
 from placer.errors import PlacerError, first_few
-from placer.tables import ColumnKind, Table
+from placer.tables import Table
 
 if TYPE_CHECKING:
     from placer.plan.types import Plan
@@ -168,8 +168,12 @@ def _table(result: Verification) -> Table:
                 "EQUAL" if outcome.ok else "DIFFERENT",
             ]
         )
-    columns: dict[str, ColumnKind] = {"situation": "name", **dict.fromkeys(figures, "number")}
-    return Table(columns={**columns, "": "name"}, rows=rows, optional=("tolerance", "state"))
+    return Table(
+        headers=("situation", *figures, ""),
+        rows=rows,
+        names=("situation", ""),
+        optional=("tolerance", "state"),
+    )
 
 
 def _different(result: Verification) -> list[str]:

@@ -151,12 +151,9 @@ def _folded(title: str, content: str) -> str:
 
 def _table(table: Table, *, cards: bool = False) -> str:
     """An HTML table. With ``cards``, a narrow screen shows each row as a list of cells with headers."""
-    head = "".join(
-        f'<th class="{kind}">{escape(header)}</th>' for header, kind in table.columns.items()
-    )
-    body = "".join(
-        "<tr>" + "".join(map(_cell, row, table.columns.items())) + "</tr>\n" for row in table.rows
-    )
+    columns = [(header, table.kind(header)) for header in table.headers]
+    head = "".join(f'<th class="{kind}">{escape(header)}</th>' for header, kind in columns)
+    body = "".join("<tr>" + "".join(map(_cell, row, columns)) + "</tr>\n" for row in table.rows)
     return (
         f'<div class="scroll{" cards" * cards}"><table><thead><tr>{head}</tr></thead>\n'
         f"<tbody>{body}</tbody></table></div>"

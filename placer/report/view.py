@@ -12,7 +12,7 @@ from placer.plan.types import DevicePeak, HostPeak, Plan, StageMemory, everythin
 from placer.quantities import format_bytes, format_seconds
 from placer.report.layers import compact_layers, stage_layers
 from placer.report.verdict import host_text, memory_rule, verdict
-from placer.tables import Cell, ColumnKind, Table
+from placer.tables import Cell, Table
 from placer.timeline import Span, end_of, idle_share
 
 if TYPE_CHECKING:
@@ -138,9 +138,8 @@ def _facts(plan: Plan, spans: Sequence[Span]) -> dict[str, str]:
 
 def _stages(plan: Plan) -> Table:
     timed = plan.step_seconds is not None
-    columns: dict[str, ColumnKind] = {"stage": "number", "layers": "words", "device": "words"}
-    columns |= dict.fromkeys(("parameters", "saved", "peak", "budget"), "number")
-    columns |= dict.fromkeys(("forward", "backward") if timed else (), "number")
+    headers = ["stage", "layers", "device", "parameters", "saved", "peak", "budget"]
+    headers += ["forward", "backward"] * timed
     fits = {device.device: device.fits for device in plan.devices}
     rows = []
     for stage, layers in zip(plan.stages, stage_layers(plan), strict=True):
@@ -154,7 +153,7 @@ def _stages(plan: Plan) -> Table:
             row += [format_seconds(each or 0.0) for each in seconds]
         rows.append(row)
     optional = ("backward", "forward", "saved", "parameters", "budget", "peak")
-    return Table(columns=columns, rows=rows, optional=optional)
+    return Table(headers=headers, rows=rows, words=("layers", "device"), optional=optional)
 
 
 def _some(devices: Sequence[str]) -> str:
@@ -183,10 +182,11 @@ def _devices(plan: Plan, judged: Plan, data: Mapping[str, Any]) -> Table:
         stages = [str(s.index) for s in plan.stages if device.device in s.devices]
         row = (cells.get(header, "-") for header in figures)
         rows.append([device.device, ", ".join(stages), *row])
-    columns: dict[str, ColumnKind] = {"device": "name", "stages": "words"}
     return Table(
-        columns=columns | dict.fromkeys(figures, "number"),
+        headers=("device", "stages", *figures),
         rows=rows,
+        names=("device",),
+        words=("stages",),
         optional=_LEFT_OUT,
     )
 
@@ -239,9 +239,10 @@ def _largest(data: Mapping[str, Any]) -> dict[str, Table]:
         title = (
             f"{name} at its peak, {format_bytes(device['peak'])} in {moment}: the largest tensors"
         )
-        columns: dict[str, ColumnKind] = {"bytes": "number"}
-        columns |= dict.fromkeys(("layer", "made in", "name", "shape"), "words")
-        found[title] = Table(columns=columns, rows=rows, optional=("name", "made in", "shape"))
+        words = ("layer", "made in", "name", "shape")
+        found[title] = Table(
+            headers=("bytes", *words), rows=rows, words=words, optional=("name", "made in", "shape")
+        )
     return found
 
 
@@ -253,7 +254,8 @@ def _transfers(plan: Plan) -> tuple[str, Table]:
     found = [transfer for transfer in plan.transfers if transfer.nbytes]
     found.sort(key=lambda t: (-t.nbytes, t.source, t.target, t.value))
     rows = [(f"{t.source} → {t.target}", format_bytes(t.nbytes), t.value) for t in found]
-    table = Table(columns={"stages": "name", "bytes": "number", "value": "words"}, rows=rows)
+    headers = ("stages", "bytes", "value")
+    table = Table(headers=headers, rows=rows, names=("stages",), words=("value",))
     total = format_bytes(sum(transfer.nbytes for transfer in found))
     others = len(plan.transfers) - len(found)
     text = f"transfers: {len(found)}, {total} per micro-batch forward"

@@ -65,9 +65,8 @@ def test_no_name_and_no_unit_of_a_plan_is_cut(width: int) -> None:
 
 
 def test_the_least_important_columns_are_left_out_first() -> None:
-    columns = {"a": "words", "b": "name", "c": "name"}
     rows = [("one two", "12345678", "87654321")]
-    table = Table(columns=columns, rows=rows, optional=("b", "c"))
+    table = Table(headers=("a", "b", "c"), rows=rows, words=("a",), optional=("b", "c"))
     assert _render(table, 30).splitlines()[0].split() == ["a", "b", "c"]
     assert _render(table, 20).splitlines()[0].split() == ["a", "c"]
     assert _render(table, 12).splitlines()[0].split() == ["a"]
