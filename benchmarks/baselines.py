@@ -358,7 +358,7 @@ def _follow_modules(program: Program, devices: Mapping[str, Any]) -> Placement:
     placement: Placement = {}
     unknown: list[str] = []
     for name in program.order:
-        path = program.layer_of[name]
+        path = program.nodes[name].layer
         while path and path not in devices:
             path = path.rpartition(".")[0]
         inputs = [n.name for n in nodes[name].all_input_nodes if n.name in placement]

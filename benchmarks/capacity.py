@@ -43,7 +43,7 @@ from examples.unet3d import unet3d
 from placer.cost import CostTable, estimate_costs
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
-from placer.program import Program, capture_model
+from placer.program import Program, lower
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 
@@ -224,7 +224,7 @@ class Search:
             self.model = self.subject.build().to("meta")
         if edge not in self.cases:
             x = torch.empty(1, self.subject.channels, edge, edge, edge, device="meta")
-            program = capture_model(self.model, (x,))
+            program = lower(self.model, (x,))
             costs = estimate_costs(program, [x], kernels="cuda", loss=MEAN_SQUARE)
             self.cases[edge] = Case(program=program, costs=costs, inputs=[x])
         return self.cases[edge]

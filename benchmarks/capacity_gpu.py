@@ -27,7 +27,7 @@ from benchmarks.loss import LOSS
 from benchmarks.record import RESULTS, table, write_page
 from placer.api import as_spec
 from placer.plan.types import Plan
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 from placer.simulation.judge import JudgingPlanner
 
 MEMORY = 16  # GiB per device
@@ -50,7 +50,7 @@ class Search:
         if edge not in self.planners:
             with torch.device("meta"):
                 x = torch.empty(1, self.subject.channels, edge, edge, edge)
-            program = capture_model(self.subject.build().to("meta"), (x,))
+            program = lower(self.subject.build().to("meta"), (x,))
             self.planners[edge] = JudgingPlanner(program, flatten_call(program.call, (x,), {}))
         key = method, devices, edge
         if key not in self.plans:

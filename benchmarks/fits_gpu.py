@@ -42,7 +42,7 @@ from benchmarks.memory_gpu import cube, process_context, trained_steps
 from benchmarks.record import table
 from placer.api import as_spec
 from placer.plan.types import Plan
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 
@@ -138,7 +138,7 @@ def edge(planner: JudgingPlanner, spec: Callable[[int], PlacementSpec]) -> tuple
 def plan_at(case: FitCase, side: str, allocator: str, *, kind: str, free: bool) -> tuple[Plan, int]:
     """The plan of one side of the case, and the budget it was made for."""
     model, x = case.subject.build()
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     planner = JudgingPlanner(program, flatten_call(program.call, (x,), {}))
 
     def spec(budget: int) -> PlacementSpec:

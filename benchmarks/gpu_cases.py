@@ -21,7 +21,7 @@ from placer.catalogue import CATALOGUE
 from placer.cost import CostEstimates, CostTable, with_regions
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
-from placer.program import Program, capture_model, flatten_call
+from placer.program import Program, flatten_call, lower
 from placer.regions import Region, RegionKey
 from placer.simulation.simulate import dry_run
 from placer.timeline import Timeline, device_usage
@@ -142,7 +142,7 @@ def case_plan(
 def case_timeline(case: GPUCase) -> Timeline:
     """Three steps of a dry run of ``case``."""
     model, x = case.build()
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     leaves = flatten_call(program.call, (x,), {})
     (found,) = dry_run(program, case_plan(program, leaves, case), leaves).found
     return found.timeline

@@ -43,7 +43,7 @@ from placer.cost import CostTable, estimate_costs, storages
 from placer.cost.operations import Operation
 from placer.h100 import H100_PEAKS
 from placer.partition.stage_cost.optimizer import optimizer_seconds
-from placer.program import Program, capture_model, flatten_call
+from placer.program import Program, flatten_call, lower
 from placer.rates import CLASSES, HEAVY, Key, Rate, Rates, complete_rates, with_launch
 
 _SAME = {  # the profiler's names, and those of the operations that a dry run makes
@@ -108,7 +108,7 @@ def _build(case: GPUCase) -> tuple[Any, Any]:
 def recorded_operations(case: GPUCase) -> tuple[dict[Any, tuple[Operation, ...]], int]:
     """Name and shapes of every operation of a dry run -> what it is; bytes that are trained."""
     model, x = _build(case)
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     found: dict[Any, tuple[Operation, ...]] = {}
     real = storages.operations_of
 
@@ -346,7 +346,7 @@ def _costs(case: GPUCase) -> tuple[Program, Sequence[Tensor], CostTable]:
     """The case's program, its inputs, and its costs, which no rate changes."""
     if id(case) not in _KNOWN:
         model, x = _build(case)
-        program = capture_model(model, (x,))
+        program = lower(model, (x,))
         leaves = flatten_call(program.call, (x,), {})
         _KNOWN[id(case)] = program, leaves, case_costs(program, leaves, case)
     return _KNOWN[id(case)]

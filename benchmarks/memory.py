@@ -24,7 +24,7 @@ from benchmarks.record import write_result
 from examples.unet3d import unet3d
 from placer.api import as_spec
 from placer.planner.build import build_plan
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 
 GIB = 2**30
 Build = Callable[[], tuple[nn.Module, torch.Tensor]]
@@ -69,7 +69,7 @@ def predicted_and_simulated() -> Iterator[list[object]]:
     for name, build, spec in cases:
         with torch.device("meta"):
             model, x = build()
-        program = capture_model(model, (x,))
+        program = lower(model, (x,))
         leaves = flatten_call(program.call, (x,), {})
         wanted = as_spec(spec).model_copy(update={"loss": MEAN_SQUARE.spec})
         plan = build_plan(program, wanted, leaves)  # as estimated, not as dry-run

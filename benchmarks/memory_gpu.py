@@ -138,9 +138,9 @@ def measure(case: Case, part: str, device: str, allocator: str | None = None) ->
 def _pinned(model: nn.Module, spec: Any, x: Tensor, pins: Mapping[str, str]) -> placer.Plan:
     from placer.api import as_spec
     from placer.planner.build import build_plan
-    from placer.program import capture_model, flatten_call
+    from placer.program import flatten_call, lower
 
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     return build_plan(program, as_spec(spec), flatten_call(program.call, (x,), {}), pins=pins)
 
 

@@ -26,7 +26,7 @@ from benchmarks.loss import LOSS
 from benchmarks.record import RESULTS, write_result
 from examples.unet3d import unet3d
 from placer.planner.build import build_plan
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 from placer.simulation import simulate_plan
 from placer.spec import load_spec
 from tests import models
@@ -110,7 +110,7 @@ def differences(
     """Simulated / predicted - 1 of every stage of ``cells``, all of `cells_of` if none are given."""
     model, args, kwargs = case
     model.train(training)
-    program = capture_model(model, args, kwargs)
+    program = lower(model, args, kwargs)
     inputs = flatten_call(program.call, args, kwargs)
     found: list[float] = []
     for number, stages, microbatches in cells or cells_of(way):

@@ -31,7 +31,7 @@ from placer.cost import mean_square
 from placer.kindfile import kind_to_json, save_kind
 from placer.profiling import calibrate, profile_model
 from placer.profiling.clocks import HostClock
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 
 _CLOCK = HostClock(time.process_time)
 _ROUNDS = 5
@@ -87,7 +87,7 @@ def compare(build: Build, calibrated: str, folder: Path) -> dict[str, float]:
     """Seconds of a step: measured, and estimated by catalogue, calibration and profile."""
     torch.manual_seed(0)
     model, x = build()
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     leaves = flatten_call(program.call, (x,), {})
     placed = placer.compile(model, {"devices": ["cpu"]}, (x,))
     adam = torch.optim.Adam(placed.parameters(), lr=0.0)

@@ -57,7 +57,7 @@ from placer.partition.units import program_order, unit_graph
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
 from placer.planner.devices import device_slot
-from placer.program import Program, capture_model
+from placer.program import Program, lower
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 
@@ -123,7 +123,7 @@ class Judge:
         model, x = SUBJECTS[name]()
         x = x.to("meta")
         self.inputs = [x]
-        self.program: Program = capture_model(model.to("meta"), (x,))
+        self.program: Program = lower(model.to("meta"), (x,))
         self.costs: CostTable = estimate_costs(self.program, [x], kernels="cuda", loss=MEAN_SQUARE)
         units = unit_graph(self.program)
         self.units: ModelUnits = model_units(units, program_order(units), self.costs, {})

@@ -79,12 +79,12 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
     from placer.partition.model import model_units, seconds_problem
     from placer.partition.types import DeviceSlot, PlanningOptions
     from placer.partition.units import program_order, unit_graph
-    from placer.program import capture_model
+    from placer.program import lower
 
     with torch.device("meta"):
         model, inputs = deep_model(graph, num_nodes)
     start = time.process_time()
-    program = capture_model(model, inputs)
+    program = lower(model, inputs)
     captured = time.process_time()
     costs = estimate_costs(program, list(inputs), loss=MEAN_SQUARE)
     costed = time.process_time()

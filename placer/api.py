@@ -25,10 +25,18 @@ from placer.planner.auto import choose_spec
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
-from placer.program import Program, SplitRules, capture_model, flatten_call, is_mark, unmarked
+from placer.program import (
+    Program,
+    SplitRules,
+    flatten_call,
+    is_mark,
+    lower,
+    unmarked,
+)
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
+from placer.spec.rewrite import Rewrite
 from placer.versions import require
 
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
@@ -44,6 +52,7 @@ def make_plan(
     target: Any = None,
     processes: bool = False,
     ignore_device_moves: bool = False,
+    rewrites: Sequence[Rewrite] = (),
 ) -> Plan:
     """The plan for ``model`` under ``spec`` for inputs like ``args`` and ``kwargs``.
 
@@ -59,11 +68,14 @@ def make_plan(
     default is counted.
 
     ``ignore_device_moves`` is for a model that was split by hand: the devices to which its forward moves
-    tensors (``x.to("cuda:1")``) are ignored, because the plan says where everything runs. Raises
+    tensors (``x.to("cuda:1")``) are ignored, because the plan says where everything runs. ``rewrites`` are
+    changes of the captured graph by registered passes (`placer.program.lower`), which the plan keeps. Raises
     ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
     """
     wanted = as_spec(spec)
-    program, leaves = _capture(model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves)
+    program, leaves = lower_call(
+        model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
+    )
     loss = _given_loss(loss_fn, target)
     return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
 
@@ -101,7 +113,7 @@ def compile(
         _refuse_placed(model)
         if isinstance(model, nn.Module):
             check_names(model)
-        program, leaves = _capture(
+        program, leaves = lower_call(
             model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
         )
         return program, _plan_or_refuse(wanted, program, leaves, job)
@@ -172,7 +184,7 @@ def auto_spec(
     loss = _given_loss(loss_fn, target)
     if loss is not None:
         spec = spec.model_copy(update={"loss": loss.spec})
-    program, leaves = _capture(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
+    program, leaves = lower_call(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
     return choose_spec(program, spec, leaves, make)
 
@@ -198,7 +210,9 @@ def simulate(
     and ``ignore_device_moves`` are as for `make_plan`.
     """
     wanted = plan if isinstance(plan, Plan) else as_spec(plan)
-    program, leaves = _capture(model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves)
+    program, leaves = lower_call(
+        model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
+    )
     make = JudgingPlanner(program, leaves, processes=processes, loss=_given_loss(loss_fn, target))
     planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
     return simulate_captured(
@@ -291,20 +305,30 @@ def _refuse_placed(model: nn.Module) -> None:
             )
 
 
-def _capture(
+def lower_call(
     model: nn.Module,
     args: Sequence[Any] | Tensor,
     kwargs: Mapping[str, Any] | None,
     wanted: PlacementSpec | Plan,
     *,
-    ignore_device_moves: bool,
+    ignore_device_moves: bool = False,
+    rewrites: Sequence[Rewrite] = (),
 ) -> tuple[Program, list[Tensor]]:
+    """The program of a call, to be placed as ``wanted`` says, and the call's tensors.
+
+    The rewrites are those of a plan, or else ``rewrites``. Raises ``CaptureError``.
+    """
     rules = SplitRules.of(wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches)
     positional, keywords = example_call(args, kwargs)
     _refuse_placed(model)
     # A plan is for training, too.
     with torch.inference_mode(False), recorded_under(planned_autocast(wanted.precision)):
-        program = capture_model(
-            model, positional, keywords, rules=rules, ignore_device_moves=ignore_device_moves
+        program = lower(
+            model,
+            positional,
+            keywords,
+            wanted.rewrites if isinstance(wanted, Plan) else rewrites,
+            rules=rules,
+            ignore_device_moves=ignore_device_moves,
         )
     return program, flatten_call(program.call, positional, keywords)

@@ -28,7 +28,7 @@ def captured_once() -> Iterator[None]:
     most of the time of ``make_plan``, ``compile``, ``auto_spec`` and ``simulate``. In between, the test
     must not change the model, except for its mode and its trained weights.
     """
-    capture, estimate_costs = api._capture, estimate.estimate_costs
+    capture, estimate_costs = api.lower_call, estimate.estimate_costs
     captures = dict[Any, tuple[Any, Call]]()
     costs = dict[Any, tuple[Program, CostTable]]()
 
@@ -44,6 +44,7 @@ def captured_once() -> Iterator[None]:
         state += [parameter.requires_grad for parameter in model.parameters()]
         parts = wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches
         rules = SplitRules.of(*parts)
+        options["rewrites"] = getattr(wanted, "rewrites", options.get("rewrites", ()))
         key = id(model), str(options), str(rules), wanted.precision, *state, *map(id, leaves)
         if key not in captures:  # kept with what the ids are of, so that they stay theirs
             captures[key] = (model, leaves), capture(model, args, kwargs, wanted, **options)
@@ -57,7 +58,7 @@ def captured_once() -> Iterator[None]:
         return costs[key][1]
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(api, "_capture", look_up))
+        patches.enter_context(mock.patch.object(api, "lower_call", look_up))
         for module in (estimate, build):  # whichever calls it
             if hasattr(module, "estimate_costs"):
                 patches.enter_context(mock.patch.object(module, "estimate_costs", look_up_costs))

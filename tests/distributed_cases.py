@@ -27,7 +27,7 @@ from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
 from placer.executor.distributed.partial import runtime_of_rank
 from placer.executor.place import CALLER
-from placer.program import Program, capture_model
+from placer.program import Program, lower
 from placer.simulation.ranks import RankLedger
 
 D = torch.float64
@@ -76,7 +76,7 @@ def make_case(name: str, rows: int) -> Case:
 
 @cache
 def capture_case(name: str, rows: int) -> Program:
-    return capture_model(*make_case(name, rows))
+    return lower(*make_case(name, rows))
 
 
 def _no_dropout(model: nn.Module) -> nn.Module:

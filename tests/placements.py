@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import placer
 from placer import api
 from placer.planner.build import build_plan
-from placer.program import capture_model
+from placer.program import lower
 from placer.spec import PlacementSpec, resolve_layers
 
 
@@ -21,7 +21,7 @@ def pinned_plan(
 ) -> placer.Plan:
     """The plan, for least memory, with nodes pinned by ``device_of(position, name)``."""
     spec = PlacementSpec.model_validate({"devices": devices, "objective": "memory"})
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     pins = {node: device_of(i, node) for i, node in enumerate(program.order)}
     return build_plan(program, spec, [x], pins=pins)
 
@@ -87,7 +87,7 @@ def _check_devices(
     pins, _ = resolve_layers(spec.layers, paths)
     for node, layer in program.layer_of.items():
         group = next((g for g in program.colocated if node in g), (node,))
-        if layer in pins and len({pins.get(program.layer_of[n]) for n in group}) == 1:
+        if layer in pins and len({pins.get(program.nodes[n].layer) for n in group}) == 1:
             assert device_of[node] == pins[layer], (node, layer)
     fits = [
         device.budget is None or device.peak + device.reserve <= device.budget

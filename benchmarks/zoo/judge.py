@@ -37,7 +37,7 @@ from placer.errors import PlacerError
 from placer.partition.stage_cost.score import stage_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
-from placer.program import Program, capture_model
+from placer.program import Program, lower
 
 LARGEST_SHARE = 0.60
 LEAST_PIECES = 5
@@ -94,12 +94,12 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
         with _phase(f"plan for {stages} stages from meta"):
             plans[stages] = placer.make_plan(empty, _spec(stages), meta_args, meta_kwargs)
     with _phase("capture from meta"):
-        program = placer.api.capture_model(empty, meta_args, meta_kwargs)
+        program = placer.api.lower(empty, meta_args, meta_kwargs)
     found["nodes"] = len(program.order)
     found["pieces"] = len(unit_graph(program))
-    found["whole"] = tuple(w.layer for w in program.whole_modules)
+    found["whole"] = tuple(w.layer for w in program.captured.whole_modules)
     found["reasons"] = tuple(
-        f"{w.reason} ({w.location.rpartition('/')[2]})" for w in program.whole_modules
+        f"{w.reason} ({w.location.rpartition('/')[2]})" for w in program.captured.whole_modules
     )
     found["largest_share"] = round(_largest_share(plans[2]), 3)
     found["largest_share_4"] = round(_largest_share(plans[4]), 3)
@@ -147,7 +147,7 @@ def _judge(subject: Subject, most_float64: int | None, found: dict[str, Any]) ->
 
 
 def _fingerprint(model: nn.Module, call: Call) -> str:
-    return placer.api.capture_model(model, *call).fingerprint
+    return placer.api.lower(model, *call).fingerprint
 
 
 def _check_split(subject: Subject, found: dict[str, Any]) -> None:
@@ -179,12 +179,12 @@ def _shared_passes() -> Iterator[None]:
     captures: dict[Any, tuple[nn.Module, Any, Program]] = {}
     costs: dict[int, tuple[Program, CostEstimates]] = {}
 
-    @functools.wraps(capture_model)
+    @functools.wraps(lower)
     def capture_once(model: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Program:
         shapes = str([(t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if is_tensor(t)])
         key = (id(model), model.training, shapes, str(options))
         if key not in captures:
-            captures[key] = (model, args, capture_model(model, args, kwargs, **options))
+            captures[key] = (model, args, lower(model, args, kwargs, **options))
         return captures[key][2]
 
     def estimates_once(program: Program) -> CostEstimates:
@@ -192,12 +192,12 @@ def _shared_passes() -> Iterator[None]:
             costs[id(program)] = (program, CostEstimates(program))
         return costs[id(program)][1]
 
-    placer.api.capture_model = capture_once
+    placer.api.lower = capture_once
     placer.simulation.judge.CostEstimates = estimates_once  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        placer.api.capture_model = capture_model
+        placer.api.lower = lower
         placer.simulation.judge.CostEstimates = CostEstimates  # type: ignore[misc]
 
 

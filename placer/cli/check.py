@@ -184,7 +184,7 @@ def _check_model(
         )
         raise PlacerError("--microbatches, --replicas", problem, "give an --input with more rows")
     pieces = count_pieces(program)
-    operations = Counter(program.layer_of.values())
+    operations = Counter(program.layers.values())
     whole = [
         {
             "layer": module.layer,
@@ -194,14 +194,14 @@ def _check_model(
             "done": "kept whole on one device",
             "calls": operations[module.layer],
         }
-        for module in program.whole_modules
+        for module in program.captured.whole_modules
     ]
     notes = (
-        [f"only this batch size: {program.fixed_batch_reason}"]
-        if program.fixed_batch_reason
+        [f"only this batch size: {program.captured.fixed_batch_reason}"]
+        if program.captured.fixed_batch_reason
         else []
     )
-    notes += program.notes
+    notes += program.captured.notes
     result: dict[str, Any] = {
         "nodes": len(program.order),
         "pieces": pieces.count,

@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from placer.api import lower_call
 from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
 from placer.cli.output import progress
@@ -19,8 +20,7 @@ from placer.cli.target import build_model
 from placer.cli.values import parse_values
 from placer.inputs import parse_inputs
 from placer.plan.types import Plan
-from placer.precision import planned_autocast, recorded_under
-from placer.program import IgnoreDeviceMoves, Program, SplitRules, capture_model, flatten_call
+from placer.program import IgnoreDeviceMoves, Program
 from placer.spec import PlacementSpec
 
 
@@ -43,24 +43,14 @@ class LoadedModel:
         self, console: Console, wanted: PlacementSpec | Plan | None = None
     ) -> tuple[Program, list[Tensor]]:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
-        rules = None
-        if wanted is not None:
-            rules = SplitRules.of(
-                wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches
-            )
-        precision = "fp32" if wanted is None else wanted.precision
-        with (
-            progress(console, "recording the operations of the model"),
-            recorded_under(planned_autocast(precision)),
-        ):
-            program = capture_model(
+        with progress(console, "recording the operations of the model"):
+            return lower_call(
                 self.model,
                 self.args,
-                self.kwargs,
+                dict(self.kwargs),
+                wanted or PlacementSpec.model_validate({"devices": ["cpu"]}),
                 ignore_device_moves=self.ignore_device_moves,
-                rules=rules,
             )
-        return program, flatten_call(program.call, self.args, dict(self.kwargs))
 
 
 def load_model(

@@ -64,6 +64,6 @@ def check_kind_file(path: Path | None, spec: PlacementSpec, program: Program) ->
     """Raise ``PlacerError`` if the file is the profile of another model or precision."""
     if path is None:
         return
-    wrong = profile_problem(find_kind(str(path)), program.fingerprint, spec.precision)
+    wrong = profile_problem(find_kind(str(path)), program.captured.fingerprint, spec.precision)
     if wrong is not None:
         raise PlacerError(f"--profile {path}", *wrong)

@@ -166,7 +166,7 @@ def layer_seconds(
     found: dict[str, dict[str, float]] = {}
     for way, of_nodes in zip(("forward", "backward"), profile.passes, strict=True):
         for name, (seconds, estimated) in of_nodes.items():
-            layer = program.layer_of.get(name)
+            layer = program.layers.get(name)
             home = _LOSS if layer is None else ".".join(layer.split(".")[:depth])
             row = found.setdefault(home, {})
             row[f"{way}_seconds"] = row.get(f"{way}_seconds", 0.0) + seconds
@@ -182,7 +182,7 @@ def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[s
     """
     homes = []
     for name in costs.names:
-        parts = program.layer_of[name].split(".")
+        parts = program.nodes[name].layer.split(".")
         homes.append(".".join(parts[:depth]))
     rows: dict[str, dict[str, int]] = {}
     for i, home in enumerate(homes):

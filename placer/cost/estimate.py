@@ -149,11 +149,11 @@ def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
     """Run the program once on fake tensors. Raises ``CaptureError`` if it does not run."""
     converter = FakeConverter()
     model = converter.module(program.model)
-    constants = {name: converter.tensor(t) for name, t in program.constants.items()}
+    constants = {name: converter.tensor(t) for name, t in program.captured.constants.items()}
     rows = batch_rows(program, inputs)
-    state = read_state(program, rows)
+    state = read_state(program.captured, rows)
     try:
-        with converter.running(program.conditions.guess):
+        with converter.running(program.captured.conditions.guess):
             return record_run(
                 program.graph,
                 program.order,
@@ -194,13 +194,13 @@ def _does_not_run(
     remedy = "if that is too few rows, give a larger batch, fewer micro-batches or fewer replicas"
     if precision != "fp32":
         remedy += f"; it was run with precision {precision!r}, which not all operations support"
-    if program.fixed_batch_reason:
+    if program.captured.fixed_batch_reason:
         remedy = (
-            f"the batch size decides what is computed ({program.fixed_batch_reason}): use 1 replica and 1 "
-            "micro-batch"
+            f"the batch size decides what is computed ({program.captured.fixed_batch_reason}): "
+            "use 1 replica and 1 micro-batch"
         )
     return CaptureError(
-        program.layer_of[failure.node.name] or "the model",
+        program.nodes[failure.node.name].layer or "the model",
         f"does not run on a micro-batch of {describe_shapes(inputs)}: "
         f"{type(error).__name__}: {first_line(error)}",
         remedy,
@@ -264,7 +264,7 @@ def _table(
         input_readers=input_readers,
         input_nbytes=tuple(
             nbytes_of(x) if isinstance(x, Tensor) else 0
-            for x in (*inputs, *read_state(program, batch_rows(program, inputs)))
+            for x in (*inputs, *read_state(program.captured, batch_rows(program, inputs)))
         ),
         state=_state(program, recording.row_gradients, training=training),
         saving=recording.saving if training else frozenset(),
@@ -321,7 +321,7 @@ def _state(
     alias = first_names(program.model)
     readers = defaultdict[str, set[int]](set)
     for node, name in enumerate(program.order):
-        for used in program.state_of.get(name, ()):
+        for used in program.nodes[name].reads:
             readers[alias[used]].add(node)
     return tuple(
         StateTensor(

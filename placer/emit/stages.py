@@ -43,16 +43,16 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
     return StagedModel(
         stages=stages,
         graph_inputs=tuple(_placeholders(program.graph)),
-        written_inputs=frozenset(program.mutated_inputs),
+        written_inputs=frozenset(program.written_inputs),
         result=_result(program.graph),
-        rows=program.results,
-        stored=program.stored,
-        state=program.state,
+        rows=program.captured.results,
+        stored=program.captured.stored,
+        state=program.captured.state,
         state_stage=_owners(program, stage_of),
-        constants=dict(program.constants),
-        constant_paths=program.constant_paths,
+        constants=dict(program.captured.constants),
+        constant_paths=program.captured.constant_paths,
         call=program.call,
-        conditions=program.conditions,
+        conditions=program.captured.conditions,
     )
 
 
@@ -61,13 +61,13 @@ def _emit_all(program: Program, plan: Plan) -> tuple[StageCode, ...]:
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
     num_stages = len(plan.stages)
     nodes = {node.name: node for node in program.graph.nodes}
-    external = set(_placeholders(program.graph)) | set(program.constants)
+    external = set(_placeholders(program.graph)) | set(program.captured.constants)
     result = _result(program.graph)
     returned = tuple(dict.fromkeys(name for kind, name in result if kind == "value"))
 
     reads: list[dict[str, None]] = [{} for _ in range(num_stages)]
     for name in program.order:
-        if name in program.constants:
+        if name in program.captured.constants:
             continue
         for source in nodes[name].all_input_nodes:
             if source.name in external or stage_of[source.name] != stage_of[name]:
@@ -79,7 +79,7 @@ def _emit_all(program: Program, plan: Plan) -> tuple[StageCode, ...]:
 
     stages = []
     for index, planned in enumerate(plan.stages):
-        own = [n for n in planned.nodes if n not in program.constants]
+        own = [n for n in planned.nodes if n not in program.captured.constants]
         _check_order(index, [nodes[name] for name in own])
         crossing = tuple(name for name in own if name in read_elsewhere)
         outputs = returned if index == num_stages - 1 else crossing
@@ -126,8 +126,8 @@ def _owners(program: Program, stage_of: Mapping[str, int]) -> dict[str, int]:
     """
     first_of = first_names(program.model)
     owner: dict[str, int] = {}
-    for node, names in program.state_of.items():
-        for name in names:
+    for node, each in program.nodes.items():
+        for name in each.reads:
             first = first_of[name]
             owner[first] = min(owner.get(first, stage_of[node]), stage_of[node])
     return {name: owner.get(first, 0) for name, first in first_of.items()}
@@ -160,7 +160,7 @@ def _emit_stage(
         outputs=outputs,
         modules=tuple(modules),
         attributes=tuple(attributes),
-        state=tuple(dict.fromkeys(n for node in own for n in program.state_of.get(node.name, ()))),
+        state=tuple(dict.fromkeys(n for node in own for n in program.nodes[node.name].reads)),
         segments=tuple(segments),
     )
 
@@ -216,7 +216,7 @@ def _emit_segment(
             (modules if is_module else attributes)[str(node.target)] = None
     graph.output(tuple(values[name] for name in outputs))
     forward, source = compile_graph(graph)
-    written = (n for node in own for n in program.mutated_state_of.get(node.name, ()))
+    written = (n for node in own for n in program.nodes[node.name].writes)
     return SegmentCode(
         inputs=inputs,
         outputs=outputs,

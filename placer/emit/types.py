@@ -80,4 +80,4 @@ class StagedModel:
 
     def example_inputs(self) -> list[torch.Tensor]:
         """Tensors on ``meta`` like the inputs that the model was captured with."""
-        return [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.call.inputs]
+        return [each.on_meta() for each in self.call.inputs]

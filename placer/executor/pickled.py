@@ -15,14 +15,13 @@ from torch import nn
 
 from placer.emit import StagedModel, emit_stages
 from placer.errors import CaptureError, PlacerError
-from placer.executor.program_cache import capture_for_plan, isolated_from_caller, plan_rules
+from placer.executor.program_cache import capture_for_plan, isolated_from_caller, lower_for_plan
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
 from placer.precision import planned_autocast, recorded_under
 from placer.program import (
     AttributeGuard,
     BatchDim,
-    capture_model,
     guarded_attributes_restored,
     is_torch_leaf,
     rebuild_call,
@@ -130,12 +129,13 @@ def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
     and ``CaptureError`` if capture fails. Call it inside `as_captured`.
     """
     with recorded_under(planned_autocast(plan.precision)):
-        program = capture_model(
+        program = lower_for_plan(
             model,
+            plan,
             call.args,
             call.kwargs,
             ignore_device_moves=call.ignore_device_moves,
-            rules=plan_rules(plan).with_names(call.batch_dims),
+            batch_dims=call.batch_dims,
         )
     check_plan(plan, program)
     return emit_stages(program, plan)

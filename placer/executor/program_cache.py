@@ -23,15 +23,16 @@ from placer.program import (
     BatchDim,
     BoundCall,
     CallFormat,
+    Program,
     SameProgram,
     SplitRules,
     StateInput,
-    capture_model,
     condition_key,
     example_numbers,
     failed_guard,
     hook_count,
     is_torch_leaf,
+    lower,
     must_stay_whole,
     rebuild_arguments,
     rebuild_call,
@@ -254,6 +255,8 @@ class ProgramCache:
             shaped = self._without_data(inputs, leaves)
             # Nodes that write new buffers may have to be on one stage, which needs another capture.
             comparable = whole == self._whole and self._buffers == self._captured_buffers
+            # What a rewrite does may depend on sizes, also where the recording does not.
+            comparable = comparable and not self._plan.rewrites
             like = [x for x in reversed(self._references) if x.conditions.modes == modes]
             for reference in [*like, self._captured][:1] if comparable else ():
                 found = self._same(reference, shaped, leaves, grad=grad)
@@ -291,7 +294,8 @@ class ProgramCache:
             guards=conditions.guards,
             staged=staged,
             answers=conditions.answers,
-            any_rows=conditions.any_batch_size and not conditions.reads_rows,
+            any_rows=conditions.any_batch_size
+            and not (conditions.reads_rows or self._plan.rewrites),
             fixed={name: leaves[name] for name in conditions.fixed},
             seen={self._numbers.values(conditions.numbers, leaves)},
         )
@@ -398,15 +402,16 @@ def capture_for_plan(
     """The stages of ``plan`` for another program of its model, which has perhaps been changed since.
 
     ``state_stage`` says which stage each planned weight is on, where it stays, and ``batch_dims`` how inputs
-    of these names are split. The last four are as for `capture_model`. Raises ``CaptureError``.
+    of these names are split. The last four are as for `lower`. Raises ``CaptureError``.
     """
-    program = capture_model(
+    program = lower_for_plan(
         model,
+        plan,
         args,
         kwargs,
         ignore_device_moves=ignore_device_moves,
         grad=grad,
-        rules=plan_rules(plan).with_names(batch_dims),
+        batch_dims=batch_dims,
         numbers=numbers,
         changing=changing,
         method=method,
@@ -414,6 +419,20 @@ def capture_for_plan(
     staged = emit_stages(program, follow_plan(plan, program))
     # Weights stay where they are; a weight that a parametrization added since goes to its reader.
     return replace(staged, state_stage={**staged.state_stage, **state_stage})
+
+
+def lower_for_plan(
+    model: nn.Module,
+    plan: Plan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    batch_dims: Mapping[str, BatchDim],
+    **options: Any,
+) -> Program:
+    """`lower` with the rewrites of ``plan``, for a batch that is split as it and ``batch_dims`` say."""
+    rules = plan_rules(plan).with_names(batch_dims)
+    return lower(model, args, kwargs, plan.rewrites, rules=rules, **options)
 
 
 def plan_rules(plan: Plan) -> SplitRules:

@@ -158,7 +158,7 @@ def _stages(
         if device_type(slot.name) == "cpu":  # the process runs the operations itself
             launching = seconds
         names = tuple(program.order[i] for i in inside)
-        layers = dict.fromkeys(program.layer_of[name] for name in names)
+        layers = dict.fromkeys(program.nodes[name].layer for name in names)
         stages.append(
             StagePlan(
                 index=index,

@@ -38,7 +38,7 @@ def unit_graph(program: Program) -> nx.DiGraph:
         for user in node.users:
             if user.op == "call_function" and user.target in SELECTS:
                 joined.add_edge(here, position[user.name])
-    depends += itertools.pairwise(position[name] for name in program.rng_nodes)
+    depends += itertools.pairwise(i for i, each in enumerate(program.nodes.values()) if each.draws)
     for group in program.colocated:
         nx.add_path(joined, [position[name] for name in group])
     unit_of = {i: min(group) for group in nx.connected_components(joined) for i in group}

@@ -20,7 +20,9 @@ def check_plan(plan: Plan, program: Program) -> None:
     Also raises it if the stages are not valid for this model: with nodes missing or in another order,
     the placed model would compute something else.
     """
-    if plan.fingerprint != program.fingerprint:
+    # A pass may look at the model's modules, of which the fingerprint has only the paths.
+    rewritten_alike = not plan.rewrites or plan.node_layers.keys() == program.nodes.keys()
+    if plan.fingerprint != program.fingerprint or not rewritten_alike:
         raise _another_model(plan, program)
     problem = next(_wrong_stages(plan, program), None)
     if problem is not None:
@@ -54,17 +56,17 @@ def _wrong_stages(plan: Plan, program: Program) -> Iterator[str]:
 def _in_order(program: Program) -> Iterator[tuple[list[str], str]]:
     """Lists of nodes that must run in the program's order, each with the reason."""
     position = {name: i for i, name in enumerate(program.order)}
-    yield sorted(program.rng_nodes, key=position.__getitem__), "both draw random numbers"
+    yield [n for n, each in program.nodes.items() if each.draws], "both draw random numbers"
     for group in program.colocated:
         yield sorted(group, key=position.__getitem__), "they share memory"
 
 
 def _another_model(plan: Plan, program: Program) -> PlanError:
-    gone = [name for name in plan.node_layers if name not in program.layer_of]
+    gone = [name for name in plan.node_layers if name not in program.nodes]
     new = [name for name in program.order if name not in plan.node_layers]
     lines = [
         *(f"- {name} ({plan.node_layers[name] or 'the model'})" for name in gone[:_SHOWN]),
-        *(f"+ {name} ({program.layer_of[name] or 'the model'})" for name in new[:_SHOWN]),
+        *(f"+ {name} ({program.nodes[name].layer or 'the model'})" for name in new[:_SHOWN]),
     ]
     hidden = max(0, len(gone) - _SHOWN) + max(0, len(new) - _SHOWN)
     lines += [f"… and {hidden} more"] if hidden else []

@@ -25,6 +25,7 @@ from placer.spec.fields import (
     StoredRule,
 )
 from placer.spec.loss import LossSpec
+from placer.spec.rewrite import Rewrite
 
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts bytes in an int64
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -282,6 +283,9 @@ class Plan:
     # The spec's ``inputs``: pattern -> dimension of the batch, None for inputs that are whole.
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     stored: Mapping[str, StoredRule] = field(default_factory=dict)
+    rewrites: tuple[
+        Rewrite, ...
+    ] = ()  # of the captured graph, in the order in which they are applied
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan

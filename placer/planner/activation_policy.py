@@ -235,7 +235,7 @@ class _Search:
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
         """The costs with the regions of ``stages`` and those that the spec requires."""
-        layers = [self._program.layer_of[name] for name in self._program.order]
+        layers = [self._program.nodes[name].layer for name in self._program.order]
         keys = list(self._keys)
         for stage in stages:
             for node, key in keys_of(layers, stage.runs).items():

@@ -55,6 +55,7 @@ def assemble_plan(
         step_seconds=partition.seconds,
         optimizer_seconds=partition.optimizer_seconds,
         fingerprint=program.fingerprint,
+        rewrites=program.rewrites,
         stages=tuple(
             replace(
                 stage,
@@ -75,7 +76,7 @@ def assemble_plan(
         optimality=partition.optimality,
         extra_seconds=choice.extra_seconds,
         boundaries=partition.boundaries,
-        node_layers=dict(program.layer_of),
+        node_layers=dict(program.layers),
         example_microbatches=(
             options.microbatches if options.microbatches < microbatches else None
         ),

@@ -132,7 +132,7 @@ def whole_layers(program: Program, plan: Plan) -> dict[str, str]:
     device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
     devices: dict[str, set[str]] = {}
     for node in program.order:
-        layer = program.layer_of[node]
+        layer = program.nodes[node].layer
         while layer:
             devices.setdefault(layer, set()).add(device_of[node])
             layer = layer.rpartition(".")[0]

@@ -106,7 +106,7 @@ def build_plan(
     or devices do not match the model, ``PlacerError`` for what is not supported.
     """
     check_supported(spec)
-    check_kinds(spec, program.fingerprint)
+    check_kinds(spec, program.captured.fingerprint)
     for use in fields_that_need_memory(spec):
         spec = with_known_memory(spec, use)
     if stop_at_share:

@@ -125,9 +125,9 @@ def measure_limits(
     unit = int(model.unit_of[position[largest.nodes[0]]])
     inside = {
         w.layer: [
-            int(model.unit_of[position[n]]) for n, at in program.layer_of.items() if at == w.layer
+            int(model.unit_of[position[n]]) for n, at in program.layers.items() if at == w.layer
         ]
-        for w in program.whole_modules
+        for w in program.captured.whole_modules
     }
     return SplitLimits(
         largest=largest,
@@ -165,7 +165,7 @@ def largest_piece(
     }
     unit = max(found, key=lambda u: (found[u], -u))
     names = tuple(program.order[i] for i in members[unit])
-    layers = dict.fromkeys(program.layer_of[name] for name in names)
+    layers = dict.fromkeys(program.nodes[name].layer for name in names)
     size = min(found[unit], peak(0, len(nodes)))
     with_loss = options.training and ends[unit] == len(nodes)
     return Piece(nodes=names, layers=tuple(layers), peak=size, with_loss=with_loss)
@@ -209,7 +209,7 @@ def devices_needed(
 
 
 def _top(program: Program, node: int) -> str:
-    return program.layer_of[program.order[node]].split(".")[0]
+    return program.nodes[program.order[node]].layer.split(".")[0]
 
 
 def _rough_size(costs: CostTable, members: Sequence[int]) -> int:

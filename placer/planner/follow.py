@@ -42,7 +42,7 @@ def _stage_nodes(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
         planned[layer].append(name)
     present: dict[str, list[str]] = defaultdict(list)
     for name in program.order:
-        present[program.layer_of[name]].append(name)
+        present[program.nodes[name].layer].append(name)
     wanted: dict[str, int] = {}
     for layer, names in present.items():
         counterparts = planned.get(layer, [])

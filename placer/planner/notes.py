@@ -60,15 +60,15 @@ def placement_notes(
         )
     notes += [
         f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
-        for whole in program.whole_modules
+        for whole in program.captured.whole_modules
     ]
     if spec.checkpoint or spec.offload:
         notes += [
             f"{layer} is neither recomputed nor offloaded, because it changes attributes or variables, which "
             "a second run would do again"
-            for layer in sorted(program.changing)
+            for layer in sorted(program.captured.changing)
         ]
-    return (*notes, *program.notes)
+    return (*notes, *program.captured.notes)
 
 
 def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:

@@ -136,7 +136,7 @@ def find_largest_node(
         piece.nodes, key=lambda n: cost_of[n].forward_transient + cost_of[n].backward_transient
     )
     return LargestNode(
-        node=node, layer=program.layer_of[node], nbytes=piece.peak, with_loss=piece.with_loss
+        node=node, layer=program.nodes[node].layer, nbytes=piece.peak, with_loss=piece.with_loss
     )
 
 

@@ -52,12 +52,10 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
         asked = [placed[name] for name in names if name in placed]
         if asked:
             placed.setdefault(names[0], asked[0])
-    wanted = {node: placed[layer] for node, layer in program.layer_of.items() if layer in placed}
+    wanted = {node: placed[layer] for node, layer in program.layers.items() if layer in placed}
     devices = set(wanted.values())
-    if len(devices) == 1 and all(
-        node in wanted for node, layer in program.layer_of.items() if layer
-    ):
-        return dict.fromkeys(program.layer_of, *devices)
+    if len(devices) == 1 and all(node in wanted for node, layer in program.layers.items() if layer):
+        return dict.fromkeys(program.layers, *devices)
     return wanted
 
 
@@ -69,7 +67,7 @@ def _one_node_modules(program: Program) -> dict[str, str]:
         for layer in sorted(targets)
         if next(program.model.get_submodule(layer).children(), None) is not None
     }
-    return {**found, **{whole.layer: whole.reason for whole in program.whole_modules}}
+    return {**found, **{whole.layer: whole.reason for whole in program.captured.whole_modules}}
 
 
 def _module_around(path: str, whole: Mapping[str, str]) -> str | None:

@@ -19,7 +19,7 @@ from placer.files import check_writable
 from placer.kindfile import SUFFIX, is_kind_file, kind_to_json, save_kind
 from placer.precision import planned_autocast, recorded_under
 from placer.profiling.profile import Measured, profile_model
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 from placer.spec.fields import device_kind_name, device_name
 
 
@@ -50,7 +50,7 @@ def profile(
     place = device_here(device or "")
     positional, keywords = example_call(args, kwargs)
     with recorded_under(planned_autocast(precision)):
-        program = capture_model(model, positional, keywords)
+        program = lower(model, positional, keywords)
     leaves = flatten_call(program.call, positional, keywords)
     found = profile_model(
         program,

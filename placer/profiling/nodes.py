@@ -86,13 +86,15 @@ def measure_nodes(
     runs forward and backward of the placed model; the seconds of the nodes are then scaled to its time.
     ``each_round`` is called with the number of every step that has ended.
     """
-    constants = {name: t.to(device) for name, t in program.constants.items()}
+    constants = {name: t.to(device) for name, t in program.captured.constants.items()}
     context = partial(precision_context, precision, device.type)
     trained = [p for p in model.parameters() if p.requires_grad] if training else []
     step = make_optimizer("adam", trained)
     for group in step.param_groups:
         group["lr"] = 0.0
-    state = read_state(program, rows_of(program.call.batch_dims, [x.shape for x in leaves]))
+    state = read_state(
+        program.captured, rows_of(program.call.batch_dims, [x.shape for x in leaves])
+    )
     leaves = [*leaves, *(x.to(device) if isinstance(x, Tensor) else x for x in state)]
     run = _Run(program, model, constants, context, clock)
     passes: list[_Passes] = []

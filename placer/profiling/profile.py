@@ -149,7 +149,7 @@ def _with_profile(
         base,
         rates=Rates(rates),
         profile=Profile(
-            fingerprint=program.fingerprint,
+            fingerprint=program.captured.fingerprint,
             precision=precision,
             passes=(passes[0], passes[1]),
             launches=(times.forward_launch, times.backward_launch),

@@ -25,6 +25,7 @@ guards, variable_guards    attributes and variables that forward read; the graph
 moves                      devices that the model's own code names
 targets                    callables of graph nodes for which torch has no function
 fingerprint, validity      identify a graph; check whether it is valid for other sizes and modes
+lower                      make the program of what was captured, and rewrite it
 restore, copying           leave the model as it was
 state                      names of parameters and buffers
 python_random, failure     random numbers that are not torch's; why and where recording failed
@@ -45,7 +46,6 @@ from placer.program.call import (
     rebuild_call,
     unflatten_output,
 )
-from placer.program.capture import capture_model
 from placer.program.copying import copy_module, tensors_of
 from placer.program.failure import MethodNotCaptured
 from placer.program.fake import FakeConverter
@@ -63,6 +63,7 @@ from placer.program.leaves import (
     must_stay_whole,
     without_hooks,
 )
+from placer.program.lower import lower, register_rewrite, with_graph
 from placer.program.marks import Batched, Whole, is_mark, marked_dims, unmarked
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
@@ -122,7 +123,6 @@ __all__ = [
     "bind_arguments",
     "call_difference",
     "call_tensors",
-    "capture_model",
     "changed_numbers",
     "condition_key",
     "copy_guarded_attributes",
@@ -138,6 +138,7 @@ __all__ = [
     "is_inside",
     "is_mark",
     "is_torch_leaf",
+    "lower",
     "marked_dims",
     "must_stay_whole",
     "named_state",
@@ -145,6 +146,7 @@ __all__ = [
     "read_state",
     "rebuild_arguments",
     "rebuild_call",
+    "register_rewrite",
     "result_tensors",
     "row_counts",
     "rows_of",
@@ -156,5 +158,6 @@ __all__ = [
     "unflatten",
     "unflatten_output",
     "unmarked",
+    "with_graph",
     "without_hooks",
 ]

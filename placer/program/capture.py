@@ -53,10 +53,10 @@ from placer.program.rows import (
     rows_by_size,
 )
 from placer.program.size_log import reads_rows, varying_reading
-from placer.program.state import named_state
+from placer.program.state import state_of
 from placer.program.stored import StateInput
 from placer.program.targets import WholeRoot
-from placer.program.types import Conditions, Program, WholeModule, rows_of, training_flags
+from placer.program.types import Captured, Conditions, WholeModule, rows_of, training_flags
 from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
 from placer.spec.layers import match_paths
@@ -84,8 +84,8 @@ def capture_model(
     numbers: Sequence[StateInput] = (),
     changing: Collection[str] = (),
     method: str = "forward",
-) -> Program:
-    """The program of a ``method`` of ``model`` called with ``args`` and ``kwargs``, in its present mode.
+) -> Captured:
+    """What is recorded of a ``method`` of ``model`` called with ``args`` and ``kwargs``, in its present mode.
 
     Allocates no memory and does not change the model: a fake copy of it is run. The model and the
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
@@ -526,27 +526,22 @@ def _assemble(
     aliasing: Aliasing,
     bound: BoundCall,
     capture: _Capture,
-) -> Program:
+) -> Captured:
     graph = recording.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     modules = dict(model.named_modules(remove_duplicate=False))
-    state_of = {node.name: _state_of(node, modules, recording.constants) for node in nodes}
     whole = {
         path: WholeModule(layer=path, reason=_CHECKPOINTED, location=location)
         for path, location in recording.checkpointed.items()
     } | capture.whole
-    flow = capture.find_rows(recording, aliasing, state_of)
+    reads = {node.name: state_of(node, modules, recording.constants) for node in nodes}
+    flow = capture.find_rows(recording, aliasing, reads)
     called = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
-    return Program(
+    return Captured(
         model=model,
         graph=graph,
-        order=tuple(node.name for node in nodes),
         layer_of={node.name: recording.layer_of[node.name] for node in nodes},
-        state_of=state_of,
-        mutated_state_of=aliasing.mutated_state_of,
-        mutated_inputs=aliasing.mutated_inputs,
-        colocated=aliasing.colocated,
-        rng_nodes=aliasing.rng_nodes,
+        aliasing=aliasing,
         constants=recording.constants,
         constant_paths=tensor_paths(
             model, [(s.path, s.name) for s in recording.guards], recording.constants
@@ -592,14 +587,3 @@ def _fixed(bound: BoundCall, recording: RecordedProgram) -> dict[str, int | floa
     free = {each.argument for each in recording.numbers}
     pairs = zip(bound.leaf_names, bound.leaves, strict=True)
     return {name: leaf for name, leaf in pairs if name in bound.numbers - free}
-
-
-def _state_of(
-    node: fx.Node, modules: Mapping[str, nn.Module], constants: Mapping[str, Tensor]
-) -> tuple[str, ...]:
-    if node.op not in ("get_attr", "call_module") or node.name in constants:
-        return ()
-    path = str(node.target)
-    if path not in modules:
-        return (path,)
-    return tuple(name for name, _ in named_state(modules[path], prefix=path))

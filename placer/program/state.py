@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
 
 
 def named_state(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
@@ -23,3 +26,15 @@ def first_names(model: nn.Module) -> dict[str, str]:
     """
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named_state(model)}
+
+
+def state_of(
+    node: fx.Node, modules: Mapping[str, nn.Module], constants: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The names of the parameters and buffers that ``node`` reads; ``modules`` are the model's, by path."""
+    if node.op not in ("get_attr", "call_module") or node.name in constants:
+        return ()
+    path = str(node.target)
+    if path not in modules:
+        return (path,)
+    return tuple(name for name, _ in named_state(modules[path], prefix=path))

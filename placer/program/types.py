@@ -1,8 +1,11 @@
-"""The result of capturing a model: its graph, and the module and source line of every node."""
+"""What capturing a model gives, and the program that is made of it."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
+from placer.program.alias import Aliasing
 from placer.program.batch import BatchDim
 from placer.program.fake import Guess
 from placer.program.guards import AttributeGuard
@@ -19,6 +23,7 @@ from placer.program.result import ResultFormat
 from placer.program.rows import Rows
 from placer.program.size_log import Reading
 from placer.program.stored import StateInput, Stored
+from placer.spec.rewrite import Rewrite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,10 @@ class Input:
     shape: torch.Size
     dtype: torch.dtype
     batch_dim: BatchDim
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor like it, without data."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,30 +110,24 @@ class Conditions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """A model as an ``fx`` graph. It owns no weights: ``model`` is the caller's module.
+class Captured:
+    """What was recorded of a model in one call, before any rewrite. It owns no weights.
 
-    The graph's inputs are the tensors of the call, then ``state``. Its output node returns the flat list of
-    leaves of ``forward``'s result, and then those of the values that forward stores. A ``torch.device`` among
-    a node's arguments is always ``cpu``: it stands for the device of the stage that runs the node, even if
-    the model's code names an accelerator (`placer.program.moves`). A ``get_attr`` node may pass a whole
-    submodule to a ``call_function`` node that calls it under ``torch.no_grad`` or ``torch.autocast``; the two
-    are then in one ``colocated`` group. Sizes are nodes of their own, which stages may pass on as integers.
-    Tables of nodes are keyed by node name.
+    ``model`` is the caller's module. The inputs of ``graph`` are the tensors of the call, then ``state``. Its
+    output node returns the flat list of leaves of ``forward``'s result, and then those of the values that
+    forward stores. A ``torch.device`` among a node's arguments is always ``cpu``: it stands for the device of
+    the stage that runs the node, even if the model's code names an accelerator (`placer.program.moves`). A
+    ``get_attr`` node may pass a whole submodule to a ``call_function`` node that calls it under
+    ``torch.no_grad`` or ``torch.autocast``; the two are then on one stage. Sizes are nodes of their own,
+    which stages may pass on as integers. Tables of nodes are keyed by node name.
     """
 
     model: nn.Module
-    graph: fx.Graph  # never changed after capture
-    order: tuple[str, ...]  # all nodes but placeholders and output, in the order in which they ran
-    # Node -> path of the module whose code ran it ("": the model itself)
-    layer_of: Mapping[str, str]
-    state_of: Mapping[str, tuple[str, ...]]  # node -> names of the parameters and buffers it reads
-    mutated_state_of: Mapping[
-        str, tuple[str, ...]
-    ]  # node -> names of the state that it writes in forward
-    mutated_inputs: tuple[str, ...]  # names of the tensor inputs that forward changes in place
-    colocated: tuple[tuple[str, ...], ...]  # groups of nodes that must share a stage
-    rng_nodes: tuple[str, ...]  # nodes that draw random numbers, in program order
+    graph: fx.Graph  # never changed
+    layer_of: Mapping[
+        str, str
+    ]  # node -> path of the module whose code ran it ("": the model itself)
+    aliasing: Aliasing  # which nodes of the graph share memory
     constants: Mapping[
         str, torch.Tensor
     ]  # get_attr node -> tensor that is not a parameter or buffer
@@ -144,24 +147,83 @@ class Program:
     state: tuple[StateInput, ...] = ()  # the inputs after those of the call
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    """What is known of a node of a program.
+
+    ``layer`` is the path of the module whose code ran it ("": the model itself). ``reads`` and ``writes`` are
+    names of parameters and buffers, ``draws`` says that it draws random numbers.
+    """
+
+    layer: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    draws: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A model as a graph that is planned and run: as it was captured, or after ``rewrites``.
+
+    ``nodes`` are all nodes but placeholders and output, by name, in the order in which they run. Made by
+    `placer.program.lower`.
+    """
+
+    captured: Captured
+    graph: fx.Graph  # never changed
+    nodes: Mapping[str, NodeInfo]
+    colocated: tuple[tuple[str, ...], ...]  # groups of nodes that must share a stage
+    written_inputs: tuple[str, ...]  # names of the tensor inputs that forward changes in place
+    rewrites: tuple[Rewrite, ...] = ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The caller's module."""
+        return self.captured.model
+
+    @property
+    def call(self) -> CallFormat:
+        """The call that was captured."""
+        return self.captured.call
+
+    @functools.cached_property
+    def order(self) -> tuple[str, ...]:
+        """The names of the nodes, in the order in which they run."""
+        return tuple(self.nodes)
+
+    @functools.cached_property
+    def layers(self) -> Mapping[str, str]:
+        """The path of the module whose code ran each node, by the node's name."""
+        return {name: each.layer for name, each in self.nodes.items()}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of what was captured and of the rewrites, the same in every process."""
+        own = self.captured.fingerprint
+        if not self.rewrites:
+            return own
+        rewrites = json.dumps([[x.name, dict(x.settings)] for x in self.rewrites], sort_keys=True)
+        return hashlib.sha256(f"{own} {rewrites}".encode()).hexdigest()
+
+
 def example_numbers(call: CallFormat) -> dict[str, int | float]:
     """The numbers of the captured call among those that may be others in other calls, by name."""
     pairs = zip(call.leaf_names, call.constants, strict=True)
     return {name: c.value for name, c in pairs if isinstance(c, AnyNumber)}
 
 
-def read_state(program: Program, rows: int | None) -> list[Any]:
-    """The present values of ``program.state`` for a slice of ``rows`` rows; numbers in the call are its own.
+def read_state(captured: Captured, rows: int | None) -> list[Any]:
+    """The present values of ``captured.state`` for a slice of ``rows`` rows; numbers in the call are its own.
 
     Tensors may have fewer rows, if they were left by a smaller batch.
     """
-    leaves = example_numbers(program.call)
-    values = [each.read(program.model, leaves) for each in program.state]
+    leaves = example_numbers(captured.call)
+    values = [each.read(captured.model, leaves) for each in captured.state]
     return [
         value
         if each.batch_dim is None or rows is None or value.size(each.batch_dim) <= rows
         else value.narrow(each.batch_dim, 0, rows)
-        for each, value in zip(program.state, values, strict=True)
+        for each, value in zip(captured.state, values, strict=True)
     ]
 
 

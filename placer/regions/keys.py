@@ -23,7 +23,7 @@ def region_keys(program: Program, recomputed: Collection[str], offloaded: Collec
     """
     keys: list[RegionKey | None] = []
     for name in program.order:
-        layer = program.layer_of[name]
+        layer = program.nodes[name].layer
         again, away = _outermost(layer, recomputed), _outermost(layer, offloaded)
         if again is None and away is None:
             keys.append(None)
@@ -58,8 +58,8 @@ def _no_region_ends(program: Program) -> Callable[[Sequence[int], int], bool]:
     None may end there if the group has a constant, or if nodes after the position write to parameters or
     buffers: when the nodes before it run again, they would read the written values.
     """
-    writers = {i for i, name in enumerate(program.order) if name in program.mutated_state_of}
-    constants = {i for i, name in enumerate(program.order) if name in program.constants}
+    writers = {i for i, each in enumerate(program.nodes.values()) if each.writes}
+    constants = {i for i, name in enumerate(program.order) if name in program.captured.constants}
 
     def cannot_end(group: Sequence[int], position: int) -> bool:
         return any(i in constants or (i >= position and i in writers) for i in group)
@@ -75,9 +75,8 @@ def _groups(program: Program) -> tuple[list[list[int]], set[int]]:
     position = {name: i for i, name in enumerate(program.order)}
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
-    unsafe = {
-        i for i, name in enumerate(program.order) if program.layer_of[name] in program.changing
-    }
+    changing = program.captured.changing
+    unsafe = {i for i, each in enumerate(program.nodes.values()) if each.layer in changing}
     for names in program.colocated:
         if any(source.name in inputs for n in names for source in nodes[n].all_input_nodes):
             unsafe |= {position[name] for name in names}

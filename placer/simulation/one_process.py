@@ -29,7 +29,7 @@ def run_process(call: FakeCall) -> Timeline:
         placed = place_model(call.model, program, plan, rows)
         runtime = runtime_of(placed)
         home = {name: rows[0][stage] for name, stage in runtime.staged.state_stage.items()}
-        watch = _StepWatch(Attribution(runtime.staged.stages, program.layer_of))
+        watch = _StepWatch(Attribution(runtime.staged.stages, program.layers))
         ledger = Ledger(watch.where, kernels=lambda place: device_type(call.run_on or place))
         for kind, named in (
             ("parameter", placed.named_parameters(remove_duplicate=False)),

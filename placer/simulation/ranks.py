@@ -102,7 +102,7 @@ def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
         first, timeline = ran[role.key]
         if first is not role:
             renamed = dict(zip(first.names, role.names, strict=True))
-            timeline = rename_nodes(timeline, renamed, call.program.layer_of)
+            timeline = rename_nodes(timeline, renamed, call.program.layers)
         found.append(DeviceTimeline(timeline, _RANK))
     return found
 
@@ -186,7 +186,7 @@ class _FakeReplica:
         """
         call, plan, staged, slices = self._call, self._plan, self._staged, self._slices
         kind = device_type(device)
-        attribution = Attribution(staged.stages, call.program.layer_of)
+        attribution = Attribution(staged.stages, call.program.layers)
         ledger = RankLedger(attribution.where, kernels=lambda _: kind)
         with call.running():
             part = build_part(call.model, staged, self._ownership, assignment.device_index, _CPU)

@@ -49,7 +49,7 @@ def find_role(
     """
     me = assignment.device_index
     holders = [ownership.holders[ownership.first_name[name]] for name in ownership.names[me]]
-    if program.conditions.guess.others or any(c.staged is not staged for c in crossings):
+    if program.captured.conditions.guess.others or any(c.staged is not staged for c in crossings):
         return Role(key=(assignment.rank,), names=())
     different = {id(each): each for each in crossings}
     numbers = _Numbers(program)
@@ -93,7 +93,7 @@ class _Numbers:
             [
                 self._operation(self._graph[name])
                 for name in plan.stages[index].nodes
-                if name not in program.constants
+                if name not in program.captured.constants
             ],
             [self._node(name) for name in code.outputs],
             [self._segment(segment) for segment in code.segments],

@@ -69,7 +69,7 @@ class FakeCall:
 
     def running(self) -> AbstractContextManager[object]:
         """In this block, fake tensors are made, and code that reads their values gets guesses."""
-        return self._converter.running(self.program.conditions.guess)
+        return self._converter.running(self.program.captured.conditions.guess)
 
     def loss_fn(self, result: Any, target: Any = None) -> Tensor:
         """The loss, with its target copied."""

@@ -22,7 +22,7 @@ from benchmarks.baselines import (
 )
 from placer.cost import CostTable, device_kind, estimate_costs
 from placer.partition import DeviceSlot, PlanningOptions
-from placer.program import Program, capture_model
+from placer.program import Program, lower
 from placer.simulation import simulate_plan
 from placer.spec import PlacementSpec
 
@@ -30,7 +30,7 @@ Subject = tuple[Program, CostTable, torch.Tensor]
 
 
 def subject(model: nn.Module, x: torch.Tensor) -> Subject:
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     return program, estimate_costs(program, [x], kernels="cuda"), x
 
 

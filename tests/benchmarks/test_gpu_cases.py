@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu_cases import GPUCase, capped_case, case_plan
-from placer.program import capture_model
+from placer.program import lower
 
 ROW = {"model": "U-Net", "edge": 224, "offload": "auto", "planned_for": 16}
 
@@ -15,7 +15,7 @@ def test_a_capped_step_is_planned_with_its_recorded_regions() -> None:
     plain = GPUCase(family="U-Net", build=case.build)
     with torch.device("meta"):
         model, x = case.build()
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     found, kept = (case_plan(program, [x], which) for which in (case, plain))
     assert len(found.stages[0].regions) == 13  # of recorded_regions.json
     assert found.stages[0].regions == case.regions

@@ -18,7 +18,7 @@ import placer
 from benchmarks.allocator import allocator_peaks
 from placer.cost import CostEstimates, find_loss
 from placer.plan.store import plan_from_json, plan_to_json
-from placer.program import capture_model
+from placer.program import lower
 from placer.simulation.judge import JudgingPlanner
 from placer.spec.loss import LOSSES, LossSpec
 
@@ -131,7 +131,7 @@ def test_ranks_count_it_too(schedule: str, losses: Path) -> None:
     more = heavy.devices[1].peak - light.devices[1].peak
     assert more > 0.5 * (heavy.loss.nbytes - light.loss.nbytes) * in_flight
     # A plan of one process is judged again in a job, by the loss that it names.
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     alone = placer.make_plan(model, {**spec, "loss": DICE}, x)
     again = JudgingPlanner(program, [x], processes=True).judge(alone)
     assert again.devices[1].peak == pytest.approx(heavy.devices[1].peak, rel=0.1)
@@ -277,7 +277,7 @@ def test_a_target_needs_a_function() -> None:
 
 def test_plans_of_one_planner_share_a_run_with_the_loss(losses: Path) -> None:
     model, x = segmenter()
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     costs = CostEstimates(program)
     loss = find_loss(LossSpec.model_validate(DICE))
     assert costs([x], loss=loss) is costs([x], loss=loss)

@@ -15,7 +15,7 @@ from placer.cost import CostTable, Work, estimate_costs, with_fewer_rows, with_r
 from placer.cost.operations import Operation
 from placer.partition.stage_cost.score import stage_seconds, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 from placer.rates import CLASSES, DTYPES, Rate, Rates
 from placer.regions import RegionKey
 
@@ -23,7 +23,7 @@ H100 = CATALOGUE["h100"]
 
 
 def _costs(model: nn.Module, *args: Tensor, precision: str = "fp32") -> CostTable:
-    program = capture_model(model, args)
+    program = lower(model, args)
     leaves = flatten_call(program.call, args, {})
     return estimate_costs(program, leaves, precision=precision, kernels="cuda")
 

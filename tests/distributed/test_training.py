@@ -8,6 +8,7 @@ from pathlib import Path
 import distributed_cases as cases
 import norm_cases
 import pytest
+import rewritten
 import safetensors.torch
 import torch
 from jobs import Job
@@ -203,3 +204,12 @@ def test_deferred_statistics_of_one_stage_or_one_replica(job_of: Callable[[int],
 def test_a_layer_that_synchronises_itself_is_not_deferred(job_of: Callable[[int], Job]) -> None:
     messages = job_of(2).run(norm_cases.compile_synchronised)
     assert all("SyncBatchNorm" in message for message in messages)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+def test_a_plan_with_a_rewritten_graph(
+    job_of: Callable[[int], Job], shape: tuple[int, int]
+) -> None:
+    stages, replicas = shape
+    plan = rewritten.make_rewritten_plan(replicas=replicas, schedule="1F1B")
+    job_of(stages * replicas).run(rewritten.train_on_ranks, plan)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import placer
 from placer import CaptureError
-from placer.program import capture_model
+from placer.program import lower
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
 
@@ -205,7 +205,7 @@ def compiled(case: Case) -> placer.PlacedModule:
 
 
 def whole_layers(case: Case) -> list[str]:
-    return [each.layer for each in capture_model(model(case), (torch.randn(4, 8),)).whole_modules]
+    return [each.layer for each in lower(model(case), (torch.randn(4, 8),)).whole_modules]
 
 
 def is_recorded(case: Case) -> None:

@@ -21,7 +21,7 @@ from placer.executor.module import runtime_of
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place
 from placer.executor.place_model import place_model
-from placer.program import capture_model
+from placer.program import lower
 
 CALLER = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def _place(model: nn.Module, x: Tensor, spec: dict[str, Any]) -> placer.PlacedMo
         ]
         for replica in range(plan.replicas)
     ]
-    return place_model(model, capture_model(model, (x,)), plan, places)
+    return place_model(model, lower(model, (x,)), plan, places)
 
 
 def _move(placed: placer.PlacedModule) -> dict[str, torch.device]:

@@ -125,9 +125,9 @@ def test_what_a_call_keeps_is_what_the_next_call_reads(
         assert spec is REPLICAS, error
         return
     captures: list[int] = []
-    capture = programs.capture_model
+    capture = programs.lower
     monkeypatch.setattr(
-        programs, "capture_model", lambda *a, **k: (captures.append(1), capture(*a, **k))[1]
+        programs, "lower", lambda *a, **k: (captures.append(1), capture(*a, **k))[1]
     )
     for number in range(6):
         inputs, found = torch.randn(6, 4, dtype=torch.float64), []

@@ -81,7 +81,7 @@ def _equal(make: Callable[[], nn.Module], spec: dict[str, Any], calls: list[Any]
     x = torch.randn(8, 6, dtype=torch.float64)
     mine = copy.deepcopy(plain)
     placed = placer.compile(mine, spec, _arguments(placed_input(x), mine, calls[0]), run_on="cpu")
-    counts, capture = [0], programs.capture_model
+    counts, capture = [0], programs.lower
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         counts[0] += 1
@@ -89,7 +89,7 @@ def _equal(make: Callable[[], nn.Module], spec: dict[str, Any], calls: list[Any]
 
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "capture_model", counted)
+        patch.setattr(programs, "lower", counted)
         for value in calls:
             results = []
             for model in (placed, plain):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import placer
 from placer.emit import emit_stages
 from placer.executor.distributed.job.ownership import build_part, find_ownership
-from placer.program import capture_model
+from placer.program import lower
 
 
 class RegisteredTwice(nn.Module):
@@ -30,7 +30,7 @@ def test_a_module_under_two_paths_keeps_what_is_called_by_one_of_them() -> None:
     spec = placer.PlacementSpec(
         devices=["cpu:0", "cpu:1"], layers={"first": "cpu:0", "head": "cpu:1"}
     )
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     staged = emit_stages(program, placer.make_plan(model, spec, x))
     ownership = find_ownership(model, staged, (0, 1))
     parts = [build_part(model, staged, ownership, i, torch.device("cpu")) for i in (0, 1)]

@@ -20,7 +20,7 @@ import placer
 from placer import PlacementSpec
 from placer.executor import program_cache as programs
 from placer.executor.module import runtime_of
-from placer.program import capture_model
+from placer.program import lower
 
 D = torch.float64
 
@@ -237,9 +237,9 @@ class ExpandsRows(nn.Module):
 
 def test_a_single_row_that_is_an_exception_does_not_make_a_model_one_node() -> None:
     model = nn.Sequential(ExpandsRows(), nn.Linear(2, 2)).double()
-    program = capture_model(model, (torch.randn(1, 3, 4, dtype=D),))
-    assert not program.whole_modules
-    assert "another batch size" in program.fixed_batch_reason
+    program = lower(model, (torch.randn(1, 3, 4, dtype=D),))
+    assert not program.captured.whole_modules
+    assert "another batch size" in program.captured.fixed_batch_reason
     placed = _place(model, torch.randn(1, 3, 4, dtype=D))
     for rows in (1, 4, 2):
         _same(placed, model, torch.randn(rows, 3, 4, dtype=D))
@@ -248,7 +248,7 @@ def test_a_single_row_that_is_an_exception_does_not_make_a_model_one_node() -> N
 def test_sizes_that_change_nothing_share_the_captured_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(programs, "capture_model", None)  # a second capture would fail
+    monkeypatch.setattr(programs, "lower", None)  # a second capture would fail
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2)
     ).double()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import placer
 from placer.planner.build import build_plan
-from placer.program import capture_model
+from placer.program import lower
 from placer.spec import PlacementSpec
 
 _WIDTH = 16
@@ -103,7 +103,7 @@ def test_no_placement_is_below_the_bound(case: tuple[nn.Module, dict[str, Any], 
     """With nodes anywhere and devices repeated in any order, the bound is below all peaks."""
     model, spec_data, homes = case
     spec, x = PlacementSpec(**spec_data), torch.randn(6, _WIDTH)
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     bound = build_plan(program, spec, [x]).optimality.lower_bound
     names = [device.name for device in spec.devices]
     pins = {node: names[homes[i % len(homes)]] for i, node in enumerate(program.order)}

@@ -17,7 +17,7 @@ from placer.partition import DeviceSlot, candidate
 from placer.partition.arrange import device_chains
 from placer.partition.stage_cost import order_bytes, pending_gradients, received
 from placer.planner.devices import device_slot
-from placer.program import capture_model
+from placer.program import lower
 from placer.program.fake_mode import FakeMode
 
 
@@ -39,7 +39,7 @@ class Scan(nn.Module):
 
 def _costs(length: int) -> CostTable:
     x = torch.randn(2, length, 4)
-    return estimate_costs(capture_model(Scan(), (x,)), [x], kernels="cuda")
+    return estimate_costs(lower(Scan(), (x,)), [x], kernels="cuda")
 
 
 def _slots(*memory: str) -> list[DeviceSlot]:

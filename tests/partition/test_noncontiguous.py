@@ -24,7 +24,7 @@ from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.shared import SharedPeaks
 from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.partition.units import program_order, unit_graph
-from placer.program import capture_model
+from placer.program import lower
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 
@@ -77,7 +77,7 @@ def test_devices_come_again_at_cuts_that_a_placement_was_not_rated_with() -> Non
     """A placement found near thinned cuts has tables for its own cuts only."""
     with torch.device("meta"):
         model, x = _unet(), torch.empty(1, 1, 32, 32, 32)
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     costs = estimate_costs(program, [x])
     kind = device_kind("cpu:0", None)
     slots = [DeviceSlot(name=name, kind=kind, budget=None, reserve=0) for name in DEVICES]
@@ -96,7 +96,7 @@ def test_devices_come_again_at_cuts_that_a_placement_was_not_rated_with() -> Non
 def test_the_same_nodes_on_other_devices_are_other_stages() -> None:
     with torch.device("meta"):
         model, x = _unet(), torch.empty(1, 1, 16, 16, 16)
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     kind = device_kind("cpu:0", None)
     slots = [DeviceSlot(name=name, kind=kind, budget=None, reserve=0) for name in DEVICES]
     units, options = unit_graph(program), PlanningOptions(objective="memory")
@@ -291,7 +291,7 @@ def test_a_stage_runs_its_branches_in_program_order() -> None:
     """Its peak was recorded in that order; a value's first reader decides which gradients are pending."""
     with torch.device("meta"):
         model, x = Inception(4), torch.empty(4, 8, 16, 16)
-    place = {node: i for i, node in enumerate(capture_model(model, (x,)).order)}
+    place = {node: i for i, node in enumerate(lower(model, (x,)).order)}
     for count in (2, 3):
         devices = [f"cpu:{i}" for i in range(count)]
         plan = assert_valid_plan(model, {"devices": devices, "objective": "memory"}, (x,))

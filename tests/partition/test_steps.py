@@ -21,7 +21,7 @@ from placer.partition.steps import StepClock
 from placer.partition.units import program_order, unit_graph
 from placer.planner.devices import device_slot
 from placer.planner.resolve import microbatch_inputs, microbatch_rows, planning_options
-from placer.program import Program, capture_model
+from placer.program import Program, lower
 from placer.spec import PlacementSpec
 
 
@@ -30,7 +30,7 @@ class Case:
 
     def __init__(self, model: nn.Module, x: Tensor, processes: bool, spec: dict[str, Any]) -> None:
         with captured_once():
-            self.program: Program = capture_model(model, (x,))
+            self.program: Program = lower(model, (x,))
         self.spec = PlacementSpec.model_validate(spec)
         sizes = microbatch_rows(self.program, [x], 1, int(self.spec.microbatches))
         self.options: PlanningOptions = planning_options(self.spec, sizes, processes=processes)

@@ -18,7 +18,7 @@ from placer.partition.stage_cost.rectangles import NEVER, Rectangles
 from placer.partition.stage_cost.tables import _Builder
 from placer.planner.devices import device_slot
 from placer.planner.resolve import planning_options
-from placer.program import capture_model
+from placer.program import lower
 
 WIDTH = 9
 
@@ -110,7 +110,7 @@ def test_stages_cost_what_they_did_when_they_were_chosen(
     spec = placer.load_spec(
         {"devices": ["cuda:0", "cuda:1", "cuda:2"], "objective": "memory", "schedule": "1F1B"}
     )
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     rows = x[: 4 // microbatches]
     costs = estimate_costs(program, [rows], kernels="cuda")
     options = planning_options(spec, [len(rows)] * microbatches, processes=processes)

@@ -11,7 +11,7 @@ from torch import nn
 import placer
 from placer.errors import PlanError
 from placer.plan.check import check_plan
-from placer.program import capture_model
+from placer.program import lower
 
 
 class Net(nn.Module):
@@ -40,7 +40,7 @@ SPEC = {
 
 
 def test_stages_in_an_order_that_would_compute_something_else_are_refused() -> None:
-    program = capture_model(Net(), (X,))
+    program = lower(Net(), (X,))
     plan = placer.make_plan(Net(), SPEC, X)
     check_plan(plan, program)
     ordered = [name for stage in plan.stages for name in stage.nodes]
@@ -57,7 +57,7 @@ def test_stages_in_an_order_that_would_compute_something_else_are_refused() -> N
 
 
 def test_stages_that_do_not_have_every_node_once_are_refused() -> None:
-    program = capture_model(Net(), (X,))
+    program = lower(Net(), (X,))
     plan = placer.make_plan(Net(), SPEC, X)
     first, *others = plan.stages
     for nodes, said in [(first.nodes[1:], "on no stage"), (first.nodes * 2, "more than one stage")]:

@@ -13,7 +13,7 @@ import placer
 from placer.cost import CostEstimates, estimate, with_fewer_rows
 from placer.planner import activation_policy
 from placer.planner.remedies import memory_needed, misfit_error
-from placer.program import capture_model
+from placer.program import lower
 from placer.simulation import judge
 from placer.simulation.judge import JudgingPlanner
 
@@ -45,7 +45,7 @@ def _spec(memory: int, **fields: Any) -> placer.PlacementSpec:
 
 
 def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
-    program = capture_model(MODEL, (X,))
+    program = lower(MODEL, (X,))
     peak = max(
         d.peak for d in JudgingPlanner(program, [X])(_spec(2**40, objective="memory")).devices
     )
@@ -66,7 +66,7 @@ def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
 
 
 def test_a_plan_is_dry_run_once(runs: Counter[str]) -> None:
-    program = capture_model(MODEL, (X,))
+    program = lower(MODEL, (X,))
     peak = max(
         d.peak for d in JudgingPlanner(program, [X])(_spec(2**40, objective="memory")).devices
     )
@@ -92,19 +92,19 @@ def test_auto_policies_take_no_more_plans_where_everything_fits(
         activation_policy, "_Search", lambda *a, **k: searches.append(a) or search(*a, **k)
     )
     both = {"devices": ["cpu:0", "cpu:1"], "checkpoint": "auto", "offload": "auto"}
-    make = JudgingPlanner(capture_model(MODEL, (X,)), [X])
+    make = JudgingPlanner(lower(MODEL, (X,)), [X])
     assert make(placer.load_spec(both | fields)).fits
     assert len(plans) == 1 and not searches
 
 
 def test_what_is_offloaded_is_run_for_only_where_something_is(runs: Counter[str]) -> None:
-    assert JudgingPlanner(capture_model(MODEL, (X,)), [X])(_spec(2**40, offload="auto")).fits
+    assert JudgingPlanner(lower(MODEL, (X,)), [X])(_spec(2**40, offload="auto")).fits
     assert runs["cost"] == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_the_guessed_costs_of_fewer_rows_are_a_little_below_a_run_s(rows: int) -> None:
-    program = capture_model(MODEL, (X,))
+    program = lower(MODEL, (X,))
     exact = CostEstimates(program)
     whole, few = exact([X], kernels="cuda"), exact([X[:rows]], kernels="cuda")
     guess = with_fewer_rows(whole, rows / len(X))
@@ -116,7 +116,7 @@ def test_the_guessed_costs_of_fewer_rows_are_a_little_below_a_run_s(rows: int) -
 
 
 def test_a_guess_makes_no_run(runs: Counter[str]) -> None:
-    make = JudgingPlanner(capture_model(MODEL, (X,)), [X])
+    make = JudgingPlanner(lower(MODEL, (X,)), [X])
     make(_spec(2**40))
     runs.clear()
     guessed = make.rough_plan(_spec(2**40, microbatches=4))

@@ -10,7 +10,7 @@ import placer
 from placer.cost import CostEstimates
 from placer.planner.cut_limits import measure_limits
 from placer.planner.remedies import find_largest_node
-from placer.program import capture_model
+from placer.program import lower
 from placer.simulation.judge import JudgingPlanner
 
 
@@ -29,7 +29,7 @@ def test_the_largest_piece_needs_what_a_plan_says_of_its_stage(device: str, opti
             "optimizer": optimizer,
         }
     )
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     make = JudgingPlanner(program, [x])
     largest = find_largest_node(program, spec, [x], make)
     assert (largest.node, largest.with_loss) == ("_2", False)
@@ -45,7 +45,7 @@ def test_the_last_piece_has_the_loss() -> None:
     spec = placer.load_spec(
         {"devices": ["cuda:0", "cuda:1"], "layers": {"0": "cuda:0", "1": "cuda:1"}}
     )
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     make = JudgingPlanner(program, [x])
     largest = find_largest_node(program, spec, [x], make)
     assert largest.nbytes == make(spec).stages[1].memory.peak

@@ -19,7 +19,7 @@ from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecErro
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.assemble import _policy_notes
 from placer.planner.auto import faster_with_fewer
-from placer.program import capture_model
+from placer.program import lower
 from placer.quantities import parse_bytes
 from placer.report import verdict
 from placer.simulation.judge import JudgingPlanner
@@ -371,7 +371,7 @@ def test_a_verdict_does_not_depend_on_the_objective(
     edge, fields = (16, {"depth": 3, "width": 4}) if kind == "cpu" else (64, {"width": 16})
     with torch.device("meta"):
         model, x = unet3d(**fields), torch.empty(rows, 1, edge, edge, edge)
-    make = JudgingPlanner(capture_model(model, (x,)), [x])
+    make = JudgingPlanner(lower(model, (x,)), [x])
 
     def plan(memory: int, devices: int, objective: str) -> placer.Plan:
         names = [{"name": f"{kind}:{i}", "memory": memory} for i in range(devices)]
@@ -396,7 +396,7 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
     """With one micro-batch, another device only adds transfers; with eight, it shares the work."""
     with torch.device("meta"):
         model, x = unet3d(width=8), torch.empty(8, 1, 64, 64, 64)
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     make = JudgingPlanner(program, [x])
 
     def told(**fields: object) -> str:

@@ -16,7 +16,7 @@ from unet3d import unet3d
 
 import placer
 from placer.planner.remedies import memory_needed
-from placer.program import capture_model
+from placer.program import lower
 from placer.simulation.judge import JudgingPlanner
 
 MODEL = unet3d(width=4, depth=3)
@@ -121,7 +121,7 @@ def test_no_change_is_tried_where_the_reserve_leaves_no_room() -> None:
 def test_the_memory_that_is_said_to_be_needed_suffices(reserve: str) -> None:
     x = torch.randn(4, 1, 8, 8)
     spec = placer.load_spec(_two_devices("2KiB", reserve=reserve))
-    needed = memory_needed(spec, JudgingPlanner(capture_model(ConvNet(), (x,)), [x]))
+    needed = memory_needed(spec, JudgingPlanner(lower(ConvNet(), (x,)), [x]))
     match = re.match(r"devices of (\S+ \S+) ", needed)
     assert match
     assert placer.make_plan(ConvNet(), _two_devices(match[1], reserve=reserve), x).fits

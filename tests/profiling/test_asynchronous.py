@@ -18,7 +18,7 @@ from placer.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import NodeTimes, calibration, measure_nodes
 from placer.profiling.clocks import CudaClock, time_call
 from placer.profiling.profile import _with_profile
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 from placer.rates import Rate
 
 SMALL = {"relu": KERNEL, "addmm": KERNEL, "mm": KERNEL, "threshold_backward": KERNEL}
@@ -91,7 +91,7 @@ X = torch.randn(16, 8)
 
 def _measured(gpu: FakeGpu, clock: CudaClock, *, training: bool = True) -> NodeTimes:
     model = Net()
-    program = capture_model(model, (X,))
+    program = lower(model, (X,))
 
     def placed_step() -> None:
         model(X).sum().backward()
@@ -142,7 +142,7 @@ def test_a_queue_that_is_full_is_not_taken_for_a_slow_host(gpu: FakeGpu, clock: 
             return x
 
     model = Deep()
-    program = capture_model(model, (X,))
+    program = lower(model, (X,))
 
     def placed_step() -> None:
         for _ in range(60):
@@ -163,7 +163,7 @@ def test_without_training_there_is_only_forward(gpu: FakeGpu, clock: CudaClock) 
 
 
 def _plan(times: NodeTimes, path: Path, *devices: str, **fields: Any) -> placer.Plan:
-    program = capture_model(Net(), (X,))
+    program = lower(Net(), (X,))
     costs = estimate_costs(program, flatten_call(program.call, (X,), {}), kernels="cuda")
     kind = _with_profile(CATALOGUE["a100"], program, costs, times, "fp32")
     save_kind(kind_to_json(kind, device="x", device_type="cuda", torch="2", measured=""), path)

@@ -21,7 +21,7 @@ from placer.executor.runtime import Runtime
 from placer.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import memory
 from placer.profiling.memory import ComparedMemory, compare_memory
-from placer.program import capture_model, flatten_call
+from placer.program import flatten_call, lower
 
 MIB = 2**20
 HELD = 3 * MIB  # by the caller's own tensors
@@ -56,7 +56,7 @@ def test_peaks_are_of_the_steps_and_beside_the_plans(
 ) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     x = torch.randn(4, 3, 32, 32)
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     fake = Torch(monkeypatch, expandable=expandable)
     steps: list[str] = []
     for name in ("step_leaves", "call_leaves"):

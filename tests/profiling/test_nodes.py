@@ -22,7 +22,7 @@ from placer.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import NodeTimes, measure_nodes, profile_model
 from placer.profiling.clocks import HostClock
 from placer.profiling.profile import with_measured_memory
-from placer.program import Program, capture_model, flatten_call
+from placer.program import Program, flatten_call, lower
 from placer.program.python_random import keep_random
 
 GIB = 2**30
@@ -57,7 +57,7 @@ def passing() -> Iterator[Passing]:
 
 
 def _captured(model: nn.Module, x: Tensor) -> tuple[Program, list[Tensor]]:
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     return program, flatten_call(program.call, (x,), {})
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program import capture_model
+from placer.program import lower
 from tests import models
 from tests.oracle import assert_same
 
@@ -112,11 +112,14 @@ def test_calls_before_leave_nothing_in_a_capture(middle: Any) -> None:
     for cached in (halves, table, triangle, ByHand.static, ByHand.bound):
         cached.cache_clear()
     model, x = Net(middle).double(), torch.randn(6, 4, dtype=torch.float64)
-    captures = [capture_model(model, (x,)), capture_model(model, (x,))]
+    captures = [lower(model, (x,)), lower(model, (x,))]
     expected = model(x)  # also: what was computed without data is not found now
-    captures.append(capture_model(model, (x,)))
+    captures.append(lower(model, (x,)))
     assert len({program.fingerprint for program in captures}) == 1
-    assert not any(program.whole_modules or program.fixed_batch_reason for program in captures)
+    assert not any(
+        program.captured.whole_modules or program.captured.fixed_batch_reason
+        for program in captures
+    )
     torch.testing.assert_close(model(x), expected)
     said = {"x": {"batch_dim": 0}}  # some mix the rows of the batch
     assert_same(model, {**DEVICES, "microbatches": 3, "inputs": said}, (x,))
@@ -129,9 +132,9 @@ def test_what_a_cache_holds_is_kept_where_it_depends_on_no_run() -> None:
 
     registry()["scale"] = 3
     model, x = Net(lambda y: y * registry()["scale"]), torch.randn(6, 4)
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     assert registry() == {"scale": 3}
-    assert not program.whole_modules
+    assert not program.captured.whole_modules
     assert registry.cache_info().currsize == 1
 
 
@@ -140,7 +143,7 @@ def test_what_a_cache_holds_is_kept_where_it_depends_on_no_run() -> None:
 )
 def test_no_tensor_without_data_stays_in_global_variables(middle: Any) -> None:
     model, x = Net(middle).double(), torch.randn(6, 4, dtype=torch.float64)
-    captures = [capture_model(model, (x,)), capture_model(model, (x,))]
+    captures = [lower(model, (x,)), lower(model, (x,))]
     assert captures[0].fingerprint == captures[1].fingerprint
     assert not ByHand.tables
     assert _ones is None
@@ -202,7 +205,7 @@ class Einops(nn.Module):
 def test_a_model_with_einops() -> None:
     model, x = Einops().double(), torch.randn(4, 3, 16, 16, dtype=torch.float64)
     assert_one_fingerprint(model, (x,))
-    assert not capture_model(model, (x,)).whole_modules
+    assert not lower(model, (x,)).captured.whole_modules
     plan = placer.make_plan(model, DEVICES, (x,))
     assert placer.compile(model, plan, (x,), run_on="cpu")(x).shape == (4, 8)
     model(x[:2])
@@ -210,9 +213,9 @@ def test_a_model_with_einops() -> None:
 
 
 def assert_one_fingerprint(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    fingerprints = [capture_model(model, inputs).fingerprint for _ in range(2)]
+    fingerprints = [lower(model, inputs).fingerprint for _ in range(2)]
     model(*inputs)
-    fingerprints.append(capture_model(model, inputs).fingerprint)
+    fingerprints.append(lower(model, inputs).fingerprint)
     assert len(set(fingerprints)) == 1
 
 
@@ -258,9 +261,9 @@ def with_positions(first: nn.Module) -> nn.Sequential:
 def test_a_cache_of_constants_keeps_no_module_whole() -> None:
     torch.manual_seed(0)
     plain, x = with_positions(Positions()), torch.randn(2, 2, 6, 8, dtype=torch.float64)
-    program = capture_model(plain, (x,))
-    assert not program.whole_modules
-    assert capture_model(plain, (x,)).fingerprint == program.fingerprint
+    program = lower(plain, (x,))
+    assert not program.captured.whole_modules
+    assert lower(plain, (x,)).fingerprint == program.fingerprint
     assert plain[0].grid is None
     placed = placer.compile(with_positions(Positions()), DEVICES, (x,), run_on="cpu")
     placed.load_state_dict(plain.state_dict())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
 import placer
-from placer.program import capture_model
+from placer.program import lower
 
 D = torch.float64
 TWO = {"devices": ["cpu:0", "cpu:1"]}
@@ -161,8 +161,8 @@ def test_a_model_that_cannot_be_recorded_is_one_piece() -> None:
     spec = TWO | {"replicas": 2, "inputs": {"x": {"batch_dim": 0}}}
     placed = assert_same(LooksAtValues().double(), spec, (x,), scheduled=False)
     assert len(placed.plan.stages) == 1
-    program = placer.api.capture_model(LooksAtValues(), (x.float(),))
-    (whole,) = program.whole_modules
+    program = placer.api.lower(LooksAtValues(), (x.float(),))
+    (whole,) = program.captured.whole_modules
     assert whole.layer == ""
     assert "test_calls.py:" in whole.location
 
@@ -274,8 +274,8 @@ class Selecting(nn.Module):
 def test_sizes_that_values_decide_are_guessed_and_stay_those_of_the_values() -> None:
     outer = Outer(Selecting()).double()
     boxes, scores = torch.rand(5, 4, dtype=D).cumsum(1), torch.rand(5, dtype=D)
-    program = capture_model(outer, (boxes.to("meta"), scores.to("meta")))
-    assert [whole.layer for whole in program.whole_modules] == ["select"]
+    program = lower(outer, (boxes.to("meta"), scores.to("meta")))
+    assert [whole.layer for whole in program.captured.whole_modules] == ["select"]
     placed = placer.compile(outer, TWO, (boxes, scores))
     for found, expected in zip(placed(boxes, scores), outer(boxes, scores), strict=True):
         assert_close(found, expected, "result")
@@ -332,8 +332,8 @@ class Routed(nn.Module):
 
 def test_control_flow_over_constants_is_followed() -> None:
     x = torch.randn(3, 4, dtype=D)
-    program = capture_model(Routed().double(), (x,))
-    assert not program.whole_modules
+    program = lower(Routed().double(), (x,))
+    assert not program.captured.whole_modules
     assert {layer for layer in program.layer_of.values() if layer} == {
         "layers.0",
         "layers.2",
@@ -346,7 +346,7 @@ def test_control_flow_over_constants_is_followed() -> None:
 def test_control_flow_over_what_is_written_stays_whole(writes: str) -> None:
     x = torch.randn(3, 4, dtype=D)
     model = Routed(writes=writes).double()
-    assert [whole.layer for whole in capture_model(model, (x,)).whole_modules] == [""]
+    assert [whole.layer for whole in lower(model, (x,)).captured.whole_modules] == [""]
     assert model.active[0, 1] == 0
     placed = placer.compile(model, TWO, x)
     for _ in range(2):

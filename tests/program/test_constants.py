@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 import placer
-from placer.program import capture_model
+from placer.program import lower
 from tests.oracle import assert_same
 
 SPEC = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
@@ -60,9 +60,9 @@ class PointNet(nn.Module):
 
 def test_pointnet() -> None:
     model, x = PointNet().double(), torch.randn(4, 3, 7, dtype=F64)
-    program = capture_model(model, (x,))
-    assert not program.whole_modules
-    assert not program.fixed_batch_reason
+    program = lower(model, (x,))
+    assert not program.captured.whole_modules
+    assert not program.captured.fixed_batch_reason
     assert_same(model, {**SPEC, "layers": {"stn.fc1": "cpu:0", "stn.fc2": "cpu:1"}}, (x,))
 
 
@@ -112,10 +112,10 @@ def written(x: Tensor) -> Tensor:
 )
 def test_they_keep_no_module_whole(function: Callable[[Tensor], Tensor]) -> None:
     model, x = Nested(function).double(), torch.randn(4, 4, dtype=F64)
-    program = capture_model(model, (x,))
-    assert not program.whole_modules
-    assert not program.fixed_batch_reason
-    again = capture_model(model, (x,))
+    program = lower(model, (x,))
+    assert not program.captured.whole_modules
+    assert not program.captured.fixed_batch_reason
+    again = lower(model, (x,))
     assert again.fingerprint == program.fingerprint
     assert_same(
         model, {**SPEC, "microbatches": 1 if function in (array_indices, written) else 2}, (x,)
@@ -143,7 +143,7 @@ def written_before(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [of_the_batch, number_of_rows, listed_rows, written_before])
 def test_what_the_batch_or_a_write_decides_is_no_constant(function: Any) -> None:
     model, x = Nested(function).double(), torch.randn(4, 4, dtype=F64)
-    assert [whole.layer for whole in capture_model(model, (x,)).whole_modules] == ["inner"]
+    assert [whole.layer for whole in lower(model, (x,)).captured.whole_modules] == ["inner"]
     if function in (of_the_batch, written_before):
         assert_same(model, SPEC, (x,))
     else:

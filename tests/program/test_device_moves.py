@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import placer
 from placer.cli.main import app
 from placer.errors import CaptureError
-from placer.program import IgnoreDeviceMoves, capture_model
+from placer.program import IgnoreDeviceMoves, lower
 from tests.oracle import assert_same
 
 SPEC = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
@@ -86,7 +86,7 @@ def test_a_model_split_by_hand_names_its_line(cls: type[nn.Module], shape: tuple
     lines, start = inspect.getsourcelines(cls)
     line = start + next(i for i, text in enumerate(lines) if "# the second device" in text)
     with pytest.raises(CaptureError) as raised:
-        capture_model(make(cls), (torch.zeros(shape, dtype=torch.float64),))
+        lower(make(cls), (torch.zeros(shape, dtype=torch.float64),))
     assert "cuda:0" in raised.value.problem
     assert f"cuda:1 ({__file__}:{line})" in raised.value.problem
     assert "ignore_device_moves=True" in raised.value.remedy

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import placer
 import placer.executor.program_cache
 import placer.program.record
-from placer.program import capture_model
+from placer.program import lower
 
 SPEC: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
 
@@ -113,13 +113,16 @@ KEEPING = [Grid, Bias, New, Hooked]
 
 def test_hooks_that_forward_installs_are_part_of_it() -> None:
     model, x = net(Hooked()), batch(4, 6, 8)
-    captures = [capture_model(model, (x,)), capture_model(model, (x,))]
+    captures = [lower(model, (x,)), lower(model, (x,))]
     model(x)
-    captures.append(capture_model(model, (x,)))
-    captures.append(capture_model(copy.deepcopy(model), (x[:2],)))
+    captures.append(lower(model, (x,)))
+    captures.append(lower(copy.deepcopy(model), (x[:2],)))
     assert len({program.fingerprint for program in captures}) == 1
     assert len({str(program.graph) for program in captures}) == 1
-    assert not any(program.whole_modules or program.fixed_batch_reason for program in captures)
+    assert not any(
+        program.captured.whole_modules or program.captured.fixed_batch_reason
+        for program in captures
+    )
 
 
 def trained(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
@@ -154,7 +157,7 @@ def test_a_placed_model_equals_the_plain_one_whatever_was_called_before(
         model(x)
     placed = placer.compile(model, SPEC, batch(4, 6, 8))
     recorded: list[None] = []
-    for name in ("capture_model", "same_program"):
+    for name in ("lower", "same_program"):
         original = getattr(placer.executor.program_cache, name)
         monkeypatch.setattr(
             placer.executor.program_cache,
@@ -345,7 +348,7 @@ def test_a_hook_of_the_user_keeps_its_module_whole() -> None:
     model = net(Hooked())
     model(batch(4, 6, 8))
     model[0][1].layers[1].register_forward_hook(lambda module, args, result: result * 0.5)
-    whole = capture_model(model, (batch(4, 6, 8),)).whole_modules
+    whole = lower(model, (batch(4, 6, 8),)).whole_modules
     assert "0.1" in [module.layer for module in whole]
 
 
@@ -366,7 +369,7 @@ def test_nothing_is_recorded_for_tensors_that_only_the_constructor_sets(
     monkeypatch.setattr(
         placer.program.record, "run_once", lambda *a, **k: runs.append(None) or run_once(*a, **k)
     )
-    capture_model(net(Fixed()), (batch(4, 6, 8),))
+    lower(net(Fixed()), (batch(4, 6, 8),))
     assert len(runs) == 2  # for the batch, and for twice the batch
 
 

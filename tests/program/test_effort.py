@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import placer
 from placer.emit import emit_stages, node_lines
 from placer.executor.attribution import Attribution
-from placer.program import capture_model
+from placer.program import lower
 
 
 class Block(nn.Module):
@@ -54,28 +54,28 @@ def test_random_generators_are_not_looked_at_around_every_module(
     counts = []
     for depth in (2, 12):
         found.clear()
-        capture_model(nn.Sequential(*[Block() for _ in range(depth)]), (torch.randn(2, 4),))
+        lower(nn.Sequential(*[Block() for _ in range(depth)]), (torch.randn(2, 4),))
         counts.append(len(found))
     assert counts[0] == counts[1]
 
 
 def test_the_module_that_draws_is_found_all_the_same() -> None:
     model = nn.Sequential(Block(), nn.Sequential(Block(), Flips()), Block())
-    found = capture_model(model, (torch.randn(2, 4),)).whole_modules
+    found = lower(model, (torch.randn(2, 4),)).whole_modules
     assert [module.layer for module in found] == ["1.1"]
     assert "random numbers" in found[0].reason
 
 
 def test_a_module_that_draws_in_its_first_call_is_found() -> None:
     model = nn.Sequential(Block(), FlipsOnce())
-    found = capture_model(model, (torch.randn(2, 4),)).whole_modules
+    found = lower(model, (torch.randn(2, 4),)).whole_modules
     assert [module.layer for module in found] == ["1"]
     assert model[1].drawn is None
 
 
 def test_a_place_in_generated_code_has_the_node_of_its_line() -> None:
     model, x = nn.Sequential(*[Block() for _ in range(3)]), torch.randn(2, 4)
-    program = capture_model(model, (x,))
+    program = lower(model, (x,))
     (stage,) = emit_stages(program, placer.make_plan(model, {"devices": ["cpu"]}, x)).stages
     (segment,) = stage.segments
     places = Attribution([stage], program.layer_of)._places[id(segment.forward.__code__)]

@@ -11,7 +11,7 @@ from other_inputs import WAYS, Arguments, assert_equal_calls
 from torch import Tensor, nn
 
 from placer import CaptureError
-from placer.program import capture_model
+from placer.program import lower
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 
@@ -88,7 +88,7 @@ def test_a_model_that_is_an_encoder() -> None:
 
 def test_frozen_weights_have_the_fast_path_with_gradients_enabled() -> None:
     model = MODELS["encoder"]().double().eval().requires_grad_(False)
-    program = capture_model(model, CALLS[0]())
+    program = lower(model, CALLS[0]())
     assert any("fill_padding" in name for name in program.order)
 
 
@@ -100,4 +100,4 @@ class Nested(nn.Module):
 
 def test_nested_tensors_of_the_model_are_refused() -> None:
     with pytest.raises(CaptureError, match="cannot run this operator without data"):
-        capture_model(Nested(), (torch.randn(2, 6, 8), torch.randn(2, 5, 8)))
+        lower(Nested(), (torch.randn(2, 6, 8), torch.randn(2, 5, 8)))

@@ -12,7 +12,7 @@ from other_inputs import UNCUT, WAYS, Arguments, assert_equal_calls
 from torch import Tensor, nn
 
 from placer import CaptureError
-from placer.program import capture_model
+from placer.program import lower
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
 
@@ -190,4 +190,4 @@ class Hides(nn.Module):
 
 def test_a_hidden_module_of_torchscript_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"hidden\[0\]: is TorchScript"):
-        capture_model(Hides(), (torch.randn(4, 8),))
+        lower(Hides(), (torch.randn(4, 8),))

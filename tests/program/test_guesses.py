@@ -8,7 +8,7 @@ from other_inputs import UNCUT, WAYS, Arguments, assert_equal_calls
 from torch import Tensor, nn
 
 import placer
-from placer.program import capture_model
+from placer.program import lower
 
 
 class Inner(nn.Module):
@@ -89,8 +89,10 @@ def test_the_module_stays_whole(name: str, way: str) -> None:
     inner = KINDS[name]
     placed = assert_equal_calls(lambda: _like_units(Net(*inner)), [batch] * 3, way)
     assert (len(placed.plan.stages) > 1) == (way != "one device")
-    program = capture_model(Net(*inner).double(), batch())
-    assert [w.layer for w in program.whole_modules] == [f"inner.{i}" for i in range(len(inner))]
+    program = lower(Net(*inner).double(), batch())
+    assert [w.layer for w in program.captured.whole_modules] == [
+        f"inner.{i}" for i in range(len(inner))
+    ]
 
 
 def _like_units(model: Net) -> Net:
@@ -126,4 +128,4 @@ class Impossible(Inner):
 
 def test_what_fails_with_every_guess_is_an_error_that_names_the_line() -> None:
     with pytest.raises(placer.CaptureError, match=r"ValueError: always \(.*test_guesses.py:"):
-        capture_model(Net(Impossible), batch())
+        lower(Net(Impossible), batch())

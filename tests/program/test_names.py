@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program import capture_model
+from placer.program import lower
 
 
 class WorksOutOnce(nn.Module):
@@ -30,7 +30,7 @@ _CACHE: list[int] = []
 
 def test_a_graph_recorded_again_has_the_same_names() -> None:
     model, x = WorksOutOnce(), torch.zeros(2, 4)
-    first, second = capture_model(model, (x,)), capture_model(model, (x,))
+    first, second = lower(model, (x,)), lower(model, (x,))
     assert first.fingerprint == second.fingerprint
     assert first.order == second.order
     assert first.layer_of == second.layer_of
@@ -62,9 +62,9 @@ class MultipliesInSomeOrder(nn.Module):
 def test_the_order_in_which_sizes_are_multiplied_does_not_matter(axes: tuple[int, ...]) -> None:
     # Sets of strings have another order in every process; ranks compare their fingerprints.
     model, x = MultipliesInSomeOrder(), torch.randn(2, 3, 4, 5)
-    first = capture_model(model, (x,))
+    first = lower(model, (x,))
     other = type("MultipliesInSomeOrder", (MultipliesInSomeOrder,), {"axes": axes})()
-    second = capture_model(other, (x,))
+    second = lower(other, (x,))
     assert second.fingerprint == first.fingerprint
     assert second.order == first.order
     placed = placer.compile(other, {"devices": ["cpu:0"]}, (x,), run_on="cpu")

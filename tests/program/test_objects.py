@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import placer
 from placer.partition.units import unit_graph
-from placer.program import SELECTS, capture_model
+from placer.program import SELECTS, lower
 
 
 def test_a_class_of_a_function() -> None:
@@ -132,7 +132,7 @@ def test_fields_of_a_dataclass_go_to_the_stage_that_reads_them(device: str) -> N
 
 
 def test_a_dataclass_stays_on_the_stage_of_the_module_that_returned_it() -> None:
-    program = capture_model(ReadsFields(), [torch.randn(4, 4)])
+    program = lower(ReadsFields(), [torch.randn(4, 4)])
     units = dict(unit_graph(program).nodes(data="nodes"))
     inside = next(nodes for nodes in units.values() if program.order.index("inside") in nodes)
     names = [program.order[position] for position in inside]
@@ -141,7 +141,7 @@ def test_a_dataclass_stays_on_the_stage_of_the_module_that_returned_it() -> None
 
 
 def test_a_tensor_that_is_returned_twice_is_taken_from_its_first_place() -> None:
-    program = capture_model(ReadsFields(), [torch.randn(4, 4)])
+    program = lower(ReadsFields(), [torch.randn(4, 4)])
     taken = [node.args[1] for node in program.graph.nodes if node.target in SELECTS]
     assert taken == [0, 1, "hidden"]  # and not the field "logits", which is the same tensor as 0
 

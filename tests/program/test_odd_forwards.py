@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import placer
 from placer.executor import program_cache as programs
-from placer.program import capture_model, fake
+from placer.program import fake, lower
 
 SPEC = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "objective": "memory", "reserve": 0}
 
@@ -193,7 +193,7 @@ def test_packed_sequences_and_sparse_gradients(cell: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     args = torch.randint(11, (4, 6)), torch.tensor([3, 6, 1, 5])
     model = Reader(cell).double()
-    assert not capture_model(model, args).whole_modules
+    assert not lower(model, args).captured.whole_modules
     result = placer.verify(model, SPEC, args, run_on="cpu")
     assert result.ok, result.summary
 
@@ -206,7 +206,7 @@ def test_packed_sequences_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
         report = placer.simulate(model, spec, tuple(arg[:rows] for arg in args))
         assert report.step_ok
     placed = placer.compile(model, spec, args)
-    monkeypatch.setattr(programs, "capture_model", None)  # a second capture would fail
+    monkeypatch.setattr(programs, "lower", None)  # a second capture would fail
     assert torch.equal(placed(*args), model(*args))
 
 
@@ -320,4 +320,4 @@ class ReadsEveryRow(nn.Module):
 
 
 def test_many_reads_are_no_endless_loop() -> None:
-    assert capture_model(ReadsEveryRow(), [torch.randn(1_200, 8)]).conditions.guess.value == 0
+    assert lower(ReadsEveryRow(), [torch.randn(1_200, 8)]).captured.conditions.guess.value == 0

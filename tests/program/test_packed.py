@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import (
 
 import placer
 from placer import CaptureError
-from placer.program import capture_model
+from placer.program import lower
 
 
 class Tagger(nn.Module):
@@ -172,9 +172,9 @@ def test_code_that_depends_on_the_lengths_keeps_its_module_whole(
 ) -> None:
     calls = [tokens_and(torch.tensor(lengths)) for lengths in LENGTHS]
     assert_equal_calls(lambda: Around(inside), calls, way)
-    program = capture_model(Around(inside), calls[0]())
-    assert [w.layer for w in program.whole_modules] == ["inside"]
-    assert "lengths of packed sequences" in program.whole_modules[0].reason
+    program = lower(Around(inside), calls[0]())
+    assert [w.layer for w in program.captured.whole_modules] == ["inside"]
+    assert "lengths of packed sequences" in program.captured.whole_modules[0].reason
 
 
 class OfPacked(nn.Module):

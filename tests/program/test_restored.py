@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program import Program, capture_model
+from placer.program import Program, lower
 
 
 class Busy(nn.Module):
@@ -102,7 +102,7 @@ def test_the_model_is_as_it_was(end: Callable[[Tensor], Tensor], nested: bool) -
     before = state(model)
     captured: Program | None = None
     try:
-        captured = capture_model(model, (x,))
+        captured = lower(model, (x,))
     except placer.CaptureError as error:
         assert end in (fail, wrong_shapes) or (not nested and "it sets new" in str(error)), error
     except KeyboardInterrupt:
@@ -116,7 +116,7 @@ def test_the_model_is_as_it_was(end: Callable[[Tensor], Tensor], nested: bool) -
 
 def test_a_failure_names_the_line_and_not_torch() -> None:
     with pytest.raises(placer.CaptureError) as caught:
-        capture_model(Busy(wrong_shapes), (torch.randn(6, 4),))
+        lower(Busy(wrong_shapes), (torch.randn(6, 4),))
     text = str(caught.value)
     assert "test_restored.py:" in text
     assert "RuntimeError" in text

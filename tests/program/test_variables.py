@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from placer.executor.numbers import RecaptureWarning
-from placer.program import SettingsGuard, capture_model
+from placer.program import SettingsGuard, lower
 
 D = torch.float64
 SCALE = torch.tensor(1.5, dtype=D)
@@ -204,8 +204,10 @@ def test_a_number_that_is_another_in_every_call_is_not_captured_for_each(
 def test_only_variables_of_code_that_ran_are_guarded() -> None:
     net = Plain().double()
     net.other = unrelated  # type: ignore[assignment]
-    program = capture_model(net, call(), {})
-    names = {each.name for each in program.conditions.guards if isinstance(each, SettingsGuard)}
+    program = lower(net, call(), {})
+    names = {
+        each.name for each in program.captured.conditions.guards if isinstance(each, SettingsGuard)
+    }
     assert f"{__name__}.SETTINGS" in names
     assert f"{__name__}.UNRELATED" not in names
 

@@ -25,7 +25,7 @@ from placer.partition.stage_cost.optimizer import optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.planner import activation_policy
-from placer.program import capture_model
+from placer.program import lower
 from placer.regions import RegionBoundaries
 from placer.schedule import InFlight
 
@@ -192,10 +192,10 @@ def _everywhere(n: int) -> RegionBoundaries:
 def test_the_choice_is_the_best_of_all(share: float) -> None:
     """Against every way to cut the chain into kept and recomputed runs, judged by the formula."""
     model, args = _chain()
-    program = capture_model(model, args, {})
+    program = lower(model, args, {})
     costs = estimate_costs(program, args)
     n = len(costs.names)
-    layers = [program.layer_of[name] for name in costs.names]
+    layers = [program.nodes[name].layer for name in costs.names]
     kind = device_kind("cuda:0", "a100")
     kept = optimizer_bytes("sgd")
 

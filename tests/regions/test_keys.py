@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program import Program, capture_model
+from placer.program import Program, lower
 from placer.regions import region_keys
 
 
@@ -24,21 +24,21 @@ def _in(path: str, layer: str) -> bool:
 
 
 def test_the_outermost_layer_is_the_region() -> None:
-    program = capture_model(models.TiedTransformer(), (torch.randint(0, 17, (2, 6)),), {})
+    program = lower(models.TiedTransformer(), (torch.randint(0, 17, (2, 6)),), {})
     assert set(_labels(program, "blocks").values()) == {"blocks"}
     assert set(_labels(program, "blocks.0", "blocks.1").values()) == {"blocks.0", "blocks.1"}
 
 
 def test_a_write_may_follow_the_region_that_made_the_memory_but_not_begin_one() -> None:
     """bn's result is written to by relu: run again, bn makes it anew, and relu would read what it wrote."""
-    program = capture_model(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
+    program = lower(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
     assert "bn" in _labels(program, "bn")
     assert "relu" not in _labels(program, "relu")
     assert "bn" in _labels(program, "bn", "relu")
 
 
 def test_what_is_offloaded_has_all_nodes_that_share_written_memory() -> None:
-    program = capture_model(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
+    program = lower(models.InPlace(), (torch.randn(2, 2, 5, 5),), {})
     keys = region_keys(program, (), ("bn",))
     assert keys[program.order.index("bn")] is None
 
@@ -65,7 +65,7 @@ class Reads(nn.Module):
 
 def test_no_region_reads_state_that_is_written_after_it() -> None:
     """Run again, it would read what was written."""
-    program = capture_model(ReadsAndCounts(), (torch.randn(2, 4),), {})
+    program = lower(ReadsAndCounts(), (torch.randn(2, 4),), {})
     assert "mul" not in _labels(program, "reads")
 
 
@@ -82,7 +82,7 @@ class WritesToItsInput(nn.Module):
 
 def test_a_write_to_the_models_input_is_in_no_region() -> None:
     """Run again, it would read what it wrote."""
-    program = capture_model(WritesToItsInput(), (torch.randn(2, 4),), {})
+    program = lower(WritesToItsInput(), (torch.randn(2, 4),), {})
     assert set(_labels(program, "act", "hidden", "out")) == {"out"}
 
 

@@ -10,7 +10,7 @@ import torch
 from captured import captured_once
 from unet3d import unet3d
 
-from placer.program import capture_model
+from placer.program import lower
 from placer.report import verdict
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import load_spec
@@ -24,7 +24,7 @@ def planner() -> Callable[[bool], JudgingPlanner]:
     with torch.device("meta"):
         model, x = unet3d(width=16), torch.empty(8, 1, 64, 64, 64)
     with captured_once():
-        program = capture_model(model, (x,))
+        program = lower(model, (x,))
     return lambda processes: JudgingPlanner(program, [x], processes=processes)
 
 

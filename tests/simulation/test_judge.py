@@ -19,7 +19,7 @@ from placer.cost import estimate
 from placer.errors import BudgetError
 from placer.executor.distributed.job.assignment import Job
 from placer.planner.build import build_plan
-from placer.program import capture_model
+from placer.program import lower
 from placer.simulation import judge
 from placer.simulation.simulate import dry_run
 
@@ -147,7 +147,7 @@ def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device
         spec = placer.load_spec({"devices": [f"{device}:0", f"{device}:1"], **fields})
         if model is wide:
             spec = spec.model_copy(update={"checkpoint": (), "offload": ()})
-        program = capture_model(model, (x,))
+        program = lower(model, (x,))
         plan = build_plan(program, spec, [x])
         every = dry_run(program, plan, [x], once=False)
         made = dry_run(program, plan, [x])
@@ -168,7 +168,7 @@ def test_steps_of_a_rank_made_of_one_are_those_that_are_run(
 ) -> None:
     x = torch.empty(8, 8, 16, 16, device="meta")
     spec = placer.load_spec({"devices": [f"{device}:0", f"{device}:1"], **fields})
-    program = capture_model(chain(), (x,))
+    program = lower(chain(), (x,))
     plan = build_plan(program, spec, [x], processes=True)
     every = dry_run(program, plan, [x], processes=True, once=False)
     made = dry_run(program, plan, [x], processes=True)
@@ -177,7 +177,7 @@ def test_steps_of_a_rank_made_of_one_are_those_that_are_run(
 
 def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:
     """The allocator of the fuller rank reserves too much; its tensors alone would fit."""
-    program = capture_model(chain(), (X,))
+    program = lower(chain(), (X,))
     job = Job(rank=1, world_size=2, local_rank=1)
 
     def spec(nbytes: int) -> placer.PlacementSpec:
@@ -216,7 +216,7 @@ def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
 
 def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) -> None:
     """Also for every replica, whose devices correspond to those of the first one."""
-    program = capture_model(chain(), (X,))
+    program = lower(chain(), (X,))
     spec = placer.load_spec(spec_of(int(1.2 * peak), replicas=2))
     plain = build_plan(program, spec, [X])
     peaks = {d.device: d.peak for d in plain.devices[:2]}
@@ -230,7 +230,7 @@ def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) 
 
 
 def test_the_optimality_of_a_corrected_plan_is_that_of_whole_budgets(peak: int) -> None:
-    program, budget, beyond = capture_model(chain(), (X,)), int(1.5 * peak), int(0.4 * peak)
+    program, budget, beyond = lower(chain(), (X,)), int(1.5 * peak), int(0.4 * peak)
     spec = placer.load_spec(spec_of(budget))
     corrected = build_plan(program, spec, [X], corrections={d.name: beyond for d in spec.devices})
     assert corrected.fits

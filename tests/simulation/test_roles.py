@@ -12,7 +12,7 @@ from torch import nn
 
 import placer
 from placer.planner.build import build_plan
-from placer.program import capture_model
+from placer.program import lower
 from placer.simulation import ranks
 from placer.simulation.roles import Role
 from placer.simulation.simulate import dry_run
@@ -35,7 +35,7 @@ def chain(change: Callable[[nn.Sequential], object] = lambda layers: None) -> nn
 def plan_for(model: nn.Module, device: str = "cpu", **fields: Any) -> tuple[Any, placer.Plan]:
     names = [f"{device}:{i}" for i in range(STAGES)]
     layers = {str(i): name for i, name in enumerate(names)}
-    program = capture_model(model, (X,))
+    program = lower(model, (X,))
     spec = placer.load_spec({"devices": names, "layers": layers, **fields})
     return program, build_plan(program, spec, [X], processes=True)
 

@@ -65,7 +65,7 @@ def test_a_job_is_refused_before_anything_is_done(
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setitem(os.environ, name, value)
-    monkeypatch.setattr("placer.api.capture_model", lambda *_: pytest.fail("captured"))
+    monkeypatch.setattr("placer.api.lower", lambda *_: pytest.fail("captured"))
     model, x = _model()
     with pytest.raises(placer.VersionError) as raised:
         placer.compile(model, placer.PlacementSpec(devices=["cpu:0", "cpu:1"]), x)

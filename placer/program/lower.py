@@ -1,0 +1,113 @@
+"""Make programs: capture a model, and rewrite what was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from pydantic import JsonValue
+from torch import fx, nn
+
+from placer.errors import CaptureError, PlanError, first_line
+from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
+from placer.program.capture import capture_model
+from placer.program.state import state_of
+from placer.program.types import Captured, NodeInfo, Program, read_state
+from placer.spec.rewrite import Rewrite
+
+Pass: TypeAlias = Callable[[Program, Mapping[str, JsonValue]], Program]
+"""A change of a program, with its settings: a pure function, which calls `with_graph`."""
+
+_PASSES: dict[str, Pass] = {}
+
+
+def register_rewrite(name: str) -> Callable[[Pass], Pass]:
+    """A decorator that registers a pass under ``name``, by which plans name it."""
+
+    def register(function: Pass) -> Pass:
+        _PASSES[name] = function
+        return function
+
+    return register
+
+
+def lower(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    rewrites: Sequence[Rewrite] = (),
+    **options: Any,
+) -> Program:
+    """The program of ``model`` called with ``args`` and ``kwargs``, after ``rewrites`` in this order.
+
+    ``options`` are those of `capture_model`. Raises ``CaptureError`` as it does, and ``PlanError`` for a
+    rewrite that is not registered.
+    """
+    captured = capture_model(model, args, kwargs, **options)
+    program = make_program(captured, captured.graph, captured.layer_of, captured.aliasing)
+    for each in rewrites:
+        if each.name not in _PASSES:
+            raise PlanError(
+                "plan /rewrites",
+                f"{each.name!r} is no rewrite of this placer",
+                "import the module that registers it, or plan again",
+            )
+        made = _PASSES[each.name](program, each.settings)
+        program = replace(made, rewrites=(*program.rewrites, each))
+    return program
+
+
+def with_graph(program: Program, graph: fx.Graph, layer_of: Mapping[str, str]) -> Program:
+    """``program`` with another graph, which has the same placeholders and as many results.
+
+    ``layer_of`` has the module's path for each of its nodes. Nodes that are in both graphs keep their names.
+    Raises ``CaptureError`` if the graph does not run.
+    """
+    captured = program.captured
+    inputs = [each.on_meta() for each in captured.call.inputs]
+    try:
+        aliasing = analyze_aliasing(
+            captured.model,
+            graph,
+            captured.constants,
+            [*inputs, *read_state(captured, None)],
+            guess=captured.conditions.guess,
+        )
+    except NodeFailure as failure:
+        raise CaptureError(
+            layer_of.get(failure.node.name, "") or type(captured.model).__name__,
+            f"the rewritten graph does not run at {failure.node.format_node()}: "
+            f"{first_line(failure.__cause__)}",
+            "this is a defect of the rewrite; please report it with the model",
+        ) from failure.__cause__
+    return make_program(captured, graph, layer_of, aliasing, program.rewrites)
+
+
+def make_program(
+    captured: Captured,
+    graph: fx.Graph,
+    layer_of: Mapping[str, str],
+    aliasing: Aliasing,
+    rewrites: tuple[Rewrite, ...] = (),
+) -> Program:
+    """The program with ``graph``, whose nodes belong to the modules ``layer_of`` and share memory as said."""
+    modules = dict(captured.model.named_modules(remove_duplicate=False))
+    draws = set(aliasing.rng_nodes)
+    return Program(
+        captured=captured,
+        graph=graph,
+        nodes={
+            node.name: NodeInfo(
+                layer=layer_of[node.name],
+                reads=state_of(node, modules, captured.constants),
+                writes=aliasing.mutated_state_of.get(node.name, ()),
+                draws=node.name in draws,
+            )
+            for node in graph.nodes
+            if node.op not in ("placeholder", "output")
+        },
+        colocated=aliasing.colocated,
+        written_inputs=aliasing.mutated_inputs,
+        rewrites=rewrites,
+    )
