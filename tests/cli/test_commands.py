@@ -368,8 +368,9 @@ def test_check_says_how_a_model_that_stays_whole_can_be_split(placer: Run) -> No
 def test_check_names_whole_modules_and_why(placer: Run) -> None:
     result = placer("check", "net.py:Picky", "--input", "3x4")
     assert result.exit_code == 0
-    row = next(line for line in result.stdout.splitlines() if line.startswith("inner  "))
-    assert "Chooser" in row and "its Python code depends on the value of a tensor" in row
+    (row,) = [line for line in result.stdout.splitlines() if "Chooser" in line]
+    assert row.startswith("inner  ")
+    assert "its Python code depends on the value of a tensor" in row
     assert "net.py:" in result.stdout
     unknown = json.loads(placer("check", "net.py:Picky", "--input", "3x4", "--json").stdout)
     (inner,) = unknown["whole_modules"]

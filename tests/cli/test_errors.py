@@ -181,7 +181,7 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loaded_model, "lower", interrupted)
+    monkeypatch.setattr(loaded_model, "lower_call", interrupted)
     result = placer(*PLAN, *X)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "error: interrupted"
