@@ -362,7 +362,7 @@ def _follow_modules(program: Program, devices: Mapping[str, Any]) -> Placement:
         while path and path not in devices:
             path = path.rpartition(".")[0]
         inputs = [n.name for n in nodes[name].all_input_nodes if n.name in placement]
-        state = [s for s in program.state_of.get(name, ()) if s in devices]  # a bare parameter
+        state = [s for s in program.nodes[name].reads if s in devices]  # a bare parameter
         if path in devices:
             placement[name] = int(devices[path])
         elif state:

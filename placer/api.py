@@ -31,6 +31,7 @@ from placer.program import (
     flatten_call,
     is_mark,
     lower,
+    rewritten,
     unmarked,
 )
 from placer.simulation import SimulationReport, simulate_plan
@@ -116,7 +117,7 @@ def compile(
         program, leaves = lower_call(
             model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
         )
-        return program, _plan_or_refuse(wanted, program, leaves, job)
+        return _plan_or_refuse(wanted, program, leaves, job)
 
     if job is not None:
         # torch.distributed takes a while to import.
@@ -134,9 +135,10 @@ def compile(
 
 def _plan_or_refuse(
     wanted: PlacementSpec | Plan, program: Program, inputs: Sequence[Tensor], job: Job | None
-) -> Plan:
-    """The plan to run. Raises ``PlanError`` if it is of another model, ``BudgetError`` if it does not fit.
+) -> tuple[Program, Plan]:
+    """The plan to run, and its program.
 
+    Raises ``PlanError`` if the plan is of another model, and ``BudgetError`` if it does not fit.
     In a job of several processes every rank must fit. Each rank checks all of them by itself, with the
     same result, because the ranks have not exchanged anything yet.
     """
@@ -147,11 +149,11 @@ def _plan_or_refuse(
         judged_again = in_job and not wanted.processes
         plan = make.judge(wanted) if judged_again else wanted
         require_fit(plan, among_ranks=judged_again)
-        return plan
+        return program, plan
     plan = make(wanted)
     if not plan.fits:
         raise misfit_error(program, wanted, inputs, plan, make)
-    return plan
+    return make.program_of(plan), plan
 
 
 def auto_spec(
@@ -230,6 +232,7 @@ def simulate_captured(
     processes: bool = False,
 ) -> SimulationReport:
     """`simulate` for a model that has been captured, called with the tensors ``inputs``."""
+    program = rewritten(program, plan.rewrites)
     check_plan(plan, program)
     loss.check_rows(batch_rows(program, inputs))
     return simulate_plan(program, plan, inputs, loss, processes=processes, run_on=run_on)

@@ -27,7 +27,7 @@ from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
 from placer.executor.distributed.partial import runtime_of_rank
 from placer.executor.place import CALLER
-from placer.program import Program, lower
+from placer.program import Program, lower, rewritten
 from placer.simulation.ranks import RankLedger
 
 D = torch.float64
@@ -152,7 +152,7 @@ def _compile_all(
 
 
 def _given(program: Program, plan: placer.Plan) -> tuple[Program, placer.Plan]:
-    return program, plan
+    return rewritten(program, plan.rewrites), plan
 
 
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:

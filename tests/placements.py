@@ -29,7 +29,7 @@ def pinned_plan(
 def estimated_plan(model: nn.Module, spec: Any, args: Any = (), kwargs: Any = None) -> placer.Plan:
     """A plan with estimated peaks, which no dry run has corrected."""
     spec = api.as_spec(spec)
-    program, leaves = api._capture(model, args, kwargs, spec, ignore_device_moves=False)
+    program, leaves = api.lower_call(model, args, kwargs, spec, ignore_device_moves=False)
     return build_plan(program, spec, leaves)
 
 
@@ -48,7 +48,7 @@ def assert_valid_plan(
     """
     with captured_once():
         plan = plan or placer.make_plan(model, spec, args, processes=processes)
-        program, _ = api._capture(model, args, None, plan, ignore_device_moves=False)
+        program, _ = api.lower_call(model, args, None, plan, ignore_device_moves=False)
     assert plan.processes == processes
     spec = spec if isinstance(spec, PlacementSpec) else PlacementSpec(**spec)
     stage_of = {node: stage.index for stage in plan.stages for node in stage.nodes}
@@ -85,7 +85,7 @@ def _check_devices(
     assert set(device_of.values()) <= names
     paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
     pins, _ = resolve_layers(spec.layers, paths)
-    for node, layer in program.layer_of.items():
+    for node, layer in program.layers.items():
         group = next((g for g in program.colocated if node in g), (node,))
         if layer in pins and len({pins.get(program.nodes[n].layer) for n in group}) == 1:
             assert device_of[node] == pins[layer], (node, layer)

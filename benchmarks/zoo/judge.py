@@ -180,11 +180,13 @@ def _shared_passes() -> Iterator[None]:
     costs: dict[int, tuple[Program, CostEstimates]] = {}
 
     @functools.wraps(lower)
-    def capture_once(model: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Program:
+    def capture_once(
+        model: nn.Module, args: Any, kwargs: Any = None, rewrites: Any = (), **options: Any
+    ) -> Program:
         shapes = str([(t.shape, t.dtype) for t in tree_leaves((args, kwargs)) if is_tensor(t)])
-        key = (id(model), model.training, shapes, str(options))
+        key = (id(model), model.training, shapes, str(rewrites), str(options))
         if key not in captures:
-            captures[key] = (model, args, lower(model, args, kwargs, **options))
+            captures[key] = (model, args, lower(model, args, kwargs, rewrites, **options))
         return captures[key][2]
 
     def estimates_once(program: Program) -> CostEstimates:

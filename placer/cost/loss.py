@@ -6,6 +6,7 @@ It runs on the last stage's device, once for each micro-batch, outside of autoca
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -136,7 +137,10 @@ def mean_square(result: Any) -> Tensor:
 
 def _sum_over(loss_of_tensor: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Tensor:
     terms = [loss_of_tensor(x) for x in tensors if x.is_floating_point()]
-    return torch.stack([term.float() for term in terms]).sum() if terms else torch.zeros(())
+    if not terms:
+        return torch.zeros(())
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in terms], torch.float32)
+    return torch.stack([term.to(dtype) for term in terms]).sum()
 
 
 def _over_results(loss_of_tensor: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:

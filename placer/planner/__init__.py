@@ -10,3 +10,5 @@ follow                 assigns the nodes of another program of the same model to
 cut_limits             finds how far a model can be split, and how many devices it needs at least
 =====================  ===========================================================================
 """
+
+import placer.space  # noqa: F401 - registers the rewrites of programs

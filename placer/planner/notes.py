@@ -8,10 +8,24 @@ from placer.partition import PlanningOptions
 from placer.program import Program
 from placer.quantities import format_count
 from placer.schedule import split_batch
+from placer.space import count_chunked
 from placer.spec import PlacementSpec, resolve_layers
 from placer.spec.rows import shifted_rows
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _chunk_notes(program: Program, spec: PlacementSpec) -> list[str]:
+    """What the spec's ``chunks`` do."""
+    if spec.chunks in (1, "auto"):
+        return []
+    count = count_chunked(program)
+    if not count:
+        return [
+            '"chunks": no convolution reads a concatenation of channels, so nothing is changed.'
+        ]
+    what = format_count(count, "convolution")
+    return [f"{what} of concatenated channels run in up to {spec.chunks} chunks of planes."]
 
 
 def placement_notes(
@@ -31,6 +45,7 @@ def placement_notes(
         *_cut_notes(program, replicas, microbatches),
         *_replica_notes(spec, replicas),
         *_shared_notes(program, spec),
+        *_chunk_notes(program, spec),
     ]
     is_split = options.microbatches > 1 or replicas > 1
     has_batch_norm = any(isinstance(m, _BATCH_NORMS) for m in program.model.modules())

@@ -18,6 +18,7 @@ from placer.planner.devices import device_slot, likely_kernels
 from placer.planner.resolve import microbatch_inputs, planning_options
 from placer.program import Program
 from placer.quantities import format_bytes, format_seconds, parse_bytes
+from placer.space import MOST_CHUNKS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.rows import shifted_rows
 
@@ -153,6 +154,7 @@ def try_remedies(program: Program, spec: PlacementSpec, plan: Plan, make: PlanMa
         *_expandable(make, spec),
         *_own_placement(make, spec),
         *_microbatches(make, spec, rows),
+        *_in_chunks(make, spec, program),
         *_lighter(make, spec),
         *_devices(make, spec, plan),
         *_replicas(make, spec, rows),
@@ -256,6 +258,12 @@ def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
         return None
     far = (d.room is not None and d.peak > _FAR * d.room for d in rough.devices)
     return max(device.peak for device in rough.devices) if any(far) else None
+
+
+def _in_chunks(make: PlanMaker, spec: PlacementSpec, program: Program) -> Iterator[_Change]:
+    if spec.chunks == 1 and find_joins(program):
+        change = f'"chunks": {MOST_CHUNKS} (a concatenation is made in parts, where convolutions read it)'
+        yield from _try(change, make, _updated(spec, chunks=MOST_CHUNKS))
 
 
 def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:

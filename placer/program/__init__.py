@@ -63,7 +63,7 @@ from placer.program.leaves import (
     must_stay_whole,
     without_hooks,
 )
-from placer.program.lower import lower, register_rewrite, with_graph
+from placer.program.lower import lower, register_rewrite, rewritten, with_graph
 from placer.program.marks import Batched, Whole, is_mark, marked_dims, unmarked
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
@@ -148,6 +148,7 @@ __all__ = [
     "rebuild_call",
     "register_rewrite",
     "result_tensors",
+    "rewritten",
     "row_counts",
     "rows_of",
     "same_program",

@@ -46,6 +46,15 @@ def lower(
     """
     captured = capture_model(model, args, kwargs, **options)
     program = make_program(captured, captured.graph, captured.layer_of, captured.aliasing)
+    return rewritten(program, rewrites)
+
+
+def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
+    """``program`` with just these ``rewrites`` of what was captured. Raises ``PlanError`` as `lower` does."""
+    if program.rewrites == tuple(rewrites):
+        return program
+    captured = program.captured
+    program = make_program(captured, captured.graph, captured.layer_of, captured.aliasing)
     for each in rewrites:
         if each.name not in _PASSES:
             raise PlanError(

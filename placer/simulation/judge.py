@@ -18,11 +18,13 @@ from placer.plan.summary import describe_runtime
 from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
 from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
-from placer.program import Program
+from placer.program import Program, rewritten
 from placer.quantities import format_bytes
 from placer.simulation.simulate import DryRun, dry_run
 from placer.simulation.usage import bytes_without_starvation, measure_host
+from placer.space import MOST_CHUNKS, chunk_rewrites
 from placer.spec import LossSpec, PlacementSpec
+from placer.spec.rewrite import Rewrite
 from placer.timeline import HostUsage
 
 _REGION_FIELDS = "checkpoint", "offload"
@@ -77,12 +79,26 @@ class JudgingPlanner:
         verdict_only: bool = False,
         loss: Loss | None = None,
     ) -> None:
-        self.costs = CostEstimates(program)
-        self._program, self._inputs = program, inputs
+        self._inputs = inputs
+        self._base = program
+        self._programs = {program.rewrites: _Known(program)}
         self._processes, self._verdict_only = processes, verdict_only
-        self._tables = TableCache()
         self._runs: dict[bytes, DryRun] = {}
         self._loss, self._losses = loss, dict[LossSpec | None, Loss]()
+
+    @property
+    def costs(self) -> CostEstimates:
+        """The costs of the model as it was captured."""
+        return self._programs[self._base.rewrites].costs
+
+    def program_of(self, plan: Plan) -> Program:
+        """The program that ``plan`` is for."""
+        return self._known(plan.rewrites).program
+
+    def _known(self, rewrites: tuple[Rewrite, ...]) -> _Known:
+        if rewrites not in self._programs:
+            self._programs[rewrites] = _Known(rewritten(self._base, rewrites))
+        return self._programs[rewrites]
 
     def loss_of(self, wanted: PlacementSpec | Plan) -> Loss:
         """The loss that plans for a spec count, or that a plan counts."""
@@ -95,10 +111,15 @@ class JudgingPlanner:
 
     def __call__(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec``; see `PlanMaker`."""
+        if spec.chunks == "auto":
+            first = self(spec.model_copy(update={"chunks": 1}))
+            if _is_plain(first):
+                return first
+            chunked = self(spec.model_copy(update={"chunks": MOST_CHUNKS}))
+            return min(first, chunked, key=partial(_rank, spec.objective))
         plans = [self._plan(spec)]
-        first = plans[0]
-        plain = first.fits and not (first.starved or first.checkpoint or first.offload)
-        if spec.training and spec.checkpoint == spec.offload == "auto" and not plain:
+        both = spec.checkpoint == spec.offload == "auto"
+        if spec.training and both and not _is_plain(plans[0]):
             plans += [self._plan(spec.model_copy(update={field: ()})) for field in _REGION_FIELDS]
         return min(plans, key=partial(_rank, spec.objective))
 
@@ -113,9 +134,9 @@ class JudgingPlanner:
         if len(plan.devices) == 1 or not known or (plan.fits and roomy):
             return ""
         other = JudgingPlanner(
-            self._program, self._inputs, processes=not self._processes, loss=self._loss
+            self._base, self._inputs, processes=not self._processes, loss=self._loss
         )
-        other.costs, other._tables = self.costs, self._tables
+        other._programs = self._programs
         judged = other.judge(replace(plan, processes=not plan.processes))
         if not judged.fits:
             judged = other(spec)  # with other stages it may
@@ -138,22 +159,23 @@ class JudgingPlanner:
     @only_new_garbage()
     def rough_plan(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
-        return self._build(spec, estimate=self.costs.scaled, stop_at_share=_CLEAR_SHARE)()
+        return self._build(spec, rough=True, stop_at_share=_CLEAR_SHARE)()
 
-    def _build(self, spec: PlacementSpec, **options: Any) -> Callable[..., Plan]:
+    def _build(
+        self, spec: PlacementSpec, *, rough: bool = False, **options: Any
+    ) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
-        known: dict[str, Any] = {
-            "estimate": self.costs,
-            "tables": self._tables,
-            "loss": self.loss_of(spec),
-        }
+        known = self._known((*self._base.rewrites, *chunk_rewrites(spec.chunks)))
         return partial(
             build_plan,
-            self._program,
+            known.program,
             spec,
             self._inputs,
             processes=self._processes,
-            **known | options,
+            estimate=known.costs.scaled if rough else known.costs,
+            tables=known.tables,
+            loss=self.loss_of(spec),
+            **options,
         )
 
     @only_new_garbage()
@@ -233,13 +255,25 @@ class JudgingPlanner:
         key = _PLAN.dump_json(plan, exclude=_COSTS)
         if key not in self._runs:
             self._runs[key] = dry_run(
-                self._program,
+                self.program_of(plan),
                 plan,
                 self._inputs,
                 self.loss_of(plan),
                 processes=self._processes,
             )
         return self._runs[key]
+
+
+class _Known:
+    """A program, its costs and what plans of it share."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.costs, self.tables = program, CostEstimates(program), TableCache()
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Does it fit, without starved kernels, and without recomputing or offloading anything?"""
+    return plan.fits and not (plan.starved or plan.checkpoint or plan.offload)
 
 
 def _corrections(

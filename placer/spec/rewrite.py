@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,3 +18,6 @@ class Rewrite:
 
     name: str
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.name, json.dumps(dict(self.settings), sort_keys=True)))

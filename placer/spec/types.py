@@ -217,6 +217,12 @@ class PlacementSpec(BaseModel):
         default=(),
         description="Patterns of layers whose saved activations are kept in host memory, or 'auto'.",
     )
+    chunks: Count = Field(
+        default=1,
+        description="Number of chunks in which a convolution runs that reads a concatenation of channels, as "
+        "of the skip of a U-Net: only a chunk of that is made at a time. 'auto': several if the model does "
+        "not fit otherwise.",
+    )
     offload_overlap: StrictBool = Field(
         default=False,
         description="Copy offloaded activations on a separate CUDA stream while kernels run. A "

@@ -22,5 +22,7 @@ def test_an_lstm_keeps_what_the_formula_says(
     output, _ = lstm(x)
     node: Any = output.grad_fn
     while not hasattr(node, "_saved_result3"):
+        if not node.next_functions:
+            pytest.skip(f"on this CPU an LSTM of {dtype} is not a single operation")
         node = node.next_functions[0][0]
     assert node._saved_result3.nbytes == lstm_workspace_nbytes(x, hidden)

@@ -52,6 +52,11 @@ def test_three_steps_equal_the_plain_model(
     check(job_of, name, shape, SCHEDULES)
 
 
+@pytest.mark.parametrize("shape", [(2, 2)])
+def test_three_steps_in_chunks(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
+    check(job_of, "3D U-Net", shape, SCHEDULES, chunks=3)
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
 def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:

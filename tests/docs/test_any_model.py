@@ -205,7 +205,8 @@ def compiled(case: Case) -> placer.PlacedModule:
 
 
 def whole_layers(case: Case) -> list[str]:
-    return [each.layer for each in lower(model(case), (torch.randn(4, 8),)).whole_modules]
+    program = lower(model(case), (torch.randn(4, 8),))
+    return [each.layer for each in program.captured.whole_modules]
 
 
 def is_recorded(case: Case) -> None:

@@ -44,7 +44,7 @@ def test_stages_in_an_order_that_would_compute_something_else_are_refused() -> N
     plan = placer.make_plan(Net(), SPEC, X)
     check_plan(plan, program)
     ordered = [name for stage in plan.stages for name in stage.nodes]
-    draws = [name for name in ordered if name in program.rng_nodes]
+    draws = [name for name in ordered if program.nodes[name].draws]
     assert len(draws) == 2 and program.colocated
     for first, second in [draws, program.colocated[0][:2]]:
         swap = {first: second, second: first}

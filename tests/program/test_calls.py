@@ -334,7 +334,7 @@ def test_control_flow_over_constants_is_followed() -> None:
     x = torch.randn(3, 4, dtype=D)
     program = lower(Routed().double(), (x,))
     assert not program.captured.whole_modules
-    assert {layer for layer in program.layer_of.values() if layer} == {
+    assert {layer for layer in program.layers.values() if layer} == {
         "layers.0",
         "layers.2",
         "layers.3",

@@ -348,7 +348,7 @@ def test_a_hook_of_the_user_keeps_its_module_whole() -> None:
     model = net(Hooked())
     model(batch(4, 6, 8))
     model[0][1].layers[1].register_forward_hook(lambda module, args, result: result * 0.5)
-    whole = lower(model, (batch(4, 6, 8),)).whole_modules
+    whole = lower(model, (batch(4, 6, 8),)).captured.whole_modules
     assert "0.1" in [module.layer for module in whole]
 
 

@@ -61,14 +61,14 @@ def test_random_generators_are_not_looked_at_around_every_module(
 
 def test_the_module_that_draws_is_found_all_the_same() -> None:
     model = nn.Sequential(Block(), nn.Sequential(Block(), Flips()), Block())
-    found = lower(model, (torch.randn(2, 4),)).whole_modules
+    found = lower(model, (torch.randn(2, 4),)).captured.whole_modules
     assert [module.layer for module in found] == ["1.1"]
     assert "random numbers" in found[0].reason
 
 
 def test_a_module_that_draws_in_its_first_call_is_found() -> None:
     model = nn.Sequential(Block(), FlipsOnce())
-    found = lower(model, (torch.randn(2, 4),)).whole_modules
+    found = lower(model, (torch.randn(2, 4),)).captured.whole_modules
     assert [module.layer for module in found] == ["1"]
     assert model[1].drawn is None
 
@@ -78,7 +78,7 @@ def test_a_place_in_generated_code_has_the_node_of_its_line() -> None:
     program = lower(model, (x,))
     (stage,) = emit_stages(program, placer.make_plan(model, {"devices": ["cpu"]}, x)).stages
     (segment,) = stage.segments
-    places = Attribution([stage], program.layer_of)._places[id(segment.forward.__code__)]
+    places = Attribution([stage], program.layers)._places[id(segment.forward.__code__)]
     lines = node_lines(segment)
     found = dict(zip(*places, strict=True))
     for start, _, line in segment.forward.__code__.co_lines():

@@ -33,7 +33,7 @@ def test_a_graph_recorded_again_has_the_same_names() -> None:
     first, second = lower(model, (x,)), lower(model, (x,))
     assert first.fingerprint == second.fingerprint
     assert first.order == second.order
-    assert first.layer_of == second.layer_of
+    assert first.nodes == second.nodes
 
 
 def test_a_plan_made_from_the_first_recording_serves_the_second() -> None:

@@ -1,0 +1,93 @@
+"""The rewrite that runs convolutions of a concatenation in chunks, and never makes the concatenation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from pydantic import JsonValue
+from torch import fx, nn
+
+from placer.program import Program, register_rewrite, with_graph
+from placer.space.chunked import ChunkedConvolution, is_chunkable
+from placer.spec.rewrite import Rewrite
+
+CHUNKS = "chunks"
+_JOINS = (torch.cat, torch.concat, torch.concatenate)
+
+
+MOST_CHUNKS = 16
+"""The number for ``"chunks": "auto"``: a chunk of a concatenation is small then beside what a layer keeps."""
+
+
+def chunk_rewrites(chunks: int | str) -> tuple[Rewrite, ...]:
+    """The rewrites for the ``chunks`` of a spec; none for 1, and for "auto" where chunks are not needed."""
+    several = isinstance(chunks, int) and chunks > 1
+    return (Rewrite(name=CHUNKS, settings={"count": chunks}),) if several else ()
+
+
+def count_chunked(program: Program) -> int:
+    """How many nodes of ``program`` are convolutions in chunks."""
+    return sum(isinstance(node.target, ChunkedConvolution) for node in program.graph.nodes)
+
+
+@register_rewrite(CHUNKS)
+def chunk_convolutions(program: Program, settings: Mapping[str, JsonValue]) -> Program:
+    """Let every convolution that reads the concatenation of channels, as of a skip, read its parts in chunks.
+
+    ::
+
+        skip, up = ...                          skip, up = ...
+        joined = cat([skip, up], 1)     ──►     conv = get_attr("conv")
+        y = conv(joined)                        y = ChunkedConvolution(count)(conv, skip, up)
+
+    A concatenation that anything else reads is made as before.
+    """
+    count = settings["count"]
+    assert isinstance(count, int), "the spec's field is a number"
+    joins = find_joins(program)
+    if not joins:
+        return program
+    graph, layer_of = fx.Graph(), dict(program.layers)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node in joins:
+            continue
+        join = node.args[0] if node.args else None
+        if not isinstance(join, fx.Node) or join not in joins:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        parts = [copies[part] for part in _parts(join)]
+        layer = graph.create_node("get_attr", str(node.target), name=f"{node.name}_layer")
+        target = ChunkedConvolution(count)
+        copies[node] = graph.create_node("call_function", target, (layer, *parts), name=node.name)
+        layer_of[layer.name] = layer_of[node.name]
+    return with_graph(program, graph, layer_of)
+
+
+def find_joins(program: Program) -> set[fx.Node]:
+    """The concatenations of channels that only convolutions read, which can run in chunks."""
+    return {node for node in program.graph.nodes if _is_join(node, program.model)}
+
+
+def _is_join(node: fx.Node, model: nn.Module) -> bool:
+    """Does ``node`` join tensors by their channels, and do only convolutions in chunks read the result?"""
+    if node.target not in _JOINS or len(_parts(node)) < 2:
+        return False
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if dim != 1:
+        return False
+    return all(
+        user.op == "call_module"
+        and user.args == (node,)
+        and not user.kwargs
+        and is_chunkable(model.get_submodule(str(user.target)))
+        for user in node.users
+    )
+
+
+def _parts(join: fx.Node) -> list[fx.Node]:
+    tensors = join.args[0] if join.args else ()
+    return (
+        [x for x in tensors if isinstance(x, fx.Node)] if isinstance(tensors, list | tuple) else []
+    )
