@@ -182,7 +182,8 @@ def kind_to_json(
             "memory": p.memory,
         }
         # Older versions know no keys of launches and memory, which are empty on a CPU.
-        file["profile"] = {key: value for key, value in profile.items() if value or key == "inputs"}
+        newer = ("forward_launch", "backward_launch", "memory")
+        file["profile"] = {k: value for k, value in profile.items() if value or k not in newer}
     checked = _KindFile.model_validate(file)
     values: dict[str, Any] = _short(checked.model_dump(mode="json", exclude_unset=True))
     return values
