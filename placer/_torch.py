@@ -260,9 +260,8 @@ def gradient_hook_tables(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]
 
     Autograd reads these tables whenever it computes the gradient, so what is taken out does not run.
     """
-    tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    changing, telling = ({} if table is None else table for table in tables)
-    return changing, telling
+    changing, telling = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return {} if changing is None else changing, {} if telling is None else telling
 
 
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:

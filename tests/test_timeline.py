@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
+import networkx as nx
 import pytest
 
 from placer.timeline import (
     Block,
     CachingAllocator,
+    Operation,
     OutOfMemory,
     Recorder,
     StepPosition,
     Timeline,
     device_usage,
+    run,
 )
 
 KIB, MIB = 2**10, 2**20
@@ -132,3 +136,47 @@ def test_what_is_reserved_covers_what_is_live_without_overlap(
         allocator.free(piece)
     allocator._flush()
     assert allocator.reserved == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_operations_run_as_early_as_what_they_wait_for_allows(seed: int) -> None:
+    """An operation starts at the end of a longest chain of operations, each waiting for the one before."""
+    rng, operations = random.Random(seed), []
+    for number in range(60):
+        earlier = rng.sample(operations, min(len(operations), rng.randint(0, 2)))
+        devices = rng.sample("abcd", rng.randint(1, 2))
+        operations.append(
+            Operation(
+                kind="compute",
+                name=str(number),
+                on=tuple(devices),
+                seconds=rng.randint(0, 9),
+                after=tuple(earlier),
+            )
+        )
+    waits = nx.DiGraph()
+    waits.add_nodes_from([*range(60), "end"])
+    for at, operation in enumerate(operations):
+        for before, other in enumerate(operations[:at]):
+            if other in operation.after or set(other.on) & set(operation.on):
+                waits.add_edge(before, at, seconds=other.seconds)
+    start = dict.fromkeys(waits, 0)
+    for before in nx.topological_sort(waits):
+        for at in waits[before]:
+            start[at] = max(start[at], start[before] + waits[before][at]["seconds"])
+    spans = run(operations)
+    assert [span.start for span in spans] == [start[at] for at in range(60)]
+    assert all(s.end - s.start == o.seconds for s, o in zip(spans, operations, strict=True))
+
+
+def test_a_launch_goes_ahead_of_its_operation_and_a_copy_goes_beside_it() -> None:
+    def launched(seconds: int, **fields: Any) -> Operation:
+        return Operation(kind="compute", name="", on=("gpu",), seconds=seconds, process="host",
+                         launch_seconds=3, **fields)  # fmt: skip
+
+    long, short = launched(10), launched(1)
+    copy = Operation(kind="transfer", name="", on=("link",), seconds=20, beside=short)
+    spans = run([long, short, copy, launched(1)])
+    assert [(span.start, span.end) for span in spans] == [(0, 10), (10, 11), (10, 30), (11, 12)]
+    first, second = run([short, launched(1)])  # the device waits for the host
+    assert (first.start, first.end, second.start, second.end) == (0, 3, 3, 6)

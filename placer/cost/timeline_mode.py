@@ -8,6 +8,7 @@ costs of its nodes are derived, and dry runs of a placed model (`placer.simulati
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +16,18 @@ from torch import Tensor
 
 from placer._torch import DispatchMode
 from placer.errors import CaptureError
-from placer.timeline import Block, Recorder, Timeline
+from placer.timeline import Block, Recorder, Task, Timeline
 
 
 class TimelineMode(DispatchMode):
-    """Records a timeline. Subclasses say which storages count, and describe them as blocks."""
+    """Records a timeline. Subclasses say which storages count, and describe them as blocks.
 
-    def __init__(self) -> None:
+    ``task()`` returns what the process does.
+    """
+
+    def __init__(self, task: Callable[[], Task | None] = lambda: None) -> None:
         super().__init__()
-        self._recorder = Recorder()
+        self._recorder = Recorder(task)
         # id of a storage -> (the storage, the number of its block)
         self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
 

@@ -9,7 +9,8 @@ from types import FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
 from placer.emit import SegmentCode, StageCode, node_lines
-from placer.timeline import StepPosition
+from placer.executor.task import current_task
+from placer.timeline import OPTIMIZER, StepPosition
 
 
 class Attribution:
@@ -30,6 +31,8 @@ class Attribution:
 
     def where(self) -> StepPosition:
         """The phase, node and layer of the operation that is being dispatched."""
+        if current_task() == OPTIMIZER:
+            return StepPosition(phase="optimizer")
         number = running_sequence_number()
         if number is not None:
             again = self._forward_node()

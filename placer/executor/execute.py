@@ -23,9 +23,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from placer.executor.place import Place, on
 from placer.executor.replica import Replica, caller_place
 from placer.executor.split_backward import SplitBackward
+from placer.executor.task import doing
 from placer.executor.transfer import PendingGradients, gradient_root, receive, transfer
 from placer.program import unflatten
 from placer.schedule import Action
+from placer.timeline import Task
 
 TensorKey = tuple[str, int]  # the name of a value, and the index of one of its pytree leaves
 
@@ -49,6 +51,7 @@ class PlacedMicrobatch:
     target: Any = None
     counted: float | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    replica_index: int = 0
 
 
 class Transport(Protocol):
@@ -99,19 +102,20 @@ def run_schedule(
     }
     for action in actions:
         run = runs[action.microbatch_index]
-        if transport is not None:
-            transport.receive(action, run)
-        try:
-            run.do(action, loss_of)
+        with doing(Task(action, microbatches[action.microbatch_index].replica_index)):
             if transport is not None:
-                transport.check(action, run)
-        except Exception as error:
-            if explain is None:
-                raise
-            raise explain(action, run, error) from error
-        if transport is not None:
-            transport.send(action, run)
-        run.outputs = {}
+                transport.receive(action, run)
+            try:
+                run.do(action, loss_of)
+                if transport is not None:
+                    transport.check(action, run)
+            except Exception as error:
+                if explain is None:
+                    raise
+                raise explain(action, run, error) from error
+            if transport is not None:
+                transport.send(action, run)
+            run.outputs = {}
     if transport is not None:
         transport.finish()
     for run in runs.values():
@@ -119,16 +123,16 @@ def run_schedule(
     return [run.loss.detach() for run in runs.values() if run.loss is not None]
 
 
-def run_forward(microbatch: PlacedMicrobatch) -> list[Any]:
-    """The result leaves of one micro-batch, on the place of the last stage, with their whole graph."""
+def run_forward(microbatch: PlacedMicrobatch, index: int = 0) -> list[Any]:
+    """The result leaves of micro-batch ``index``, on the place of the last stage, with their whole graph."""
     result: list[Any] = []
 
     def keep(_: int, leaves: list[Any]) -> None:
         result.extend(leaves)
 
     stages = microbatch.replica.staged.stages
-    forwards = [Action(stage_index=s.index, kind="F", microbatch_index=0) for s in stages]
-    run_schedule({0: microbatch}, forwards, keep)
+    forwards = [Action(stage_index=s.index, kind="F", microbatch_index=index) for s in stages]
+    run_schedule({index: microbatch}, forwards, keep)
     return result
 
 

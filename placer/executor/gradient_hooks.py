@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ Explain = Callable[[Tensor, Exception], Exception]
 
 @contextmanager
 def hooks_run_once(
-    parameters: Iterable[Tensor], *, keep: Collection[int] = (), explain: Explain | None = None
+    parameters: Iterable[Tensor], *, keep: Set[int] = frozenset(), explain: Explain | None = None
 ) -> Iterator[None]:
     """After this block, run the hooks on the gradients of ``parameters`` that would have run inside it.
 
@@ -56,16 +56,16 @@ def hooks_run_once(
             raise explain(one.parameter, error) from error
 
 
-def _take(parameter: Tensor, keep: Collection[int]) -> _Held | None:
+def _take(parameter: Tensor, keep: Set[int]) -> _Held | None:
     """Take the hooks and the gradient of ``parameter``; None if it has no hooks."""
-    changing, telling = (_pop(table, keep) for table in gradient_hook_tables(parameter))
-    if not changing and not telling:
+    changing, telling = gradient_hook_tables(parameter)
+    if changing.keys() <= keep and telling.keys() <= keep:
         return None
     before, parameter.grad = parameter.grad, None
-    return _Held(parameter, before, changing, telling)
+    return _Held(parameter, before, _pop(changing, keep), _pop(telling, keep))
 
 
-def _pop(table: MutableMapping[int, Any], keep: Collection[int]) -> dict[int, Any]:
+def _pop(table: MutableMapping[int, Any], keep: Set[int]) -> dict[int, Any]:
     return {key: table.pop(key) for key in list(table) if key not in keep}
 
 

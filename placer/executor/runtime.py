@@ -164,8 +164,8 @@ class Runtime:
         with self._deferred_statistics():
             state = CallState(self.tree, call.leaves_by_name, batch.sizes)
             for index, runs in enumerate(self._runs(call, batch, state)):
-                for run in runs:
-                    result = run_forward(run)
+                for position, run in enumerate(runs):
+                    result = run_forward(run, position)
                     results.append(transfer(result, run.replica.output_place, home))
                 if index == 0:
                     self._write_back(runs)
@@ -224,6 +224,7 @@ class Runtime:
                         target=targets[position] if targets else None,
                         counted=counts[position] if counts else None,
                         numbers=call.leaves_by_name,
+                        replica_index=index,
                     )
                 )
         return runs

@@ -34,13 +34,12 @@ from placer.partition.stage_cost.score import (
     transfer_seconds,
 )
 from placer.partition.stage_cost.tables import IntervalTables
+from placer.partition.steps import step_seconds
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
-from placer.plan.step_spans import lay_out_step
 from placer.plan.types import Boundary, Optimality, StageMemory, StagePlan, Transfer
 from placer.program import Program
 from placer.regions import find_regions
 from placer.schedule import InFlight
-from placer.timeline import end_of
 
 STEP_SECONDS = "seconds of a step"
 SLOWEST_SECONDS = "seconds of the slowest stage"
@@ -79,17 +78,7 @@ def describe_partition(
     fits = all(slot.fits(peaks[slot.name]) for slot in slots)
     transfers = _find_transfers(program, costs, stages, slots)
     optimizer = _optimizer_seconds(best, used, options)
-    seconds = end_of(
-        lay_out_step(
-            stages,
-            transfers,
-            schedule=options.schedule,
-            microbatches=options.microbatches,
-            training=options.training,
-            processes=options.processes,
-            optimizer_seconds=optimizer,
-        )
-    )
+    seconds = step_seconds(stages, transfers, options, optimizer, replicas=options.replicas)
     loads = [
         (stage.forward_seconds or 0.0)
         + (stage.backward_seconds or 0.0)

@@ -25,11 +25,35 @@ _NO_MEMORY = StageMemory(
 )
 
 
+def step_seconds(
+    stages: Sequence[StagePlan],
+    transfers: Sequence[Transfer],
+    options: PlanningOptions,
+    optimizer_seconds: float,
+    *,
+    replicas: int = 1,
+) -> float:
+    """The seconds of a step of ``stages``, laid out in time."""
+    laid_out = 1 if options.processes else replicas  # with a process each, all take equally long
+    spans = lay_out_step(
+        stages,
+        transfers,
+        [[f"{s.devices[0]} of replica {replica}" for s in stages] for replica in range(laid_out)],
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        training=options.training,
+        processes=options.processes,
+        optimizer_seconds=optimizer_seconds,
+    )
+    return end_of(spans)
+
+
 class StepClock:
     """The seconds of a step for other cuts along the order of ``candidate``, on its devices.
 
-    They are those of `describe_partition`, but overlapping copies to the host are not laid out. A call takes
-    time in proportion to the values of the model and to the actions of a step.
+    They are those of `describe_partition` for one replica (in one process, launches of the others come in
+    addition, wherever the cuts are), but overlapping copies to the host are not laid out. A call takes time
+    in proportion to the values of the model and to the actions of a step.
     """
 
     def __init__(self, candidate: Candidate, costs: CostTable, options: PlanningOptions) -> None:
@@ -85,17 +109,7 @@ class StepClock:
                 optimizer_seconds(float(owned[x, y - 1]), options.optimizer, slot.kind)
                 for slot, (x, y) in zip(self._slots, itertools.pairwise(cuts), strict=True)
             )
-        return end_of(
-            lay_out_step(
-                stages,
-                self._transfers(cuts),
-                schedule=options.schedule,
-                microbatches=options.microbatches,
-                training=options.training,
-                processes=options.processes,
-                optimizer_seconds=optimizer,
-            )
-        )
+        return step_seconds(stages, self._transfers(cuts), options, optimizer)
 
     def _transfers(self, cuts: Sequence[int]) -> list[Transfer]:
         """What every stage sends to another, as one transfer for each pair of stages."""

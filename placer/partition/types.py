@@ -49,6 +49,7 @@ class PlanningOptions:
     objective: str = "throughput"
     schedule: str = "GPipe"
     microbatches: int = 1  # that get rows; may be fewer than the spec asks for
+    replicas: int = 1
     last_share: float = 1.0  # rows of the last micro-batch divided by those of any other
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True

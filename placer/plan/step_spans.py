@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from placer.plan.types import Plan, StagePlan, Transfer
 from placer.schedule import Action, linearize, one_process_order, ranks_of, schedule_on
-from placer.timeline import Clock, Span, end_of
+from placer.timeline import Operation, Span, Task, run
 
 
 class _Moved(NamedTuple):
@@ -31,17 +31,19 @@ def step_spans(plan: Plan) -> tuple[Span, ...]:
     return lay_out_step(
         plan.stages,
         plan.transfers,
+        list(zip(*(stage.devices for stage in plan.stages), strict=True)),
         schedule=plan.schedule,
         microbatches=plan.example_microbatches or plan.microbatches,
         training=plan.training,
         processes=plan.processes,
-        optimizer_seconds=plan.optimizer_seconds or 0.0,
+        optimizer_seconds=plan.optimizer_seconds or 0,
     )
 
 
 def lay_out_step(
     stages: Sequence[StagePlan],
     transfers: Sequence[Transfer],
+    rows: Sequence[Sequence[str]],
     *,
     schedule: str,
     microbatches: int,
@@ -51,32 +53,49 @@ def lay_out_step(
 ) -> tuple[Span, ...]:
     """The spans of a step of ``stages`` in the order of ``schedule``.
 
-    One process launches all actions, replica by replica, and a copy keeps both of its devices busy.
-    With ``processes``, every device has a process of its own, and messages overlap with computations.
-    Offloading that overlaps has a link per device and direction. Each half of a split backward takes
+    ``rows`` has for each replica the device of every stage. One process launches all actions, replica by
+    replica, and a copy keeps both of its devices busy. With ``processes``, every device has a process of its
+    own, and messages overlap with computations; as replicas then share nothing, all take as long as the first
+    one. Offloading that overlaps has a link per device and direction. Each half of a split backward takes
     half of its seconds. The reduction of gradients over replicas takes no time: we assume that it
     overlaps with backward.
     """
-    clock = Clock()
-    replicas = len(stages[0].devices)
-    for replica in range(replicas):
-        devices = [stage.devices[replica] for stage in stages]
-        moved = _moved(transfers, devices)
-        order = _order(
-            schedule if training else "GPipe",
-            ranks_of(devices) if processes else None,
-            len(stages),
-            microbatches,
-            training,
-        )
-        _run(clock, order, stages, devices, moved, processes=processes)
-    if optimizer_seconds:
-        trained = {
-            stage.devices[i] for stage in stages for i in range(replicas if processes else 1)
-        }
-        after = [end_of(clock.spans)]
-        clock.run("optimizer", "optimizer", sorted(trained), optimizer_seconds, after=after)
-    return tuple(clock.spans)
+    order = _order(
+        schedule if training else "GPipe",
+        ranks_of(rows[0]) if processes else None,
+        len(stages),
+        microbatches,
+        training,
+    )
+
+    moved = _moved(transfers, rows[0])  # of any replica
+
+    def operations(replicas: Sequence[int]) -> list[Operation]:
+        found: list[Operation] = []
+        for replica in replicas:
+            found += _operations(order, stages, replica, rows[replica], moved, processes=processes)
+        if optimizer_seconds:
+            found.append(
+                Operation(
+                    kind="optimizer",
+                    name="optimizer",
+                    # The other replicas of a process have copies of the weights of the first one.
+                    on=tuple(sorted(set(rows[replicas[0]]))),
+                    seconds=optimizer_seconds,
+                    after=tuple(found),
+                    task=Task(replica=replicas[0]),
+                )
+            )
+        return found
+
+    replicas = range(len(rows))
+    first, *others = [[replica] for replica in replicas] if processes else [replicas]
+    spans = run(operations(first))
+    return spans + tuple(
+        span._replace(on=same.on, task=same.task)
+        for other in others
+        for span, same in zip(spans, operations(other), strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,87 +125,77 @@ def _moved(transfers: Sequence[Transfer], devices: Sequence[str]) -> Sequence[_M
         if devices[source] == devices[target] or key in sent:
             continue
         sent.add(key)
-        before = found.get((source, target), _Moved(source, target, 0.0, 0))
+        before = found.get((source, target), _Moved(source, target, 0, 0))
         found[source, target] = before._replace(
-            seconds=before.seconds + (transfer.seconds or 0.0),
+            seconds=before.seconds + (transfer.seconds or 0),
             nbytes=before.nbytes + transfer.nbytes,
         )
     return list(found.values())
 
 
-def _run(
-    clock: Clock,
+def _operations(
     order: Sequence[Action],
     stages: Sequence[StagePlan],
+    replica: int,
     devices: Sequence[str],
     moved: Sequence[_Moved],
     *,
     processes: bool,
-) -> None:
-    """Add one replica's step to ``clock``."""
-    ends: dict[tuple[str, int, int], float] = {}  # pass, stage, micro-batch
-    received, sent = defaultdict[int, list[_Moved]](list), defaultdict[int, list[_Moved]](list)
+) -> Iterator[Operation]:
+    """What one replica, whose stages are on ``devices``, does in a step, in the order of the launches."""
+    done: dict[tuple[str, int, int], Operation] = {}  # by pass, stage, micro-batch
+    arriving = defaultdict[tuple[str, int], list[tuple[int, _Moved]]](list)  # by pass, stage
     for found in moved:
-        received[found.target].append(found)
-        sent[found.source].append(found)
-
-    def move(way: str, source: int, target: int, microbatch: int, what: _Moved) -> float:
-        """Add a transfer. Returns the time when it arrives at stage ``target``."""
-        pair = devices[source], devices[target]
-        return clock.run(
-            "transfer",
-            f"{way}{microbatch} from {source} to {target}",
-            [f"{pair[0]} to {pair[1]}"] if processes else pair,
-            what.seconds,
-            after=[ends[way, source, microbatch]],
-            nbytes=what.nbytes,
-        )
-
+        arriving["F", found.target].append((found.source, found))
+        arriving["B", found.source].append((found.target, found))
     for action in order:
-        stage, microbatch = action.stage_index, action.microbatch_index
-        forward = action.kind == "F"
-        if forward:
-            came = [move("F", m.source, stage, microbatch, m) for m in received[stage]]
-        elif action.kind == "W":
-            came = []
-        else:
-            came = [move("B", m.target, stage, microbatch, m) for m in sent[stage]]
-        seconds, launching = _seconds(stages[stage], action)
-        end = clock.run(
-            "compute",
-            str(action),
-            [devices[stage]],
-            seconds,
-            after=came,
-            process=f"process of {devices[stage]}" if processes else "process",
-            launching=launching,
+        stage, device = stages[action.stage_index], devices[action.stage_index]
+        microbatch, forward = action.microbatch_index, action.kind == "F"
+        way = "F" if forward else "B"
+        came = []
+        # Nothing is sent for the gradients of weights, and nothing waits for them.
+        for maker, what in arriving[way, stage.index] if action.kind != "W" else ():
+            pair = devices[maker], device
+            came.append(
+                Operation(
+                    kind="transfer",
+                    name=f"{way}{microbatch} from {maker} to {stage.index}",
+                    on=(f"{pair[0]} to {pair[1]}",) if processes else pair,
+                    seconds=what.seconds,
+                    after=(done[way, maker, microbatch],),
+                    nbytes=what.nbytes,
+                )
+            )
+        yield from came
+        seconds, launch_seconds = _seconds(stage, action)
+        computed = Operation(
+            kind="compute",
+            name=str(action),
+            on=(device,),
+            seconds=seconds,
+            after=tuple(came),
+            process=f"process of {device}" if processes else "process",
+            launch_seconds=launch_seconds,
+            task=Task(action, replica),
         )
-        if stages[stage].host_copy_nbytes and action.kind in "FBI":
-            _copy_overlapped(clock, stages[stage], devices[stage], str(action), forward=forward)
-        if action.kind != "W":  # nothing waits for the gradients of weights
-            ends["F" if forward else "B", stage, microbatch] = end
-
-
-def _copy_overlapped(
-    clock: Clock, stage: StagePlan, device: str, action: str, *, forward: bool
-) -> None:
-    """Add the copy to or from the host that overlaps with the action that was added last."""
-    clock.run(
-        "transfer",
-        f"{action} {'to' if forward else 'from'} the host",
-        [f"{device} to the host" if forward else f"the host to {device}"],
-        stage.host_copy_seconds or 0.0,
-        after=[clock.spans[-1].start],
-        nbytes=stage.host_copy_nbytes,
-    )
+        yield computed
+        if action.kind == "W":
+            continue
+        done[way, stage.index, microbatch] = computed
+        if stage.host_copy_nbytes:  # of offloaded tensors, while the stage computes
+            yield Operation(
+                kind="transfer",
+                name=f"{action} {'to' if forward else 'from'} the host",
+                on=(f"{device} to the host" if forward else f"the host to {device}",),
+                seconds=stage.host_copy_seconds or 0,
+                beside=computed,
+                nbytes=stage.host_copy_nbytes,
+            )
 
 
 def _seconds(stage: StagePlan, action: Action) -> tuple[float, float]:
     """Seconds of ``action`` on the device, and in the process that launches it."""
     if action.kind == "F":
-        return stage.forward_seconds or 0.0, stage.forward_launch_seconds or 0.0
-    share = 1.0 if action.kind == "B" else 0.5
-    return (
-        share * (stage.backward_seconds or 0.0),
-        share * (stage.backward_launch_seconds or 0.0),
-    )
+        return stage.forward_seconds or 0, stage.forward_launch_seconds or 0
+    parts = 1 if action.kind == "B" else 2
+    return (stage.backward_seconds or 0) / parts, (stage.backward_launch_seconds or 0) / parts

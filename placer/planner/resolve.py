@@ -198,6 +198,7 @@ def planning_options(
         objective=spec.objective,
         schedule=spec.schedule,
         microbatches=len(sizes),
+        replicas=replicas,
         last_share=sizes[-1] / max(sizes[0], 1),
         optimizer=_optimizer(spec),
         training=spec.training,

@@ -209,7 +209,7 @@ def call_difference(call: CallFormat, bound: BoundCall) -> CaptureError | None:
     if missing := [name for name in call.leaf_names if name not in given]:
         found = f"this argument is missing; the call has {sorted(given)}"
         return CaptureError(missing[0], found, _RECAPTURE)
-    if extra := [name for name in given if name not in set(call.leaf_names)]:
+    if extra := [name for name in given if name not in call.leaf_names]:
         found = f"the captured call had no such argument, only {list(call.leaf_names)}"
         return CaptureError(extra[0], found, _RECAPTURE)
     for name, constant in zip(call.leaf_names, call.constants, strict=True):

@@ -40,7 +40,7 @@ def is_inside(paths: Collection[str], path: str) -> bool:
 def must_stay_whole(module: nn.Module) -> bool:
     """Does ``module`` have hooks or parametrizations, which must run around the whole of it?"""
     table = module.__dict__
-    return any(table.get(name) for name in HOOK_TABLES) or "parametrizations" in module._modules
+    return any(map(table.get, HOOK_TABLES)) or "parametrizations" in module._modules
 
 
 def hook_count(module: nn.Module) -> int:

@@ -135,6 +135,8 @@ def readable(path: Sequence[Any]) -> str:
 
 def result_tensors(result: Any) -> list[Tensor]:
     """The tensors in a model's result that a loss is assumed to read, in order."""
+    if isinstance(result, Tensor):
+        return [result]
     leaves, form = flatten_result(result)
     return [leaf for leaf in form.visible(leaves) if isinstance(leaf, Tensor)]
 

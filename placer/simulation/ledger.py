@@ -25,6 +25,7 @@ from placer.cost import (
 )
 from placer.errors import DeviceError
 from placer.executor.place import CALLER, HOST, Place, current_place
+from placer.executor.task import current_task
 from placer.operands import tensors_in
 from placer.timeline import PINNED, Block, StepPosition
 
@@ -42,7 +43,7 @@ class Ledger(TimelineMode):
         *,
         kernels: Callable[[str], str] = lambda place: "",
     ) -> None:
-        super().__init__()
+        super().__init__(current_task)
         self._kernels = kernels
         self._where = where
         self._here = StepPosition()

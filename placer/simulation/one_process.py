@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,7 +16,7 @@ from placer.operands import tensors_of_tree
 from placer.program.call import placeholder_names
 from placer.simulation.ledger import Ledger
 from placer.simulation.steps import FakeCall, Process
-from placer.timeline import StepPosition, Timeline
+from placer.timeline import Timeline
 
 
 def run_process(call: FakeCall) -> Timeline:
@@ -29,8 +27,8 @@ def run_process(call: FakeCall) -> Timeline:
         placed = place_model(call.model, program, plan, rows)
         runtime = runtime_of(placed)
         home = {name: rows[0][stage] for name, stage in runtime.staged.state_stage.items()}
-        watch = _StepWatch(Attribution(runtime.staged.stages, program.layers))
-        ledger = Ledger(watch.where, kernels=lambda place: device_type(call.run_on or place))
+        attribution = Attribution(runtime.staged.stages, program.layers)
+        ledger = Ledger(attribution.where, kernels=lambda place: device_type(call.run_on or place))
         for kind, named in (
             ("parameter", placed.named_parameters(remove_duplicate=False)),
             ("buffer", placed.named_buffers(remove_duplicate=False)),
@@ -52,26 +50,7 @@ def run_process(call: FakeCall) -> Timeline:
                 runtime.step_leaves, call.leaves, loss_fn=call.loss_fn, target=call.target
             ),
             trained=trained,
-            updating=watch.updating,
+            # Adam's step counts are there; other state is made from tensors on a device.
+            updating=partial(on, HOST),
         )
         return call.record(process, call.run_on)
-
-
-class _StepWatch:
-    """Tells whether the optimizer or a node of the model is running."""
-
-    def __init__(self, attribution: Attribution) -> None:
-        self._attribution = attribution
-        self._updates = False
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """The optimizer runs in this block."""
-        self._updates = True
-        with on(HOST):  # for Adam's step counts; other state is made from tensors on a device
-            yield
-        self._updates = False
-
-    def where(self) -> StepPosition:
-        """The phase, node and layer that is running."""
-        return StepPosition(phase="optimizer") if self._updates else self._attribution.where()

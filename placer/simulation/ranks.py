@@ -102,7 +102,8 @@ def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
         first, timeline = ran[role.key]
         if first is not role:
             renamed = dict(zip(first.names, role.names, strict=True))
-            timeline = rename_nodes(timeline, renamed, call.program.layers)
+            stages = dict(zip(first.stages, role.stages, strict=True))
+            timeline = rename_nodes(timeline, renamed, call.program.layers, stages)
         found.append(DeviceTimeline(timeline, _RANK))
     return found
 

@@ -26,10 +26,14 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What a rank runs: ranks with equal ``key`` have the same timeline, but for the ``names`` of values."""
+    """What a rank runs: ranks with equal ``key`` have the same timeline.
+
+    Only the ``names`` of values and the indices of its ``stages`` are others, in the same order.
+    """
 
     key: Hashable
     names: tuple[str, ...]
+    stages: tuple[int, ...] = ()
 
 
 def find_role(
@@ -61,7 +65,9 @@ def find_role(
         [numbers.crossings(each, assignment) for each in different.values()],
         [list(different).index(id(each)) for each in crossings],
     )
-    return Role(key=_hashable(key), names=tuple(numbers.nodes))
+    return Role(
+        key=_hashable(key), names=tuple(numbers.nodes), stages=tuple(assignment.stage_indices)
+    )
 
 
 class _Numbers:

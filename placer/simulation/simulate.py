@@ -13,6 +13,7 @@ from placer.executor.place import HOST
 from placer.plan.types import DevicePeak, Plan
 from placer.program import Program
 from placer.simulation.one_process import run_process
+from placer.simulation.over_time import Curve, memory_over_time
 from placer.simulation.ranks import run_ranks
 from placer.simulation.steps import FakeCall
 from placer.simulation.types import DeviceSimulation, SimulationReport
@@ -81,17 +82,22 @@ def simulate_plan(
 ) -> SimulationReport:
     """The peak of every device in a `dry_run`; with ``processes``, of those of the first replica."""
     run = dry_run(program, plan, inputs, loss, processes=processes, run_on=run_on)
-    devices = plan.devices[: plan.num_devices] if processes else plan.devices
+    count = plan.num_devices if processes else len(plan.devices)
+    found = run.found[:count]
+    curves = memory_over_time(replace(plan, processes=processes), found)
     return SimulationReport(
         devices=tuple(
-            _describe(*pair, run_on=run_on) for pair in zip(devices, run.found, strict=False)
+            _describe(*of_device, run_on=run_on)
+            for of_device in zip(plan.devices[:count], found, curves, strict=True)
         ),
         host=measure_host(plan.host, run.host),
         step_ok=True,
     )
 
 
-def _describe(device: DevicePeak, run: DeviceTimeline, *, run_on: str | None) -> DeviceSimulation:
+def _describe(
+    device: DevicePeak, run: DeviceTimeline, curve: Curve, *, run_on: str | None
+) -> DeviceSimulation:
     """The result of the dry run ``run`` for ``device``, next to the plan's prediction.
 
     With ``run_on`` the kernels were those of another device, so this device's allocator does not count.
@@ -113,4 +119,5 @@ def _describe(device: DevicePeak, run: DeviceTimeline, *, run_on: str | None) ->
         layer=moment.where.layer,
         operation=moment.operation,
         largest=tuple(run.timeline.live(run.place, moment)[:_LARGEST_SHOWN]),
+        memory_over_time=curve,
     )

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from placer.cost import Loss, device_kernels, device_type, find_loss, updates_together
 from placer.errors import CaptureError, PlacerError, causes, first_line
 from placer.executor.place import current_place
+from placer.executor.task import doing
 from placer.executor.transfer import copy_to
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
@@ -23,7 +24,7 @@ from placer.program.row_gradients import clear_row_gradients
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import RowUpdates, make_optimizer
 from placer.simulation.usage import steps_of
-from placer.timeline import Timeline, repeat_parts
+from placer.timeline import OPTIMIZER, Timeline, repeat_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +92,13 @@ class FakeCall:
         rows = RowUpdates(wanted, parameters)
 
         def update() -> None:
-            with process.updating():
+            with doing(OPTIMIZER), process.updating():
                 for optimizer in optimizers:
                     optimizer.step()
                 rows.step()
 
         def zero_grad() -> None:
-            with process.updating():
+            with doing(OPTIMIZER), process.updating():
                 for parameter in parameters:
                     parameter.grad = None
                 clear_row_gradients(parameters)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from placer.plan.types import HostPeak
 from placer.quantities import format_bytes
+from placer.simulation.over_time import MemoryPoint
 from placer.timeline import Block
 
 
@@ -18,6 +19,9 @@ class DeviceSimulation:
     `placer.plan.DevicePeak`; ``predicted`` is the plan's ``peak``. At the moment of the peak, ``phase`` is
     forward, backward, recompute or optimizer; ``node``, ``layer`` and ``operation`` were running ("" outside
     the model's nodes); ``largest`` has the ten largest tensors that were alive.
+
+    ``memory_over_time`` is the curve of the device's tensors in one step, whose maximum is ``peak``; empty if
+    times are not known.
     """
 
     device: str
@@ -32,6 +36,7 @@ class DeviceSimulation:
     layer: str
     operation: str
     largest: tuple[Block, ...]
+    memory_over_time: tuple[MemoryPoint, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         ran = ", ".join(part for part in (self.phase, self.node) if part)
@@ -56,7 +61,7 @@ class SimulationReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values; bytes are integers."""
-        shown = [field.name for field in fields(DeviceSimulation)][1:-1]
+        shown = [field.name for field in fields(DeviceSimulation)][1:-2]
         return {
             "devices": {
                 device.device: {

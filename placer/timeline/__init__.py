@@ -2,28 +2,39 @@
 
 `Timeline` has the blocks of memory that each device allocates and frees, in order. Sweeps over it find
 the peak (`Timeline.peaks`), what torch's allocator reserves (`placer.timeline.allocator`), and the host
-memory of offloaded activations (`placer.timeline.host`). `Clock` finds when each computation and transfer
-runs; `placer.plan.step_spans` uses it for a plan's step. Nothing here imports torch.
+memory of offloaded activations (`placer.timeline.host`). `run` finds when each computation and transfer
+runs; `placer.plan.step_spans` has those of a plan's step. Nothing here imports torch.
 """
 
 from placer.timeline.allocator import CachingAllocator, OutOfMemory, Usage, device_usage
-from placer.timeline.clock import Clock, Span, end_of, idle_share
+from placer.timeline.clock import Operation, Span, end_of, idle_share, run
 from placer.timeline.host import PINNED, HostUsage, host_usage, pinned_nbytes
 from placer.timeline.repeat import rename_nodes, repeat_parts
-from placer.timeline.types import Block, Event, Moment, Recorder, StepPosition, Timeline
+from placer.timeline.types import (
+    OPTIMIZER,
+    Block,
+    Event,
+    Moment,
+    Recorder,
+    StepPosition,
+    Task,
+    Timeline,
+)
 
 __all__ = [
+    "OPTIMIZER",
     "PINNED",
     "Block",
     "CachingAllocator",
-    "Clock",
     "Event",
     "HostUsage",
     "Moment",
+    "Operation",
     "OutOfMemory",
     "Recorder",
     "Span",
     "StepPosition",
+    "Task",
     "Timeline",
     "Usage",
     "device_usage",
@@ -33,4 +44,5 @@ __all__ = [
     "pinned_nbytes",
     "rename_nodes",
     "repeat_parts",
+    "run",
 ]

@@ -311,7 +311,7 @@ def device_usage(
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     live: dict[int, _Piece] = {}
     starved, failed = 0, None
-    for number, (kind, index) in enumerate(timeline.on(device)):
+    for number, (kind, index, _) in enumerate(timeline.on(device)):
         block = timeline.blocks[index]
         if kind == "free":
             if (piece := live.pop(index, None)) is not None:

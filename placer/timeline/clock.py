@@ -1,65 +1,90 @@
-"""Finds when work runs on devices and links: as early as its inputs and its devices allow."""
+"""Finds when operations run on devices and links: as early as devices and dependencies allow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from placer.timeline.types import Task
 
 SpanKind = Literal["compute", "transfer", "optimizer"]
 
 
-class Span(NamedTuple):
-    """Work that runs from ``start`` to ``end``, in seconds from the beginning of the step.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Operation:
+    """Work that keeps all of ``on`` (devices or links) busy for ``seconds``.
 
-    ``on`` has the devices, or the link, that are busy with it; ``nbytes`` is the size of a transfer.
+    It starts when all operations ``after`` which it comes have ended, and not before the one that it runs
+    ``beside`` has started. If a ``process`` launches it, that takes the process ``launch_seconds``: the
+    operation does not start before its launch, nor end before that has ended. Seconds are numbers of any one
+    type: with fractions, all times are exact. ``nbytes`` is the size of a transfer.
     """
 
     kind: SpanKind
-    name: str  # an action such as "2F0", or the name of the value that is transferred
+    name: str
+    on: tuple[str, ...]
+    seconds: float
+    after: tuple[Operation, ...] = field(default=(), repr=False)
+    beside: Operation | None = field(default=None, repr=False)
+    process: str | None = None
+    launch_seconds: float = 0
+    nbytes: int = 0
+    task: Task | None = None
+
+
+class Span(NamedTuple):
+    """An operation that runs from ``start`` to ``end``, in seconds from the beginning of the step.
+
+    ``on`` has the devices, or the link, that are busy with it; ``nbytes`` is the size of a transfer; ``task``
+    is what computes, if anything does.
+    """
+
+    kind: SpanKind
+    name: str  # an action such as "2F0", or which stages a transfer connects
     on: tuple[str, ...]
     start: float
     end: float
     nbytes: int = 0
+    task: Task | None = None
 
 
-class Clock:
-    """Assigns times to spans, in the order in which `run` is called.
+def run(operations: Iterable[Operation]) -> tuple[Span, ...]:
+    """The spans of ``operations``, which are in the order in which they are launched.
 
-    A process launches work asynchronously. A device or a link does one thing at a time, in the order in
-    which it was launched.
+    List scheduling (Graham 1966, doi:10.1002/j.1538-7305.1966.tb01709.x) with a list per device, link and
+    process: each does one thing at a time, in the order of ``operations``, as early as possible. A process
+    goes on as soon as it has launched an operation. Takes time linear in operations and dependencies.
+
+    >>> first = Operation(kind="compute", name="0F0", on=("a",), seconds=2)
+    >>> second = Operation(kind="compute", name="1F0", on=("b",), seconds=1, after=(first,))
+    >>> [(span.name, span.start, span.end) for span in run([first, second])]
+    [('0F0', 0, 2), ('1F0', 2, 3)]
     """
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        # The time at which a device, link or process is free again
-        self._free: dict[str, float] = {}
-
-    def run(
-        self,
-        kind: SpanKind,
-        name: str,
-        on: Sequence[str],
-        seconds: float,
-        *,
-        after: Iterable[float] = (),
-        process: str | None = None,
-        launching: float = 0.0,
-        nbytes: int = 0,
-    ) -> float:
-        """Add a span that occupies all of ``on`` for ``seconds``; returns its end.
-
-        It starts after all times in ``after``. If a ``process`` launches it, that takes the process
-        ``launching`` seconds, and the span does not end before the launch has ended.
-        """
-        begun = launched = 0.0
-        if process is not None:
-            begun = self._free.get(process, 0.0)
-            launched = self._free[process] = begun + launching
-        start = max([begun, *after, *(self._free.get(name, 0.0) for name in on)])
-        end = max(start + seconds, launched)
-        self._free.update(dict.fromkeys(on, end))
-        self.spans.append(Span(kind, name, tuple(on), start, end, nbytes))
-        return end
+    spans: dict[Operation, Span] = {}
+    free: dict[str, float] = {}  # the time at which a device, link or process is free again
+    for operation in operations:
+        earliest = [free.get(name, 0) for name in operation.on]
+        earliest += [spans[before].end for before in operation.after]
+        launched: float = 0
+        if operation.beside is not None:
+            earliest.append(spans[operation.beside].start)
+        if operation.process is not None:
+            earliest.append(free.get(operation.process, 0))
+            launched = free[operation.process] = earliest[-1] + operation.launch_seconds
+        start = max(earliest)
+        end = max(start + operation.seconds, launched)
+        free.update(dict.fromkeys(operation.on, end))
+        spans[operation] = Span(
+            operation.kind,
+            operation.name,
+            operation.on,
+            start,
+            end,
+            operation.nbytes,
+            operation.task,
+        )
+    return tuple(spans.values())
 
 
 def end_of(spans: Iterable[Span]) -> float:

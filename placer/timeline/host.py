@@ -36,7 +36,7 @@ def host_usage(timeline: Timeline, place: str) -> HostUsage:
     live: Counter[int] = Counter()
     most: Counter[int] = Counter()
     now = peak = 0
-    for kind, index in timeline.on(place):
+    for kind, index, _ in timeline.on(place):
         block = timeline.blocks[index]
         if kind == "read" or block.kind not in (PINNED, "received") or not block.nbytes:
             continue

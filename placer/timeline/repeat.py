@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from placer.timeline.types import Block, Event, Timeline
+from placer.timeline.types import Block, Event, Task, Timeline
 
 
 def repeat_parts(timeline: Timeline, parts: Iterable[range]) -> Timeline:
@@ -23,20 +24,26 @@ def repeat_parts(timeline: Timeline, parts: Iterable[range]) -> Timeline:
         for event in timeline.events[part.start : part.stop]:
             if event.kind == "free":
                 if event.block in present:
-                    events.append(Event("free", present.pop(event.block)))
+                    events.append(event._replace(block=present.pop(event.block)))
             elif event.kind == "read":
-                events.append(Event("read", present[event.block]))
+                events.append(event._replace(block=present[event.block]))
             elif event.block not in present or event.block in given_back:
                 present[event.block] = len(blocks)
                 blocks.append(timeline.blocks[event.block])
-                events.append(Event("allocate", present[event.block]))
+                events.append(event._replace(block=present[event.block]))
     return Timeline(blocks=blocks, events=events)
 
 
 def rename_nodes(
-    timeline: Timeline, names: Mapping[str, str], layer_of: Mapping[str, str]
+    timeline: Timeline,
+    names: Mapping[str, str],
+    layer_of: Mapping[str, str],
+    stages: Mapping[int, int],
 ) -> Timeline:
-    """``timeline`` for other nodes: ``names`` maps its nodes to them, ``layer_of`` has their layers."""
+    """``timeline`` for other nodes and stages: ``names`` maps its nodes to them, ``stages`` the indices.
+
+    ``layer_of`` has the layers of the other nodes.
+    """
 
     def renamed(block: Block) -> Block:
         where = block.where
@@ -48,4 +55,14 @@ def rename_nodes(
         name = names[block.name]
         return replace(block, name=name, layer=layer_of.get(name, ""), where=where)
 
-    return Timeline(blocks=[renamed(block) for block in timeline.blocks], events=timeline.events)
+    @functools.cache
+    def moved(task: Task | None) -> Task | None:
+        if task is None or task.action is None:
+            return task
+        stage = stages[task.action.stage_index]
+        return task._replace(action=replace(task.action, stage_index=stage))
+
+    return Timeline(
+        blocks=[renamed(block) for block in timeline.blocks],
+        events=[event._replace(task=moved(event.task)) for event in timeline.events],
+    )

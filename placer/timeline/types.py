@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from placer.schedule import Action
+
+
+class Task(NamedTuple):
+    """What a process does at a moment of a step: an action of a replica, or the optimizer's step (None).
+
+    Memory events and spans of one step that have the same task belong together.
+    """
+
+    action: Action | None = None
+    replica: int = 0
+
+
+OPTIMIZER = Task()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +56,14 @@ class Block:
 class Event(NamedTuple):
     """A block is allocated, freed, or read by a backward for which forward saved it.
 
-    ``block`` is its index in `Timeline.blocks`. Reads are only in recordings of a captured model's nodes,
-    which the costs of the nodes are derived from.
+    ``block`` is its index in `Timeline.blocks`; ``task`` is what the process does, None if that is neither an
+    action nor the optimizer's step. Reads are only in recordings of a captured model's nodes, which the costs
+    of the nodes are derived from; those have no tasks.
     """
 
     kind: Literal["allocate", "free", "read"]
     block: int
+    task: Task | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +98,7 @@ class Timeline:
         """
         live: dict[str, int] = {}
         found: dict[str, tuple[int, Block, int]] = {}  # the most bytes, the last block, its event
-        for number, (kind, index) in enumerate(self.events, start=1):
+        for number, (kind, index, _) in enumerate(self.events, start=1):
             block = self.blocks[index]
             if kind == "read" or (block.kind == "workspace" and not workspaces):
                 continue
@@ -116,25 +133,26 @@ class Timeline:
 
 
 class Recorder:
-    """Records a timeline while a step runs."""
+    """Records a timeline while a step runs; ``task()`` returns what the process does."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Callable[[], Task | None] = lambda: None) -> None:
+        self._task = task
         self.blocks: list[Block] = []
         self._events: list[Event] = []
 
     def allocate(self, block: Block) -> int:
         """Record the allocation of ``block``; returns its number, for `free`."""
         self.blocks.append(block)
-        self._events.append(Event("allocate", len(self.blocks) - 1))
+        self._events.append(Event("allocate", len(self.blocks) - 1, self._task()))
         return len(self.blocks) - 1
 
     def free(self, number: int) -> None:
         """Record that the block with this number is freed."""
-        self._events.append(Event("free", number))
+        self._events.append(Event("free", number, self._task()))
 
     def read(self, number: int) -> None:
         """Record that a backward reads the block with this number."""
-        self._events.append(Event("read", number))
+        self._events.append(Event("read", number, self._task()))
 
     @property
     def num_events(self) -> int:

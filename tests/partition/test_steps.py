@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import random
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import plans
 import pytest
 import torch
 from captured import captured_once
@@ -13,12 +17,13 @@ from models import ConvNet
 from torch import Tensor, nn
 from unet3d import unet3d
 
-from placer.cost import CostEstimates, CostTable
-from placer.partition import PlanningOptions, choose_partition, rate_partition
-from placer.partition.candidate import rate_stages
+from placer.cost import CostEstimates, CostTable, device_kind
+from placer.partition import DeviceSlot, PlanningOptions, choose_partition, rate_partition
+from placer.partition.candidate import rate_stages, steady_step
 from placer.partition.stage_cost.tables import build_tables
-from placer.partition.steps import StepClock
+from placer.partition.steps import StepClock, step_seconds
 from placer.partition.units import program_order, unit_graph
+from placer.plan.types import Transfer
 from placer.planner.devices import device_slot
 from placer.planner.resolve import microbatch_inputs, microbatch_rows, planning_options
 from placer.program import Program, lower
@@ -99,6 +104,55 @@ def test_the_clock_shows_what_a_plan_does(*, processes: bool) -> None:
         )
         clock = StepClock(rated, case.costs, case.options)
         assert clock(cuts) == pytest.approx(case.seconds(cuts), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_searchs_closed_form_is_the_layout(seed: int) -> None:
+    """GPipe with backwards in proportion to forwards, and the CPUs of one process; 1F1B is no longer than it.
+
+    The search compares thousands of candidates by it, without transfers here.
+    """
+    rng = random.Random(seed)
+    count, microbatches = rng.randint(1, 6), rng.randint(1, 12)
+    forward = [Fraction(rng.randint(1, 9), 7) for _ in range(count)]
+
+    def compare(kind: str, schedule: str, *, processes: bool) -> tuple[Fraction, Fraction]:
+        names = [f"{kind}:{i}" for i in range(count)]
+        launching = 1 if kind == "cpu" else 0
+        stages = [
+            dataclasses.replace(
+                plans.make_plan().stages[0],
+                index=i,
+                devices=(name,),
+                forward_seconds=seconds,
+                backward_seconds=2 * seconds,
+                forward_launch_seconds=launching * seconds,
+                backward_launch_seconds=2 * launching * seconds,
+            )
+            for i, (name, seconds) in enumerate(zip(names, forward, strict=True))
+        ]
+        transfers = [
+            Transfer(value=f"x{i}", source=i, target=i + 1, nbytes=8) for i in range(count - 1)
+        ]
+        options = PlanningOptions(schedule=schedule, microbatches=microbatches, processes=processes)
+        slots = [
+            DeviceSlot(name=n, kind=device_kind(n, None), budget=None, reserve=0) for n in names
+        ]
+        whole = [3 * seconds for seconds in forward]
+        return (
+            step_seconds(stages, transfers, options, 0),
+            steady_step(options, slots, max(whole), sum(whole)),
+        )
+
+    for found, expected in (
+        compare("cuda", "GPipe", processes=True),
+        compare("cuda", "GPipe", processes=False),
+        compare("cpu", "GPipe", processes=False),
+        compare("cpu", "1F1B", processes=False),
+    ):
+        assert found == expected
+    found, most = compare("cuda", "1F1B", processes=True)
+    assert microbatches * 3 * max(forward) <= found <= most
 
 
 def test_the_slowest_device_is_an_objective_of_its_own() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from placer.cost import device_kind
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan, Transfer
 from placer.report.trace import step_trace
+from placer.schedule import SCHEDULES
 from placer.timeline import Span, end_of, idle_share
 
 
@@ -45,20 +50,133 @@ def drawing(spans: tuple[Span, ...], device: str) -> str:
     return " ".join(f"{s.name}@{s.start:g}" for s in found)
 
 
-@pytest.mark.parametrize("processes", [False, True])
+def seconds_of(plan: Plan, forward: Fraction, backward: Fraction) -> Fraction:
+    """The seconds of a step whose passes take so long, and whose transfers take no time."""
+    stages = tuple(
+        dataclasses.replace(s, forward_seconds=forward, backward_seconds=backward)
+        for s in plan.stages
+    )
+    return end_of(step_spans(dataclasses.replace(plan, stages=stages)))
+
+
+# Seconds of a step with P devices, M micro-batches, and V stages on each device
+CLOSED_FORMS: dict[str, tuple[int, Callable[..., Fraction]]] = {
+    # Huang et al. 2019, arXiv:1811.06965, and Narayanan et al. 2021, arXiv:2006.09503
+    "GPipe": (1, lambda P, M, V, f, b: (M + P - 1) * (f + b)),
+    "1F1B": (1, lambda P, M, V, f, b: (M + P - 1) * (f + b)),
+    # Narayanan et al. 2021, arXiv:2104.04473, where P divides M
+    "Interleaved1F1B": (2, lambda P, M, V, f, b: (M * V + P - 1) * (f + b)),
+    # Qi et al. 2023, arXiv:2401.10241, with equal halves, where M >= P and b / 2 <= f
+    "InterleavedZeroBubble": (1, lambda P, M, V, f, b: M * (f + b) + (P - 1) * f),
+}
+
+
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize("schedule", CLOSED_FORMS)
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_closed_forms_come_out_exactly(devices: int, schedule: str) -> None:
+    """A process per device, from 1 to 64 micro-batches."""
+    per_device, closed_form = CLOSED_FORMS[schedule]
+    forward, backward = Fraction(5, 7), Fraction(4, 3)
+    plan = plan_of(devices * per_device, devices=devices, schedule=schedule, processes=True)
+    apply = {
+        "Interleaved1F1B": lambda count: count % devices == 0,
+        "InterleavedZeroBubble": lambda count: count >= devices,
+    }.get(schedule, lambda count: True)
+    for count in filter(apply, range(1, 65)):
+        found = seconds_of(dataclasses.replace(plan, microbatches=count), forward, backward)
+        assert found == closed_form(devices, count, per_device, forward, backward)
+
+
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (4, 8)])
-def test_the_known_bubble(schedule: str, stages: int, microbatches: int, processes: bool) -> None:
-    """(S - 1) / (M + S - 1): Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021."""
-    plan = plan_of(stages, microbatches=microbatches, schedule=schedule, processes=processes)
+def test_the_known_step_in_one_process(schedule: str, stages: int, microbatches: int) -> None:
+    plan = plan_of(stages, microbatches=microbatches, schedule=schedule)
     spans = step_spans(plan)
     known = 3 * (microbatches + stages - 1)
-    if schedule == "1F1B" and stages > 1 and not processes:
+    if schedule == "1F1B" and stages > 1:
         # A copy waits for what was launched before it on both of its devices.
         assert known < end_of(spans) <= 3 * microbatches * stages
         return
-    assert end_of(spans) == pytest.approx(known)
+    assert end_of(spans) == known
     assert idle_share(spans) == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+@pytest.mark.matrix(24)
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3, 4, 6])
+def test_every_action_follows_what_it_depends_on(
+    count: int, devices: int, microbatches: int, schedule: str, processes: bool
+) -> None:
+    """Also where there is no closed form: few micro-batches, uneven stages, any split over devices."""
+    seconds, rng = Fraction(1, 3), random.Random(count)
+    plan = plan_of(count, devices=min(devices, count), seconds=seconds, microbatches=microbatches,
+                   schedule=schedule, processes=processes)  # fmt: skip
+    uneven = [
+        dataclasses.replace(
+            stage,
+            forward_seconds=Fraction(rng.randint(1, 9), 7),
+            backward_seconds=Fraction(rng.randint(1, 9), 5),
+        )
+        for stage in plan.stages
+    ]
+    plan = dataclasses.replace(plan, stages=tuple(uneven))
+    spans = step_spans(plan)
+    at: dict[tuple[str, int, int], Span] = {}
+    for span in spans:
+        if span.task is not None:
+            action = span.task.action
+            assert str(action) == span.name
+            at[action.kind, action.stage_index, action.microbatch_index] = span
+    for (kind, stage, microbatch), span in at.items():
+        assert span.on == plan.stages[stage].devices
+        needed = {
+            "F": [("F", stage - 1)],
+            "B": [("F", stage), ("B", stage + 1)],
+            "I": [("F", stage), ("I", stage + 1)],
+            "W": [("I", stage)],
+        }[kind]
+        for before, other in needed:
+            if (before, other, microbatch) in at:
+                made = at[before, other, microbatch]
+                moved = seconds if made.on != span.on else 0
+                assert span.start >= made.end + moved
+    for name in {name for span in spans for name in span.on}:
+        own = [span for span in spans if name in span.on]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
+    work = sum(microbatches * (s.forward_seconds + s.backward_seconds) for s in plan.stages)
+    assert sum(span.end - span.start for span in at.values()) == work
+
+
+def test_replicas_with_processes_of_their_own_are_alike() -> None:
+    """In one process they share its launches instead."""
+    launching = {"forward_launch_seconds": 0.75, "backward_launch_seconds": 0.5}
+    plan = plan_of(
+        2, microbatches=3, processes=True, seconds=0.5, optimizer_seconds=1.0, **launching
+    )
+    rows = [(f"cuda:{2 * r}", f"cuda:{2 * r + 1}") for r in range(3)]
+
+    def spans_on(rows: list[tuple[str, ...]], processes: bool) -> tuple[Span, ...]:
+        stages = tuple(
+            dataclasses.replace(stage, devices=tuple(row[stage.index] for row in rows))
+            for stage in plan.stages
+        )
+        return step_spans(
+            dataclasses.replace(plan, stages=stages, replicas=len(rows), processes=processes)
+        )
+
+    spans = spans_on(rows, True)
+    for replica, row in enumerate(rows):
+        alone = [
+            span._replace(task=span.task and span.task._replace(replica=replica))
+            for span in spans_on([row], True)
+        ]
+        assert [span for span in spans if any(name.startswith(row) for name in span.on)] == alone
+    alone, together = (end_of(spans_on(r, False)) for r in (rows[:1], rows))
+    assert end_of(spans) < alone < together
 
 
 def test_1f1b_drawn_in_time() -> None:
@@ -146,6 +264,25 @@ def test_a_plans_step_is_its_spans(processes: bool) -> None:
     on_cpu = estimated_plan(model, cpus, (torch.empty(64, 64),))
     work = 4 * sum(s.forward_seconds + s.backward_seconds for s in on_cpu.stages)
     assert on_cpu.step_seconds >= work + on_cpu.optimizer_seconds - 1e-12
+
+
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_plans_step_counts_the_launches_of_all_replicas(device: str, processes: bool) -> None:
+    """In one process, which runs replicas on CPUs one after the other."""
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.empty(64, 64)
+    kind = {} if device == "cpu" else {"kind": "a100"}
+    spec = {"devices": [{"name": f"{device}:{i}", **kind} for i in range(2)], "microbatches": 4}
+    one, two = (
+        placer.make_plan(
+            model, {**spec, "replicas": count}, (x[: 32 * count],), processes=processes
+        )
+        for count in (1, 2)
+    )
+    assert two.step_seconds == two.optimality.value == end_of(step_spans(two))
+    computing = two.step_seconds - two.optimizer_seconds
+    alone = one.step_seconds - one.optimizer_seconds
+    assert computing == pytest.approx(alone if processes else 2 * alone, rel=0.05)
 
 
 def _offloading(overlap: bool, width: int = 64) -> Plan:

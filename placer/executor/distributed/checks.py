@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,25 +135,24 @@ def refuse_partial_clipping(part: nn.Module) -> None:
 
 
 def check_parameters(
-    part: nn.Module, known: Collection[str], frozen: Collection[str]
+    named: Mapping[str, nn.Parameter], known: Collection[str], frozen: Collection[str]
 ) -> tuple[int, ...]:
-    """The ids of the parameters that are trained.
+    """The ids of those of the parameters ``named`` that are trained.
 
     Raises ``PlacerError`` if there is a parameter that is not ``known``, if those that do not require
     gradients are not the ``frozen`` ones, or if they have been sharded.
     """
-    named = list(part.named_parameters())
     distributed = sys.modules.get("torch.distributed.tensor")  # not imported for this alone
-    if distributed is not None and any(isinstance(p, distributed.DTensor) for _, p in named):
+    if distributed is not None and any(isinstance(p, distributed.DTensor) for p in named.values()):
         raise _sharded()
-    new = [name for name, _ in named if name not in known]
+    new = [name for name in named if name not in known]
     if new:
         raise PlacerError(
             new[0],
             "was created after placer.compile, and the other ranks do not know of it",
             "prune, parametrize or extend the model before placer.compile",
         )
-    frozen_now = {name for name, parameter in named if not parameter.requires_grad}
+    frozen_now = {name for name, parameter in named.items() if not parameter.requires_grad}
     if frozen_now != frozen:
         changed = sorted(frozen_now.symmetric_difference(frozen))[0]
         raise PlacerError(
@@ -162,7 +161,7 @@ def check_parameters(
             "freeze parameters of the model before placer.compile; in the middle of training save, "
             "freeze, compile and load",
         )
-    return tuple(id(parameter) for _, parameter in named if parameter.requires_grad)
+    return tuple(id(parameter) for parameter in named.values() if parameter.requires_grad)
 
 
 def check_scaler(scaler: torch.amp.GradScaler | None, *, num_devices: int) -> None:

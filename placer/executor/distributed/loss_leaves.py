@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,15 +10,17 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from placer.autograd_graph import leaf_of, nodes_behind
 from placer.errors import PlacerError
+from placer.operands import tensors_in
 from placer.program import result_tensors
 
 
-def gradient_nodes(output: Any) -> list[Node]:
-    """The nodes through which gradients enter the model's graph.
+def gradient_nodes(output: Any, left: Sequence[Any]) -> list[Node]:
+    """The nodes through which gradients enter the model's graph, by its output or what forward has ``left``.
 
     Call it before the loss, which may change ``output`` in place.
     """
-    return [get_gradient_edge(t).node for t in result_tensors(output) if t.requires_grad]
+    tensors = [*result_tensors(output), *tensors_in(*left)]
+    return [get_gradient_edge(t).node for t in tensors if t.requires_grad]
 
 
 def refuse_other_leaves(loss: Tensor, output: list[Node], part: nn.Module, *, whole: bool) -> None:
@@ -31,6 +33,8 @@ def refuse_other_leaves(loss: Tensor, output: list[Node], part: nn.Module, *, wh
     if found:
         # Perhaps through activations that a hook has kept, which are part of the model's graph.
         found = _leaves_beyond(loss, _reachable(output))
+    if not found:
+        return
     own = dict(part.named_parameters())
     read = [name for name, parameter in own.items() if any(leaf is parameter for leaf in found)]
     others = [leaf for leaf in found if not any(leaf is parameter for parameter in own.values())]

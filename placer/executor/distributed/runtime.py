@@ -58,10 +58,11 @@ from placer.executor.place import Place
 from placer.executor.runtime import Runtime
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target
+from placer.executor.segments import tensors_at
 from placer.executor.statistics import NormCall
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import Program, named_state, unflatten_output, unmarked
+from placer.program import Program, unflatten_output, unmarked
 
 # A call may have so many more inputs than that of ``compile`` until their values are compared as one.
 _MORE_INPUTS = 8
@@ -220,9 +221,12 @@ class DistributedRuntime(Runtime):
         rows = batch_size(programs.call, leaves)
         groups = self.process_groups
         with self._connection.told():
-            trained = check_parameters(self.tree, self.ownership.first_name, self._frozen)
+            parameters = dict(self.tree.named_parameters())
+            trained = check_parameters(parameters, self.ownership.first_name, self._frozen)
             check_target(target, rows)
-            counted = loss_of.count([unmarked(target)])[0] if self._has_losses else None
+            is_sliced = self.num_replicas * self.plan.microbatches > 1
+            count = loss_of.count if self._has_losses and is_sliced else None
+            counted = None if count is None else count([unmarked(target)])[0]
             agreement = self._ask(
                 call,
                 "placed.step",
@@ -254,14 +258,14 @@ class DistributedRuntime(Runtime):
                 call,
                 leaves,
                 target=target,
-                count=loss_of.count if self._has_losses else None,
+                count=count,
                 own_rows=own_rows,
                 grad=True,
             )
             scale = 1.0 if scaler is None else scale_of(scaler, self.device)
             reducer = self._current_reducer(trained)
             with hooks_run_once(
-                self.tree.parameters(), keep=reducer.hook_ids, explain=self._hook_failure
+                parameters.values(), keep=reducer.hook_ids, explain=self._hook_failure
             ):
                 reducer.prepare(len(share.microbatches))
                 results = self._execute(share.microbatches, loss_of_slice, agreement, scale=scale)
@@ -448,9 +452,9 @@ class DistributedRuntime(Runtime):
     def _call_loss(
         self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
     ) -> Tensor:
-        before = gradient_nodes((output, left))
+        before = gradient_nodes(output, left)
         loss = super()._call_loss(loss_of, output, target, left, **given)
-        if dist.get_world_size() > 1:
+        if self.assignment.grid.size > 1:
             refuse_other_leaves(loss, before, self.tree, whole=self.assignment.num_devices == 1)
         return loss
 
@@ -496,8 +500,8 @@ class DistributedRuntime(Runtime):
             stages = [largest.staged.stages[index] for index in self.stage_indices]
             names = {name for s in stages for segment in s.segments for name in segment.written}
             names -= {name for call in self._norms(largest) for name in (call.mean, call.var)}
-        state = dict(named_state(self.tree)) if names else {}
-        return SharedTensors([state[name] for name in sorted(names)], self.process_groups.dp)
+        written = [tensor for _, tensor in tensors_at(self.tree, sorted(names))]
+        return SharedTensors(written, self.process_groups.dp)
 
     def _own_random_state(self) -> Any:
         return own_random_state(self.device, self.replica_index, self.assignment.device_index)

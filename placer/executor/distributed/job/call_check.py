@@ -115,7 +115,9 @@ class CallCheck:
         ]
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         numbers_of_all = mine.new_empty(len(self._everyone), len(mine))
-        work = dist.all_gather(list(numbers_of_all), mine, group=world, async_op=True)
+        work = dist.all_gather_into_tensor(
+            numbers_of_all.view(-1), mine, group=world, async_op=True
+        )
         # None when the messages have been compared, which frees them.
         self._exchange: tuple[Tensor, Callable[[], object]] | None
         self._exchange = numbers_of_all, wait_function(work)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -115,7 +116,7 @@ class _Bucket:
     group: SummingGroup
     counted: Sequence[_Bucket] = ()  # in the last bucket of a group, all buckets of that group
     waiting: int = 0  # the number of members whose last gradient of this step is still to come
-    # For each member, whether this rank has a gradient.
+    # For each member, whether this rank has a gradient; when the sums are there, whether any rank has.
     exists: list[bool] = field(default_factory=list)
     flat: Tensor | None = None
     wait: Callable[[], object] | None = None
@@ -135,23 +136,18 @@ class GradientReducer:
 
     def __init__(self, shared: Iterable[SharedParameter]) -> None:
         self._buckets = _fill_buckets([s for s in shared if s.group.size > 1])
-        self._home = {s.parameter: bucket for bucket in self._buckets for s in bucket.members}
-        self._left: dict[nn.Parameter, int] = {}
+        places = [(member, bucket) for bucket in self._buckets for member in bucket.members]
+        self._homes = [bucket for _, bucket in places]
+        self._left: list[int] = []  # for each of these, how many gradients are still to come
         self._next = 0
         # The garbage collector does not see hooks of parameters, so they must not keep this alive.
         arrived = weakref.WeakMethod(self._arrived)
-
-        def tell(parameter: nn.Parameter) -> None:
-            method = arrived()
-            if method is not None:
-                method(parameter)
-
-        self._hooks = [p.register_post_accumulate_grad_hook(tell) for p in self._home]
-
-    @property
-    def hook_ids(self) -> set[int]:
-        """The ids of the hooks by which this learns of gradients."""
-        return {hook.id for hook in self._hooks}
+        self._hooks = [
+            member.parameter.register_post_accumulate_grad_hook(partial(_tell, arrived, number))
+            for number, (member, _) in enumerate(places)
+        ]
+        # The ids of the hooks by which this learns of gradients.
+        self.hook_ids = frozenset(hook.id for hook in self._hooks)
 
     def prepare(self, microbatches: int) -> None:
         """Prepare a step of ``microbatches`` backwards.
@@ -159,21 +155,21 @@ class GradientReducer:
         Divides existing gradients by the number of ranks, so that they count once in the sum.
         """
         self._next = 0
-        self._left = {}
+        self._left = []
         for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
             share = 1 / bucket.group.size
             for member in bucket.members:
-                self._left[member.parameter] = microbatches * member.readers
+                self._left.append(microbatches * member.readers)
                 if member.parameter.grad is not None:
                     member.parameter.grad.mul_(share)
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
-        if parameter not in self._left:
+    def _arrived(self, number: int) -> None:
+        if not self._left:
             return
-        self._left[parameter] -= 1
-        if self._left[parameter] == 0:
-            self._home[parameter].waiting -= 1
+        self._left[number] -= 1
+        if self._left[number] == 0:
+            self._homes[number].waiting -= 1
             while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
                 self._send()
 
@@ -186,7 +182,7 @@ class GradientReducer:
             exists = [there for b in bucket.counted for there in b.exists]
             like = (bucket.members or bucket.counted[0].members)[0].parameter
             grads.append(torch.tensor(exists, dtype=like.dtype, device=like.device))
-        bucket.flat = grads[0] if self._may_write(grads) else torch.cat(grads)
+        bucket.flat = sendable(grads[0] if self._may_write(grads) else torch.cat(grads))
         del grads
         for member in bucket.members:  # free them, as they are in the bucket now
             member.parameter.grad = None
@@ -202,27 +198,26 @@ class GradientReducer:
 
     def send_rest(self) -> None:
         """Send the remaining buckets, so that all ranks have sent the same, also one without rows."""
-        self._left = {}
+        self._left = []
         while self._next < len(self._buckets):
             self._send()
 
     def finish(self) -> None:
         """Send the remaining buckets, wait for all sums, and assign them to ``.grad``."""
         self.send_rest()
-        exists: dict[nn.Parameter, bool] = {}
         for bucket in self._buckets:
             assert bucket.flat is not None
             assert bucket.wait is not None
             bucket.wait()
             if bucket.counted:
-                counts = bucket.flat[sum(bucket.sizes) :]
-                parameters = [m.parameter for b in bucket.counted for m in b.members]
-                exists.update(zip(parameters, self._exist_anywhere(counts), strict=True))
+                there = iter(self._exist_anywhere(bucket.flat[sum(bucket.sizes) :]))
+                for counted in bucket.counted:
+                    counted.exists = [next(there) for _ in counted.members]
         for bucket in self._buckets:
             assert bucket.flat is not None
             pieces = bucket.flat[: sum(bucket.sizes)].split(bucket.sizes)
-            for member, piece in zip(bucket.members, pieces, strict=True):
-                if exists[member.parameter]:
+            for member, piece, exists in zip(bucket.members, pieces, bucket.exists, strict=True):
+                if exists:
                     # The bucket itself becomes the gradients: nothing is copied back.
                     member.parameter.grad = piece.view_as(member.parameter)
             bucket.flat = bucket.wait = None
@@ -237,12 +232,20 @@ class GradientReducer:
             hook.remove()
 
 
+def _tell(
+    arrived: Callable[[], Callable[[int], None] | None], number: int, _: nn.Parameter
+) -> None:
+    method = arrived()
+    if method is not None:
+        method(number)
+
+
 def _flat_grad(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     if parameter.grad.layout != torch.strided:
         parameter.grad = parameter.grad.to_dense()
-    return sendable(parameter.grad).reshape(-1)
+    return parameter.grad.reshape(-1)
 
 
 def _fill_buckets(shared: Sequence[SharedParameter]) -> list[_Bucket]:

@@ -32,11 +32,11 @@ class LossReduction:
     ) -> None:
         # The loss and the count of all slices. Then numbers of ranks: whose losses lack a graph, that have
         # slices, that combine by a mean, by a sum, and whose loss has each of the dtypes.
-        self._message = torch.zeros(6 + len(_DTYPES), dtype=torch.float64, device=device)
+        self._said = [0.0] * (6 + len(_DTYPES))
         if losses:
             loss = torch.stack(list(losses)).sum()
-            self._message[0] = loss
-            said = [
+            self._said = [
+                0.0,  # the loss itself stays on its device
                 loss_of.counts,
                 loss_of.lacks_graph,
                 loss_of.is_sliced,
@@ -44,7 +44,9 @@ class LossReduction:
                 loss_of.combination == "sum",
                 *(dtype == loss.dtype for dtype in _DTYPES),
             ]
-            self._message[1:] = torch.tensor(said, dtype=torch.float64)
+        self._message = torch.tensor(self._said, dtype=torch.float64, device=device)
+        if losses:
+            self._message[0] = loss
         work: dist.Work | None
         if source is None:
             work = dist.all_reduce(self._message, group=world, async_op=True)
@@ -57,12 +59,13 @@ class LossReduction:
     def wait(self) -> Tensor:
         """The loss of the whole batch, in the dtype that most ranks have."""
         self._work.wait()
-        dtypes = self._message[6:].tolist()
+        self._said = self._message.tolist()
+        dtypes = self._said[6:]
         return self._message[0].to(_DTYPES[dtypes.index(max(dtypes))])
 
     def check(self) -> None:
-        """Raise the same ``PlacerError`` on every rank if the losses of any rank are wrong."""
-        _, counts, without, is_sliced, means, sums, *_ = self._message.tolist()
+        """Raise the same ``PlacerError`` on every rank if the losses of any rank are wrong; after `wait`."""
+        _, counts, without, is_sliced, means, sums, *_ = self._said
         if without:
             raise without_graph()
         if is_sliced:
@@ -79,12 +82,12 @@ class SharedTensors:
     """Sends the values of tensors from the first rank of ``group`` to the others, in one message."""
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self._receives = dist.get_rank(group) > 0
         # The largest dtypes first, so that each tensor is aligned for its dtype.
         ordered = sorted(tensors, key=Tensor.element_size, reverse=True)
         self._tensors = [tensor.detach() for tensor in ordered]
         self._work = None
         if tensors:
+            self._receives = dist.get_rank(group) > 0
             self._bytes = torch.cat([t.reshape(-1).view(torch.uint8) for t in self._tensors])
             source = dist.get_global_rank(group, 0)
             self._work = dist.broadcast(self._bytes, source, group=group, async_op=True)
