@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
 
 from placer.h100 import H100_PEAKS, H100_RATES
 from placer.quantities import parse_bytes
@@ -19,8 +22,10 @@ from placer.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rate
 class PeakMemory:
     """Bytes of a GPU over some steps, at their most: in tensors and workspaces, and in torch's allocator."""
 
-    allocated: int
-    reserved: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    allocated: Annotated[int, Field(ge=0)]
+    reserved: Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,8 @@ class SpecError(PlacerError):
         if len(self.problems) == 1 and (source == self.OPTIONS or self.problems[0][0] == source):
             super().__init__(*self.problems[0])
             return
-        lines = [str(PlacerError(*problem)) for problem in self.problems[: self._SHOWN]]
+        lines = first_few([str(PlacerError(*problem)) for problem in self.problems], self._SHOWN)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        if more := len(self.problems) - len(lines):
-            lines.append(f"… and {more} more")
         within = "" if source == self.OPTIONS else " in the placement spec"
         super().__init__(source, f"{count}{within}\n" + "\n".join(lines))
 
@@ -119,10 +117,6 @@ class BudgetError(PlacerError):
         self.largest_node_bytes = largest_node_bytes
         self.tried = tuple(tried)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        fields = ("device", "missing_bytes", "largest_node", "largest_node_bytes", "tried")
-        return _budget_error, (*self.args, {name: getattr(self, name) for name in fields})
-
 
 class StageError(PlacerError):
     """A stage raised an exception on this rank; ``layer`` is "" if it was not raised by a layer."""
@@ -142,28 +136,24 @@ class StageError(PlacerError):
         self.layer = layer
         self.rank = rank
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        parts = (self.where, self.problem, self.remedy, self.stage, self.layer, self.rank)
-        return _stage_error, parts
-
 
 class PeerError(PlacerError):
     """Another rank of the job failed or ended; ``where`` and ``problem`` are from its report."""
 
 
-def _stage_error(
-    where: str, problem: str, remedy: str, stage: int, layer: str, rank: int
-) -> StageError:
-    return StageError(where, problem, remedy, stage=stage, layer=layer, rank=rank)
-
-
-def _budget_error(where: str, problem: str, remedy: str, fields: dict[str, Any]) -> BudgetError:
-    return BudgetError(where, problem, remedy, **fields)
-
-
 def first_line(error: BaseException | None) -> str:
     """The first line of the error's message."""
     return str(error).strip().split("\n")[0]
+
+
+def first_few(texts: Sequence[str], most: int) -> list[str]:
+    """The first ``most`` of ``texts``, and how many more there are.
+
+    >>> first_few(["a", "b", "c"], 1), first_few(["a"], 1)
+    (['a', '… and 2 more'], ['a'])
+    """
+    more = len(texts) - most
+    return [*texts[:most], f"… and {more} more"] if more > 0 else list(texts)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

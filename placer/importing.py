@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from placer.errors import PlacerError, nearest
+from placer.errors import PlacerError, first_few, nearest
 
 _FORM = "write package.module:callable or path/file.py:callable"
 _SHOWN = 8  # how many callables of a file or module are listed
@@ -90,16 +90,15 @@ def _names_none(target: str) -> ModelError:
     if not Path(place).is_file():
         return ModelError(target, "names no callable", _FORM)
     known = _callables(_load_file(Path(place), target))
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    has = f"; {place} has {', '.join(known[:_SHOWN])}{more}" if known else ""
+    has = f"; {place} has {', '.join(first_few(known, _SHOWN))}" if known else ""
     return ModelError(target, "names no callable", f"{_FORM}{has}")
 
 
 def _no_callable(place: str, part: str, known: list[str], target: str) -> ModelError:
     """The error for a name ``part`` that ``place`` does not have; ``known`` are the names it has."""
     near = nearest(part, known)
-    some = ", ".join(known[:_SHOWN])
-    hint = f"did you mean {place}:{near}?" if near else f"it has {some or 'none'}"
+    some = ", ".join(first_few(known, _SHOWN)) or "none"
+    hint = f"did you mean {place}:{near}?" if near else f"it has {some}"
     return ModelError(target, f"{place} has no callable {part!r}", hint)
 
 

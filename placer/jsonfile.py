@@ -54,12 +54,8 @@ def parse_json(text: str) -> tuple[Any, list[str]]:
         where = f"line {error.lineno}, column {error.colno}"
         remedy = "JSON wants double quotes, no trailing comma and no comments"
         raise JSONError(where, f"is not JSON: {error.msg}", remedy) from None
-    except RecursionError:
-        raise JSONError("/", "is nested too deep to be read") from None
-    except ValueError:  # Python's own limit, of 4,300 digits
-        raise JSONError(
-            "/", "holds a number of thousands of digits", "write a smaller one"
-        ) from None
+    except (RecursionError, ValueError):  # Python's own limits; that of numbers is 4,300 digits
+        raise JSONError("/", "is nested too deep, or has a number with too many digits") from None
 
 
 def read_json(path: Path) -> Any:

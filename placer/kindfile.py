@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,30 +19,11 @@ from placer.catalogue import CATALOGUE, DeviceKind, PeakMemory, Profile
 from placer.errors import nearest
 from placer.files import writing
 from placer.jsonfile import JSONError, json_pointer, read_json
-from placer.rates import CLASSES, DTYPES, RATE_FIELDS, Rate, Rates
+from placer.rates import CLASSES, DTYPES, Rate, Rates
 
 SUFFIX = ".json"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-_Number = Field(ge=0)
 _Pass = dict[str, tuple[float, float]]  # node -> seconds measured, seconds estimated
-
-
-class _RateFile(BaseModel):
-    model_config = _STRICT
-
-    overhead: float = _Number
-    flops: float = _Number
-    bandwidth: float = _Number
-    row_bandwidth: float = _Number
-    tile: int = Field(default=1, ge=1)
-    launch: float = _Number
-
-
-class _MemoryFile(BaseModel):
-    model_config = _STRICT
-
-    allocated: int = Field(ge=0)
-    reserved: int = Field(ge=0)
 
 
 class _ProfileFile(BaseModel):
@@ -57,7 +37,7 @@ class _ProfileFile(BaseModel):
     # Seconds in which the host launches each node. Left out for a CPU; older files of GPUs lack them.
     forward_launch: dict[str, float] = {}
     backward_launch: dict[str, float] = {}
-    memory: _MemoryFile | None = None  # of a GPU; older files lack it
+    memory: PeakMemory | None = None  # of a GPU; older files lack it
 
 
 class _KindFile(BaseModel):
@@ -73,7 +53,7 @@ class _KindFile(BaseModel):
     context: int = Field(ge=0)
     link_bandwidth: float = Field(gt=0)
     host_bandwidth: float = Field(gt=0)
-    rates: dict[str, dict[str, _RateFile]]  # class -> data type -> rate
+    rates: dict[str, dict[str, Rate]]  # class -> data type -> rate
     profile: _ProfileFile | None = None
 
 
@@ -143,7 +123,7 @@ def _kind(found: _KindFile) -> DeviceKind:
             precision=p.precision,
             passes=(p.forward, p.backward),
             launches=(p.forward_launch, p.backward_launch),
-            memory=None if p.memory is None else PeakMemory(**p.memory.model_dump()),
+            memory=p.memory,
         )
     return DeviceKind(
         name=found.name,
@@ -151,7 +131,7 @@ def _kind(found: _KindFile) -> DeviceKind:
         memory=found.memory,
         rates=Rates(
             {
-                (name, dtype): Rate(**rate.model_dump())
+                (name, dtype): rate
                 for name, row in found.rates.items()
                 for dtype, rate in row.items()
             }
@@ -173,26 +153,10 @@ def kind_to_json(
     inputs: list[str] | None = None,
 ) -> dict[str, Any]:
     """The content of a file for ``kind``; the other arguments say what was measured and when."""
-    rates: dict[str, dict[str, Any]] = {}
+    rates: dict[str, dict[str, Rate]] = {}
     for (name, dtype), rate in kind.rates.table.items():
-        rates.setdefault(name, {})[dtype] = {
-            field: _short(getattr(rate, field)) for field in RATE_FIELDS
-        }
-    profile: dict[str, Any] | None = None
-    if (p := kind.profile) is not None:
-        profile = {
-            "fingerprint": p.fingerprint,
-            "precision": p.precision,
-            "inputs": inputs or [],
-            "forward": {k: [_short(s), _short(e)] for k, (s, e) in p.passes[0].items()},
-            "backward": {k: [_short(s), _short(e)] for k, (s, e) in p.passes[1].items()},
-        }
-        for key, launched in zip(("forward_launch", "backward_launch"), p.launches, strict=True):
-            if launched:
-                profile[key] = {name: _short(seconds) for name, seconds in launched.items()}
-        if p.memory is not None:
-            profile["memory"] = asdict(p.memory)
-    return {
+        rates.setdefault(name, {})[dtype] = rate
+    file: dict[str, Any] = {
         "placer_kind": 1,
         "name": kind.name,
         "device": device,
@@ -201,11 +165,28 @@ def kind_to_json(
         "measured": measured,
         "memory": kind.memory,
         "context": kind.context,
-        "link_bandwidth": _short(kind.link_bandwidth),
-        "host_bandwidth": _short(kind.host_bandwidth),
+        "link_bandwidth": kind.link_bandwidth,
+        "host_bandwidth": kind.host_bandwidth,
         "rates": rates,
-        "profile": profile,
+        "profile": None,
     }
+    if (p := kind.profile) is not None:
+        profile = {
+            "fingerprint": p.fingerprint,
+            "precision": p.precision,
+            "inputs": inputs or [],
+            "forward": p.passes[0],
+            "backward": p.passes[1],
+            "forward_launch": p.launches[0],
+            "backward_launch": p.launches[1],
+            "memory": p.memory,
+        }
+        # Older versions know no keys of launches and memory, which are empty on a CPU.
+        newer = ("forward_launch", "backward_launch", "memory")
+        file["profile"] = {k: value for k, value in profile.items() if value or k not in newer}
+    checked = _KindFile.model_validate(file)
+    values: dict[str, Any] = _short(checked.model_dump(mode="json", exclude_unset=True))
+    return values
 
 
 def save_kind(values: Mapping[str, Any], path: Path) -> None:
@@ -214,5 +195,10 @@ def save_kind(values: Mapping[str, Any], path: Path) -> None:
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def _short(value: float) -> float | int:
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+def _short(value: Any) -> Any:
+    """JSON values with numbers of at most 6 digits, which is more than is measured."""
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

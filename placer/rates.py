@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
 
 CLASSES = (
     "convolution",  # forward
@@ -46,6 +49,7 @@ CLASSES = (
     "optimizer",
 )
 DTYPES = ("float32", "half", "float64")  # half: bfloat16 and float16; all other types: float32
+_Number = Annotated[float, Field(ge=0)]
 HEAVY = frozenset(CLASSES[: CLASSES.index("attention_backward") + 1])  # slow to launch
 
 
@@ -57,12 +61,14 @@ class Rate:
     time.
     """
 
-    overhead: float = 0.0
-    flops: float = 0.0
-    bandwidth: float = 0.0
-    row_bandwidth: float = 0.0
-    tile: int = 1
-    launch: float = 0.0
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    overhead: _Number = 0.0
+    flops: _Number = 0.0
+    bandwidth: _Number = 0.0
+    row_bandwidth: _Number = 0.0
+    tile: Annotated[int, Field(ge=1)] = 1
+    launch: _Number = 0.0
 
     def seconds(self, flops: float, nbytes: float, width: float = 0) -> float:
         """The seconds of one operation on the device. ``width``: its columns, or the rows that it normalises.

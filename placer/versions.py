@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
+from packaging.requirements import Requirement
 
 from placer.errors import VersionError
 
@@ -45,8 +45,7 @@ class Range:
         >>> "2.15.0+cu130" in Range(package="torch", lowest="2.11", highest="2.15", below="2.16")
         True
         """
-        public = Version(Version(release).public)
-        return Version(self.lowest) <= public < Version(self.below)
+        return Requirement(self.requirement).specifier.contains(release, prereleases=True)
 
     def __str__(self) -> str:
         return f"{self.lowest} to {self.highest}"

@@ -8,6 +8,6 @@ the position and the checksum of each entry. ``placer.load`` reads this table, a
 run code.
 """
 
-from placer.checkpoint.checkpoint import load, save, upgrade
+from placer.checkpoint.checkpoint import load, save
 
-__all__ = ["load", "save", "upgrade"]
+__all__ = ["load", "save"]

@@ -31,13 +31,12 @@ from placer.checkpoint.entries import (
 from placer.checkpoint.group import CheckpointGroup, checkpoint_group
 from placer.checkpoint.storage import (
     read_entries,
-    read_metadata,
     record_entries,
     require_plain,
     write_entries,
 )
 from placer.checkpoint.table import UNCHANGED, Record, Table, read_table, write_table
-from placer.errors import CheckpointError
+from placer.errors import CheckpointError, first_few
 
 _SHOWN = 8  # how many problems of one kind an error lists
 
@@ -182,18 +181,6 @@ def _load(
     return dict(entries.get("extra") or {})
 
 
-def upgrade(path: str | Path) -> None:
-    """Write the table with checksums for the checkpoint at ``path``, saved by an earlier placer.
-
-    Use it only for checkpoints that you trust, because it reads the pickle ``.metadata``, which can run
-    code, and cannot detect earlier damage. Raises ``CheckpointError`` if that file cannot be read.
-    """
-    folder = Path(path)
-    metadata = read_metadata(folder)
-    places = {index.fqn: place for index, place in metadata.storage_data.items()}
-    write_table(record_entries(metadata, places, folder), folder)
-
-
 def _is_saved_here(entry: str, contents: Contents) -> bool:
     """Whether this rank saves ``entry``.
 
@@ -313,11 +300,7 @@ def _refuse(path: Path, problems: list[str]) -> None:
     by_kind: dict[str, list[str]] = {}
     for problem in problems:
         by_kind.setdefault(_kind(problem), []).append(problem)
-    lines = []
-    for _, alike in sorted(by_kind.items()):
-        lines += alike[:_SHOWN]
-        if len(alike) > _SHOWN:
-            lines.append(f"… and {len(alike) - _SHOWN} more like this")
+    lines = [line for _, alike in sorted(by_kind.items()) for line in first_few(alike, _SHOWN)]
     shown = "\n    ".join(lines)
     raise CheckpointError(
         f"checkpoint {path}",

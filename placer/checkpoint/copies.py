@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.checkpoint.entries import Contents
+from placer.errors import first_few
 
 _MAX_ELEMENTS = 2**22  # summed at once, because the sum converts them to int64
 _SHOWN = 4  # how many names a warning lists
@@ -42,13 +43,11 @@ def describe_different_copies(ranks: Sequence[Mapping[str, int]]) -> str:
         return ""
     lines = [
         f"{name}: ranks {' and '.join(str(alike[0]) for alike in found.values())}"
-        for name, found in list(different.items())[:_SHOWN]
+        for name, found in different.items()
     ]
-    more = len(different) - len(lines)
-    lines += [f"and {more} more"] * (more > 0)
     return (
         "placer.save: copies of one parameter differ between ranks ("
-        + "; ".join(lines)
+        + "; ".join(first_few(lines, _SHOWN))
         + "). The lowest rank's copy is saved. Change gradients and weights in the same way on all ranks, "
         "for example by placed.clip_grad_norm_(…) instead of torch.nn.utils.clip_grad_norm_"
     )

@@ -92,9 +92,8 @@ def find(path: Path) -> Path:
     if (folder / _DCP_TABLE).is_file():
         raise CheckpointError(
             where,
-            f"has no {TABLE}: an earlier placer saved it, without checksums, or the file was lost",
-            "if you trust the checkpoint, write the file and load again: python -c "
-            f'"from placer.checkpoint import upgrade; upgrade({str(folder)!r})"',
+            f"has no {TABLE} with its checksums",
+            "load another checkpoint; if you trust this one, torch.distributed.checkpoint can read it",
         )
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, [n for n in beside if (path.parent / n / TABLE).is_file()])

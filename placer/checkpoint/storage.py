@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_from
@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from placer.checkpoint.entries import Entries, entry_name
 from placer.checkpoint.table import UNCHANGED, Record, Table
-from placer.errors import CheckpointError, PlacerError
+from placer.errors import CheckpointError, PlacerError, first_few
 
 _SHOWN = 8  # how many damaged entries an error lists
 
@@ -77,26 +77,6 @@ def write_entries(
         return metadata, writer.places
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """DCP's metadata. It is a pickle, which can run code, so use it only for trusted checkpoints."""
-    try:
-        metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:
-        # A pickle can raise anything; one of a newer release of torch raises ValueError.
-        raise CheckpointError(
-            f"checkpoint {folder}, .metadata",
-            f"cannot be read ({_reason(error)})",
-            "read it with the release of torch that it was saved with, or load another checkpoint",
-        ) from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(
-            f"checkpoint {folder}, .metadata",
-            f"is {_show_type(metadata)}, not the metadata of torch.distributed.checkpoint",
-            "load another checkpoint",
-        )
-    return metadata
-
-
 def record_entries(metadata: Metadata, places: Mapping[str, Any], folder: Path) -> Table:
     """The table of the entries at ``places``, with the checksums of their bytes in ``folder``.
 
@@ -141,8 +121,7 @@ def read_entries(names: Iterable[str], table: Table, folder: Path) -> Iterator[t
         except (_DamageError, OSError) as error:
             problems.append(f"{table[name].file}, {entry_name(name)}: {error}")
     if problems:
-        more = [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        text = "\n    ".join([*problems[:_SHOWN], *more])
+        text = "\n    ".join(first_few(problems, _SHOWN))
         raise CheckpointError(f"checkpoint {folder}", f"is damaged:\n    {text}", UNCHANGED)
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from placer.errors import CheckpointError
+from placer.errors import CheckpointError, first_few
 from placer.jsonfile import JSONError, json_pointer, read_json
 
 TABLE = "contents.json"
@@ -113,9 +113,8 @@ def read_table(folder: Path) -> Table:
         file = _TableFile.model_validate(data)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        shown = [f"{json_pointer(p['loc'], data)}: {p['msg']}" for p in problems[:_SHOWN]]
-        more = [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        text = "\n    ".join([*shown, *more])
+        lines = [f"{json_pointer(p['loc'], data)}: {p['msg']}" for p in problems]
+        text = "\n    ".join(first_few(lines, _SHOWN))
         raise CheckpointError(where, f"is damaged:\n    {text}", UNCHANGED) from None
     if (found := _checksum(file.entries)) != file.crc32:
         raise CheckpointError(

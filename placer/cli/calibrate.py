@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import human_console, print_json, progress, round_progress
-from placer.tables import FittedTable
+from placer.cli.output import human_console, print_json, progress
+from placer.tables import Table
 
 if TYPE_CHECKING:
     from placer.catalogue import DeviceKind
@@ -58,12 +58,12 @@ def calibrate(
     check_output(output)
     place = device_here(device)
     said: list[str] = []
-    with round_progress(console, f"measuring {place}") as report_round:
+    with progress(console, f"measuring {place}") as report_progress:
         kind = measure(
             place,
             name=name or (output.stem if output else None),
             seconds=seconds,
-            progress=lambda what, number, count: report_round(number, count, what),
+            progress=lambda what, number, count: report_progress(f"{number} of {count}, {what}"),
             warn=said.append,
         )
     values = file_values(kind, place)
@@ -78,21 +78,20 @@ def calibrate(
         print_json(values)
 
 
-def _table(kind: DeviceKind) -> FittedTable:
+def _table(kind: DeviceKind) -> Table:
     from placer.rates import CLASSES
 
-    table = FittedTable(optional=("GFLOP/s",))
-    table.add_column("class")
+    headers = ["class"]
     for dtype in ("float32", "half"):
-        table.add_column(f"overhead, us ({dtype})", justify="right")
-        table.add_column("GFLOP/s", justify="right")
-        table.add_column("GB/s", justify="right")
+        headers += [f"{dtype}: us", f"{dtype}: GFLOP/s", f"{dtype}: GB/s"]
+    rows = []
     for name in CLASSES:
-        cells = []
+        row = [name.replace("_", " ")]
         for dtype in ("float32", "half"):
             rate = kind.rates[name, dtype]
-            cells.append(f"{rate.overhead * 1e6:.1f}")
-            cells.append(f"{rate.flops / 1e9:,.0f}" if rate.flops else "")
-            cells.append(f"{rate.bandwidth / 1e9:,.1f}")
-        table.add_row(name.replace("_", " "), *cells)
-    return table
+            row.append(f"{rate.overhead * 1e6:.1f}")
+            row.append(f"{rate.flops / 1e9:,.0f}" if rate.flops else "")
+            row.append(f"{rate.bandwidth / 1e9:,.1f}")
+        rows.append(row)
+    optional = ("half: GFLOP/s", "float32: GFLOP/s", "half: us", "half: GB/s")
+    return Table(headers=headers, rows=rows, names=("class",), optional=optional)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, Kind, Loss, ModelOptions, Target, loss_option, with_loss
+from placer.cli.fields import spec_fields, spec_of_options
+from placer.cli.options import (
+    REPEATABLE,
+    AsJson,
+    Kind,
+    Loss,
+    ModelOptions,
+    Target,
+    loss_option,
+    with_loss,
+)
 from placer.cli.output import human_console, print_json, progress
-from placer.errors import CaptureError, PlacerError, SpecError
+from placer.errors import CaptureError, PlacerError, SpecError, first_few
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,34 +43,11 @@ Memory = Annotated[
         "--memory",
         metavar="SIZE",
         help="Without SPEC: say how many devices of this size the model needs; repeatable.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
-Optimizer = Annotated[
-    str | None,
-    typer.Option(
-        "--optimizer", help="Without SPEC: sgd, sgd_momentum, adam or adamw (default: adam)."
-    ),
-]
-Training = Annotated[
-    bool | None,
-    typer.Option(
-        "--training/--no-training",
-        help="Without SPEC: count the backward pass (default: yes).",
-        show_default=False,
-    ),
-]
-Precision = Annotated[
-    str | None, typer.Option("--precision", help="Without SPEC: fp32 (default), bf16 or fp16.")
-]
-Microbatches = Annotated[
-    int | None,
-    typer.Option("--microbatches", metavar="N", help="Without SPEC: micro-batches (default: 1)."),
-]
-Replicas = Annotated[
-    int | None,
-    typer.Option("--replicas", metavar="N", help="Without SPEC: replicas (default: 1)."),
+Fields = Annotated[
+    dict[str, Any], spec_fields("optimizer", "training", "precision", "microbatches", "replicas")
 ]
 
 
@@ -71,65 +58,41 @@ def check(
     model_options: ModelOptions,
     memory: Memory,
     target: Target,
+    fields: Fields,
     loss: Loss = None,
     spec: Spec = None,
-    optimizer: Optimizer = None,
-    training: Training = None,
-    precision: Precision = None,
-    microbatches: Microbatches = None,
-    replicas: Replicas = None,
     kind: Kind = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a spec against a model; without a spec, show how far the model can be split.
 
     A spec alone (one argument that ends in .json) is checked too, without its layers.
+
+    --memory and the options that are fields of a spec are for a model without a spec.
     """
     from placer.spec import load_spec
 
     if spec is None and model_options.model.lower().endswith(".json"):
         _check_alone(Path(model_options.model), model_options, as_json=as_json)
         return
-    wanted = None if spec is None else with_loss(load_spec(spec), loss, target)
-    given: dict[str, Any] = {
-        "memory": memory or None,
-        "optimizer": optimizer,
-        "training": training,
-        "precision": precision,
-        "microbatches": microbatches,
-        "replicas": replicas,
-    }
-    for option, value in given.items():
-        if wanted is not None and value is not None:
-            remedy = "leave it out, or leave out the spec to see how many devices the model needs"
-            problem = f"cannot be given with a spec: {spec} has its own"
-            raise PlacerError(f"--{option}", problem, remedy)
-    sizes, assumed = _sizes(memory), None
-    if wanted is None:
-        assumed = _assumed({**given, "memory": None, "loss": loss_option(loss, target)}, kind)
-    model_options.check(inputs_required=wanted is None)
     console = human_console(as_json=as_json)
-    with progress(console, "importing torch and the model"):
-        loaded = model_options.load(inputs_required=wanted is None)
-    if wanted is not None:
-        from placer.cli.measured import with_kind
+    if spec is None:
+        sizes = _sizes(memory)
+        device = {"name": "cuda:0"} if kind is None else {"name": "cuda:0", "kind": kind}
+        counted = {**fields, "loss": loss_option(loss, target), "objective": "memory"}
+        assumed = spec_of_options(devices=[device], **counted)
+        model_options.check()
+        _check_model(console, model_options.load(console), assumed, sizes, as_json=as_json)
+        return
+    wanted = with_loss(load_spec(spec), loss, target)
+    for option in ("memory",) * bool(memory) + tuple(fields):
+        remedy = "leave it out, or leave out the spec to see how many devices the model needs"
+        raise PlacerError(f"--{option}", f"cannot be given with a spec: {spec} has its own", remedy)
+    model_options.check(inputs_required=False)
+    loaded = model_options.load(console, inputs_required=False)
+    from placer.cli.measured import with_kind
 
-        wanted = with_kind(wanted, kind)
-        _check_spec(console, loaded, wanted, source=str(spec), as_json=as_json)
-    else:
-        assert assumed is not None
-        _check_model(console, loaded, assumed, sizes, as_json=as_json)
-
-
-def _assumed(given: Mapping[str, Any], kind: str | None) -> PlacementSpec:
-    """The spec of one CUDA device that the options stand for; their values, None if not given."""
-    from placer.cli.auto import errors_name_options
-    from placer.spec import PlacementSpec
-
-    device = {"name": "cuda:0"} if kind is None else {"name": "cuda:0", "kind": kind}
-    fields = {key: value for key, value in given.items() if value is not None}
-    with errors_name_options(()):
-        return PlacementSpec.model_validate({"devices": [device], "objective": "memory", **fields})
+    _check_spec(console, loaded, with_kind(wanted, kind), source=str(spec), as_json=as_json)
 
 
 def _check_alone(path: Path, model_options: ModelOptions, *, as_json: bool) -> None:
@@ -181,8 +144,7 @@ def _check_spec(
     free = [path for path in paths if path not in placed]
     if spec.layers and free:
         tops = [path for path in free if path.rpartition(".")[0] not in free]
-        more = f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else ""
-        names = ", ".join(tops[:_SHOWN]) + more
+        names = ", ".join(first_few(tops, _SHOWN))
         console.print(f"not in the spec, so placer chooses: {names}", markup=False)
     result: dict[str, Any] = {"valid": True, "layers_placed": len(placed), "layers": len(paths)}
     if not loaded.has_inputs:
@@ -190,8 +152,7 @@ def _check_spec(
         if as_json:
             print_json(result)
         return
-    with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program(spec)
+    program, leaves = loaded.record(console, spec)
     make = JudgingPlanner(program, leaves)
     with progress(console, "planning"):
         made = with_comparisons(make(spec), spec, make)
@@ -215,8 +176,7 @@ def _check_model(
     from placer.planner.cut_limits import count_pieces
     from placer.quantities import format_count
 
-    with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program()
+    program, leaves = loaded.record(console)
     rows = program.call.batch_size or 1
     if rows < (parts := int(assumed.replicas) * int(assumed.microbatches)):
         problem = (
@@ -259,7 +219,7 @@ def _check_model(
         CaptureError
     ) as error:  # for example if a module that stays whole reads values of tensors
         notes.append(f"memory cannot be estimated: {error.where} {error.problem}")
-    print_limits(console, result, dict(sizes))
+    print_limits(console, result)
     if as_json:
         print_json(result)
 

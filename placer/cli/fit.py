@@ -53,10 +53,10 @@ def report_misfit(
     ``make`` plans a changed spec. ``error`` has the changes that have been tried, if any have. With
     ``as_json``, the result is also printed to stdout as JSON.
     """
-    as_options = error is not None
+    say = str if error is None else as_option
     if plan.fits_devices:  # the host has too little
         error = host_error(plan)
-        remedy = as_option(error.remedy) if as_options else error.remedy
+        remedy = say(error.remedy)
         console.print(f"what would make it fit:\n  - {remedy}", markup=False)
         if as_json:
             print_json(_misfit(error, remedy))
@@ -68,14 +68,10 @@ def report_misfit(
     if error is None:
         with progress(console, "planning changes that may make it fit"):
             error = misfit_error(program, spec, inputs, plan, make)
-    else:  # `auto` tried the changes before anything was printed
-        no_room = as_option(no_room)
     console.print("what would make it fit:")
     for tried in error.tried:
         if tried.fits:
-            change = describe_fitting(tried)
-            line = as_option(change) if as_options else change
-            console.print(f"  - {line}", markup=False)
+            console.print(f"  - {say(describe_fitting(tried))}", markup=False)
     with progress(console, "planning with other amounts of memory"):
         needed = memory_needed(spec, make)
     console.print(f"  - {needed}", markup=False)
@@ -83,13 +79,12 @@ def report_misfit(
         hint = "(in this order by reference rates; times are known with --kind)"
         console.print(hint, style="dim", markup=False)
     if no_room:
-        console.print(f"no change of the placement was tried: {no_room}", markup=False)
+        console.print(f"no change of the placement was tried: {say(no_room)}", markup=False)
     short = [tried for tried in error.tried if not tried.fits]
     if short:
         console.print("tried, not enough (largest peak of a device):", style="dim")
     for tried in short:
-        change = as_option(tried.change) if as_options else tried.change
-        line = f"  - {change}: {format_bytes(tried.peak)}"
+        line = f"  - {say(tried.change)}: {format_bytes(tried.peak)}"
         console.print(line, style="dim", markup=False)
     if as_json:
         print_json(_misfit(error, needed))

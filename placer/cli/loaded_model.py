@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from placer.api import lower_call
 from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
+from placer.cli.output import progress
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
 from placer.inputs import parse_inputs
@@ -37,15 +39,18 @@ class LoadedModel:
         """Was any argument of forward given?"""
         return bool(self.args or self.kwargs)
 
-    def program(self, wanted: PlacementSpec | Plan | None = None) -> tuple[Program, list[Tensor]]:
+    def record(
+        self, console: Console, wanted: PlacementSpec | Plan | None = None
+    ) -> tuple[Program, list[Tensor]]:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
-        return lower_call(
-            self.model,
-            self.args,
-            dict(self.kwargs),
-            wanted or PlacementSpec.model_validate({"devices": ["cpu"]}),
-            ignore_device_moves=self.ignore_device_moves,
-        )
+        with progress(console, "recording the operations of the model"):
+            return lower_call(
+                self.model,
+                self.args,
+                dict(self.kwargs),
+                wanted or PlacementSpec.model_validate({"devices": ["cpu"]}),
+                ignore_device_moves=self.ignore_device_moves,
+            )
 
 
 def load_model(

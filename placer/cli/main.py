@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 from typer.core import TyperGroup
 
-from placer.cli.options import with_model_options
+from placer.cli.options import with_option_groups
 from placer.cli.output import print_error_json
 from placer.errors import BudgetError, PlacerError, PlanError, SpecError
 from placer.versions import explain_failed_import
@@ -48,7 +48,7 @@ class _Commands(TyperGroup):
         function = getattr(module, cmd_name)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         example = f"Example:  {module.EXAMPLE}"
-        single.command(cmd_name, epilog=example)(_with_error_output(with_model_options(function)))
+        single.command(cmd_name, epilog=example)(_with_error_output(with_option_groups(function)))
         return typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:
@@ -91,32 +91,31 @@ def _with_error_output(command: Callable[..., None]) -> Callable[..., None]:
             interrupted = PlacerError("", "interrupted")
             raise _print_error(interrupted, EXIT_INTERRUPTED, as_json=as_json) from None
         except (Exception, SystemExit) as error:
-            location = _model_location(error)
-            if isinstance(error, SystemExit):
-                shown = _exited(location, error)
-            elif not location or _TRACEBACK in os.environ:
-                raise
-            else:
-                remedy = f"set {_TRACEBACK}=1 to see the traceback"
-                shown = PlacerError(location, f"{type(error).__name__}: {error}", remedy)
-            raise _print_error(shown, EXIT_USAGE, as_json=as_json, kind="ModelError") from None
+            raise _print_error(_model_failure(error), EXIT_USAGE, as_json=as_json) from None
 
     return run
 
 
-def _print_error(error: PlacerError, code: int, *, as_json: bool, kind: str = "") -> typer.Exit:
+def _print_error(error: PlacerError, code: int, *, as_json: bool) -> typer.Exit:
     """Print ``error``, and return the exception that ends the command with ``code``."""
     print(f"error: {error}", file=sys.stderr)
     if as_json:
-        print_error_json(error, code, kind=kind)
+        print_error_json(error, code)
     return typer.Exit(code)
 
 
-def _exited(location: str, error: SystemExit) -> PlacerError:
-    """The error to print when the model's code called ``sys.exit``."""
-    code = "" if error.code is None else repr(error.code)
-    remedy = "let the model's code raise an exception that says what is wrong"
-    return PlacerError(location or "the model", f"its code called sys.exit({code})", remedy)
+def _model_failure(error: BaseException) -> PlacerError:
+    """The error to print for one that the model's code raised; raises ``error`` again if other code did."""
+    if "torch" not in sys.modules:
+        raise error
+    from placer.importing import user_failure, user_location
+
+    is_exit = isinstance(error, SystemExit)
+    if not is_exit and (not user_location(error) or _TRACEBACK in os.environ):
+        raise error
+    failure = user_failure("the model", "its code", error)
+    failure.remedy += f"; set {_TRACEBACK}=1 to see the traceback"
+    return failure
 
 
 def _with_source(error: PlacerError, spec: object) -> PlacerError:
@@ -127,15 +126,6 @@ def _with_source(error: PlacerError, spec: object) -> PlacerError:
         remedy = f"plan again: placer plan MODEL SPEC --input … -o {spec}"
         return PlanError(str(spec), error.problem, remedy)
     return error
-
-
-def _model_location(error: BaseException) -> str:
-    """``file.py:line`` where the model's code raised ``error``; "" if other code raised it."""
-    if "torch" not in sys.modules:
-        return ""
-    from placer.importing import user_location
-
-    return user_location(error)
 
 
 app = typer.Typer(

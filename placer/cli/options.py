@@ -5,21 +5,26 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
 
+from placer.cli.fields import OptionGroup
+from placer.cli.output import progress
 from placer.cli.values import parse_values
 from placer.errors import PlacerError
 from placer.inputs import is_example, parse_inputs
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from placer.cli.loaded_model import LoadedModel
     from placer.plan.types import Plan
     from placer.spec import LossSpec, PlacementSpec
 
+REPEATABLE: dict[str, Any] = {"default_factory": list, "show_default": False}
 Model = Annotated[
     str,
     typer.Argument(
@@ -41,8 +46,7 @@ Inputs = Annotated[
         help="An input of forward, such as 1x3x224x224 or mask=4x16:bool; repeatable. "
         "16x64:int64<50257 are integers from 0 to 50256. Or path/file.py:callable that returns the "
         "arguments of forward, which may be lists and dicts of tensors.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 Keywords = Annotated[
@@ -51,8 +55,7 @@ Keywords = Annotated[
         "--kwarg",
         metavar="KEY=VALUE",
         help="An argument of forward that is not a tensor; repeatable.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 ModelArguments = Annotated[
@@ -62,8 +65,7 @@ ModelArguments = Annotated[
         "-m",
         metavar="KEY=VALUE",
         help="An argument of MODEL, such as width=32; repeatable.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 Evaluation = Annotated[
@@ -100,8 +102,7 @@ Target = Annotated[
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="The target of the loss for the whole batch, written like --input, such as "
         "2x128x128:int64<105; several are a tuple, or with names a dict.",
-        default_factory=list,
-        show_default=False,
+        **REPEATABLE,
     ),
 ]
 Profile = Annotated[
@@ -202,38 +203,50 @@ class ModelOptions:
 
     def load(
         self,
+        console: Console,
         *,
         allocate: bool = False,
         double: bool = False,
         inputs_required: bool = True,
         seed: int = 0,
     ) -> LoadedModel:
-        """Build the model and its inputs; see `placer.cli.loaded_model.load_model`."""
-        from placer.cli.loaded_model import load_model
+        """Import torch, and build the model and its inputs; see `placer.cli.loaded_model.load_model`."""
+        with progress(console, "importing torch and the model"):
+            from placer.cli.loaded_model import load_model
 
-        return load_model(
-            self, allocate=allocate, double=double, inputs_required=inputs_required, seed=seed
-        )
+            return load_model(
+                self, allocate=allocate, double=double, inputs_required=inputs_required, seed=seed
+            )
 
 
-def with_model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter ``model_options`` of ``command`` by one parameter per field, for typer."""
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    if not any(parameter.annotation is ModelOptions for parameter in own):
-        return command
-    hints = get_type_hints(ModelOptions, include_extras=True)
-    parts = inspect.signature(ModelOptions).parameters.values()
-    parameters = [part.replace(annotation=hints[part.name]) for part in parts] + [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in own
-        if parameter.annotation is not ModelOptions
-    ]
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace parameters of ``command`` that stand for several options by one per option, for typer."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, OptionGroup] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        group = _group(parameter)
+        if group is None:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        else:
+            groups[parameter.name] = group
+            parameters += group.parameters
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        options = {field.name: values.pop(field.name) for field in fields(ModelOptions)}
-        command(model_options=ModelOptions(**options), **values)
+        for name, group in groups.items():
+            values[name] = group.make(**{p.name: values.pop(p.name) for p in group.parameters})
+        command(**values)
 
     vars(run)["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _group(parameter: inspect.Parameter) -> OptionGroup | None:
+    """The options that ``parameter`` stands for; None if it is one option."""
+    if parameter.annotation is ModelOptions:
+        hints = get_type_hints(ModelOptions, include_extras=True)
+        parts = inspect.signature(ModelOptions).parameters.values()
+        return OptionGroup([p.replace(annotation=hints[p.name]) for p in parts], ModelOptions)
+    marks = getattr(parameter.annotation, "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, OptionGroup)), None)

@@ -61,22 +61,14 @@ def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> N
 
 
 @contextmanager
-def progress(console: Console, doing: str) -> Iterator[None]:
-    """Show that something takes a while, by a spinner on a terminal, otherwise by a line on stderr."""
+def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
+    """Show that something takes a while, by a spinner on a terminal, otherwise by a line on stderr.
+
+    Yields a function that shows how far it is, on a terminal.
+    """
     if not console.is_terminal:
         print(f"{doing} …", file=sys.stderr, flush=True)
-        yield
-        return
-    with console.status(f"{doing} …"):
-        yield
-
-
-@contextmanager
-def round_progress(console: Console, doing: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Like `progress`, for work in rounds. Yields a function (number, count, name of the next item)."""
-    if not console.is_terminal:
-        print(f"{doing} …", file=sys.stderr, flush=True)
-        yield lambda *_: None
+        yield lambda _: None
         return
     with console.status(f"{doing} …") as status:
-        yield lambda number, count, what: status.update(f"{doing}: {number} of {count} {what} …")
+        yield lambda far: status.update(f"{doing}: {far} …")

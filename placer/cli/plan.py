@@ -64,18 +64,16 @@ def plan(
     model_options.check()
     check_writable(output, html, trace)
     console = human_console(as_json=as_json)
-    with progress(console, "importing torch and the model"):
-        from placer.cli.fit import report_misfit, with_comparisons
-        from placer.cli.measured import check_kind_file, with_kind, with_kind_file
-        from placer.plan.store import plan_to_json, save_plan
-        from placer.program.call import describe_shapes
-        from placer.report import plan_table, write_html, write_trace
-        from placer.simulation.judge import JudgingPlanner
+    loaded = model_options.load(console)
+    from placer.cli.fit import report_misfit, with_comparisons
+    from placer.cli.measured import check_kind_file, with_kind, with_kind_file
+    from placer.plan.store import plan_to_json, save_plan
+    from placer.program.call import describe_shapes
+    from placer.report import plan_table, write_html, write_trace
+    from placer.simulation.judge import JudgingPlanner
 
-        wanted = with_kind(with_kind_file(wanted, profile), kind)
-        loaded = model_options.load()
-    with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program(wanted)
+    wanted = with_kind(with_kind_file(wanted, profile), kind)
+    program, leaves = loaded.record(console, wanted)
     check_kind_file(profile, wanted, program)
     make = JudgingPlanner(program, leaves, processes=processes)
     with progress(console, "planning"):

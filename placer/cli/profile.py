@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, ModelOptions
-from placer.cli.output import human_console, print_json, progress, round_progress
-from placer.tables import FittedTable
+from placer.cli.fields import spec_fields, spec_of_options
+from placer.cli.options import AsJson, Kind, ModelOptions
+from placer.cli.output import human_console, print_json, progress
+from placer.quantities import format_bytes, format_seconds
+from placer.tables import Table
 
 if TYPE_CHECKING:
     from placer.cost import CostTable
@@ -18,17 +20,14 @@ if TYPE_CHECKING:
     from placer.program import Program
 
 _COLUMNS = ("parameters", "output", "saved", "transient", "forward_flops", "backward_flops")
+_PASSES = ("forward_seconds", "backward_seconds")
+_LOSS = "(the loss)"
 
 Depth = Annotated[
     int | None,
     typer.Option("--depth", min=1, metavar="N", help="Show layers to this depth, with all inside."),
 ]
-Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")]
-Training = Annotated[
-    bool, typer.Option("--training/--no-training", help="Include the backward pass.")
-]
-
-
+Fields = Annotated[dict[str, Any], spec_fields("precision", "training")]
 Device = Annotated[
     str | None,
     typer.Option(
@@ -49,24 +48,13 @@ Output = Annotated[
 Rounds = Annotated[
     int, typer.Option("--rounds", min=1, metavar="N", help="Number of steps to measure.")
 ]
-Kind = Annotated[
-    str | None,
-    typer.Option(
-        "--kind",
-        metavar="KIND",
-        help="Kind of the device, for everything that is not measured: a name such as a100, or a "
-        "file that 'placer calibrate' wrote.",
-    ),
-]
-
 EXAMPLE = "placer profile net.py:Net --input 8x64 --depth 1 --device cpu -o net-profile.json"
 
 
 def profile(
     model_options: ModelOptions,
+    fields: Fields,
     depth: Depth = None,
-    precision: Precision = "fp32",
-    training: Training = True,
     device: Device = None,
     kind: Kind = None,
     rounds: Rounds = 5,
@@ -79,53 +67,43 @@ def profile(
     (medians over the steps after a warm-up). On a GPU, its memory is measured as well, beside what a plan
     predicts.
     """
-    from placer.errors import PlacerError, nearest
-
-    if precision not in ("fp32", "bf16", "fp16"):
-        near = nearest(precision, ("fp32", "bf16", "fp16"))
-        raise PlacerError("--precision", f"no precision {precision!r}", f"did you mean {near!r}?")
+    counted = spec_of_options(devices=["cpu"], **fields)
     model_options.check()
     console = human_console(as_json=as_json)
     measures = device is not None or output is not None
-    with progress(console, "importing torch and the model"):
-        from placer.cost import estimate_costs
-        from placer.kindfile import save_kind
-        from placer.profiling import (
-            check_output,
-            device_here,
-            file_values,
-            known_kind,
-            profile_model,
-        )
+    loaded = model_options.load(console, allocate=measures)
+    from placer.cost import estimate_costs
+    from placer.kindfile import save_kind
+    from placer.profiling import check_output, device_here, file_values, known_kind, profile_model
 
-        check_output(output)
-        loaded = model_options.load(allocate=measures)
-    with progress(console, "recording the operations of the model"):
-        program, leaves = loaded.program()
+    check_output(output)
+    program, leaves = loaded.record(console)
     measured, values = None, None
     if measures:
         place = device_here(device or "")
-        with round_progress(console, f"running steps on {place}") as report_round:
+        with progress(console, f"running steps on {place}") as report_progress:
             measured = profile_model(
                 program,
                 loaded.model,
                 leaves,
                 base=known_kind(place, kind),
                 device=place,
-                precision=precision,
-                training=training,
+                precision=counted.precision,
+                training=counted.training,
                 rounds=rounds,
-                each_round=lambda number: report_round(number, rounds, "steps"),
+                each_round=lambda number: report_progress(f"{number} of {rounds} steps"),
             )
         values = file_values(measured.kind, place, inputs=leaves)
         costs = measured.costs
     else:
-        costs = estimate_costs(program, leaves, training=training, precision=precision)
+        costs = estimate_costs(
+            program, leaves, training=counted.training, precision=counted.precision
+        )
     rows = layer_costs(program, costs, depth)
     total = {column: sum(row[column] for row in rows.values()) for column in _COLUMNS}
     total["transient"] = max((row["transient"] for row in rows.values()), default=0)
     seconds = None if measured is None else layer_seconds(program, measured, depth)
-    console.print(_table(rows, total) if seconds is None else _seconds_table(rows, seconds))
+    console.print(_costs_table(rows, total) if seconds is None else _seconds_table(rows, seconds))
     memory = None
     if measured is not None and measured.memory is not None:
         memory = memory_rows(measured)
@@ -149,9 +127,6 @@ def profile(
         print_json(found)
 
 
-_LOSS = "(the loss)"
-
-
 def memory_rows(measured: Measured) -> dict[str, dict[str, int]]:
     """Bytes of a GPU in steps of the model on it, predicted by a plan and measured."""
     assert measured.memory is not None
@@ -170,31 +145,16 @@ def memory_rows(measured: Measured) -> dict[str, dict[str, int]]:
     }  # fmt: skip
 
 
-_MEMORY = {
-    "tensors": "tensors",
-    "workspaces": "workspaces of kernels",
-    "allocated": "tensors and workspaces",
-    "reserved": "reserved by torch's allocator",
-    "context": "context",
-    "process": "the whole process",
-}
-
-
-def _memory_table(rows: Mapping[str, Mapping[str, int]]) -> FittedTable:
-    from placer.quantities import format_bytes
-
-    table = FittedTable()
-    table.add_column("memory of a step, at its most", wraps=True)
-    for header in ("predicted", "measured", "off by"):
-        table.add_column(header, justify="right")
+def _memory_table(rows: Mapping[str, Mapping[str, int]]) -> Table:
+    headers = ("memory of a step, at its most", "predicted", "measured", "off by")
+    cells = []
     for name, row in rows.items():
         predicted, found = row["predicted"], row.get("measured")
-        cells = ["", ""]
-        if found is not None:
-            off = f"{predicted / found - 1:+.1%}" if found else ""
-            cells = [format_bytes(found), off]
-        table.add_row(_MEMORY[name], format_bytes(predicted), *cells)
-    return table
+        off = f"{predicted / found - 1:+.1%}" if found else ""
+        cells.append(
+            [name, format_bytes(predicted), "" if found is None else format_bytes(found), off]
+        )
+    return Table(headers=headers, rows=cells, names=headers[:1])
 
 
 def layer_seconds(
@@ -212,38 +172,6 @@ def layer_seconds(
             row[f"{way}_seconds"] = row.get(f"{way}_seconds", 0.0) + seconds
             row["estimated_seconds"] = row.get("estimated_seconds", 0.0) + estimated
     return found
-
-
-def _seconds_table(
-    rows: Mapping[str, Mapping[str, int]], seconds: Mapping[str, Mapping[str, float]]
-) -> FittedTable:
-    from placer.quantities import format_seconds
-
-    whole = {
-        column: sum(row[column] for row in seconds.values())
-        for column in ("forward_seconds", "backward_seconds", "estimated_seconds")
-    }
-    total = whole["forward_seconds"] + whole["backward_seconds"]
-    table = FittedTable(optional=("both, estimated",), show_footer=True)
-    table.add_column("layer", footer="all", wraps=True)
-    for column, heading in (
-        ("forward_seconds", "forward"),
-        ("backward_seconds", "backward"),
-        ("estimated_seconds", "both, estimated"),
-    ):
-        table.add_column(heading, justify="right", footer=format_seconds(whole[column]))
-    table.add_column("of time", justify="right")
-    for layer in (*rows, _LOSS):
-        row = seconds[layer]
-        took = row["forward_seconds"] + row["backward_seconds"]
-        table.add_row(
-            layer or "(the model itself)",
-            format_seconds(row["forward_seconds"]),
-            format_seconds(row["backward_seconds"]),
-            format_seconds(row["estimated_seconds"]),
-            f"{took / total:.1%}" if total else "",
-        )
-    return table
 
 
 def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[str, dict[str, int]]:
@@ -275,32 +203,56 @@ def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[s
     return rows
 
 
-def _table(rows: Mapping[str, Mapping[str, int]], total: Mapping[str, int]) -> FittedTable:
-    left_out = ("transient", "output", "of FLOPs", "backward FLOPs", "forward FLOPs")
-    table = FittedTable(optional=left_out, show_footer=True)
-    table.add_column("layer", footer="all", wraps=True)
-    for column in _COLUMNS:
-        table.add_column(
-            column.replace("_", " ").replace("flops", "FLOPs"),
-            justify="right",
-            footer=_figure(column, total),
-        )
-    whole = total["forward_flops"] + total["backward_flops"]
-    table.add_column("of FLOPs", justify="right")
-    for layer, row in rows.items():
-        work = row["forward_flops"] + row["backward_flops"]
-        share = f"{work / whole:.1%}" if whole else ""
-        figures = (_figure(column, row) for column in _COLUMNS)
-        table.add_row(layer or "(the model itself)", *figures, share)
-    return table
+def _costs_table(rows: Mapping[str, Mapping[str, int]], total: Mapping[str, int]) -> Table:
+    figures = {
+        column: (column, format_bytes) for column in ("parameters", "output", "saved", "transient")
+    } | {"forward_flops": ("forward FLOPs", _flops), "backward_flops": ("backward FLOPs", _flops)}
+    optional = ("transient", "output", "of FLOPs", "backward FLOPs", "forward FLOPs")
+    return _layers_table(rows, total, figures, ("of FLOPs", _COLUMNS[-2:]), optional)
 
 
-def _figure(column: str, row: Mapping[str, int]) -> str:
-    from placer.quantities import format_bytes
+def _seconds_table(
+    rows: Mapping[str, Mapping[str, int]], seconds: Mapping[str, Mapping[str, float]]
+) -> Table:
+    figures = {
+        "forward_seconds": ("forward", format_seconds),
+        "backward_seconds": ("backward", format_seconds),
+        "estimated_seconds": ("both, estimated", format_seconds),
+    }
+    total = {column: sum(row[column] for row in seconds.values()) for column in figures}
+    shown = {layer: seconds[layer] for layer in (*rows, _LOSS)}
+    return _layers_table(shown, total, figures, ("of time", _PASSES), ("both, estimated",))
 
-    value = row[column]
-    if not column.endswith("flops"):
-        return format_bytes(value)
+
+def _layers_table(
+    rows: Mapping[str, Mapping[str, float]],
+    total: Mapping[str, float],
+    figures: Mapping[str, tuple[str, Callable[[Any], str]]],
+    share: tuple[str, Sequence[str]],
+    optional: Sequence[str],
+) -> Table:
+    """A row per layer, and one for all of them.
+
+    ``figures`` maps what a row has to a header and a format; ``share`` is a header, and what its share is of.
+    """
+    header, summed = share
+    whole = sum(total[column] for column in summed)
+
+    def cells(name: str, row: Mapping[str, float]) -> list[str]:
+        part = sum(row[column] for column in summed)
+        shown = [spell(row[column]) for column, (_, spell) in figures.items()]
+        return [name, *shown, f"{part / whole:.1%}" if whole else ""]
+
+    return Table(
+        headers=("layer", *(text for text, _ in figures.values()), header),
+        words=("layer",),
+        rows=[cells(layer or "(the model itself)", row) for layer, row in rows.items()],
+        optional=optional,
+        footer=cells("all", total),
+    )
+
+
+def _flops(value: int) -> str:
     for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
             return f"{value / factor:.2f} {unit}"

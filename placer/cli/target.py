@@ -40,10 +40,7 @@ def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) ->
     except ModelError:
         raise
     except (Exception, SystemExit) as error:
-        failure = user_failure(target, "the model's constructor", error)
-        if arguments:
-            failure = ModelError(failure.where, failure.problem, _given(target, make, arguments))
-        raise failure from error
+        raise user_failure(target, "the model's constructor", error) from error
 
 
 def _module(target: str, made: Any) -> nn.Module:
@@ -70,14 +67,3 @@ def _check_arguments(target: str, make: Callable[..., Any], arguments: Mapping[s
         raise ModelError(
             target, f"--model-arg does not fit: {error}", f"{hint}it takes {signature}"
         ) from None
-
-
-def _given(target: str, make: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """A hint with the given ``--model-arg`` options and the parameters that exist."""
-    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    try:
-        known = inspect.signature(make).parameters
-    except (TypeError, ValueError):
-        return f"you gave {given} ({target})"
-    takes = ", ".join(str(known[key]) for key in arguments if key in known)
-    return f"you gave {given}; {target} takes {takes}" if takes else f"you gave {given} ({target})"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
 from placer.cli.output import human_console, print_json, progress
-from placer.tables import FittedTable
+from placer.errors import PlacerError, first_few
+from placer.tables import Table
 
 if TYPE_CHECKING:
     from placer.plan.types import Plan
@@ -72,10 +74,9 @@ def verify(
     _check_run_on(run_on)
     model_options.check()
     console = human_console(as_json=as_json)
-    with progress(console, "importing torch and the model"):
-        from placer.verification import verify as compare
+    loaded = model_options.load(console, allocate=True, double=double, seed=seed)
+    from placer.verification import verify as compare
 
-        loaded = model_options.load(allocate=True, double=double, seed=seed)
     with progress(console, "calling the placed model and the plain model"):
         result = compare(
             loaded.model,
@@ -104,15 +105,7 @@ def to_json(result: Verification) -> dict[str, Any]:
 
     def values(c: Comparison) -> dict[str, Any]:
         error = c.relative_error if math.isfinite(c.relative_error) else None
-        return {
-            "situation": c.situation,
-            "kind": c.kind,
-            "name": c.name,
-            "relative_error": error,
-            "detail": c.detail,
-            "tolerance": c.tolerance,
-            "ok": c.ok,
-        }
+        return {**asdict(c), "relative_error": error, "ok": c.ok}
 
     return {
         "equal": result.ok,
@@ -135,7 +128,6 @@ def to_json(result: Verification) -> dict[str, Any]:
 
 
 def _check_run_on(name: str | None) -> None:
-    from placer.errors import PlacerError
     from placer.spec.fields import device_name
 
     try:
@@ -157,35 +149,36 @@ def _substitute_device(wanted: PlacementSpec | Plan) -> str | None:
     return "cpu" if any(device_count(kind) == 0 for kind in kinds) else None
 
 
-def _table(result: Verification) -> FittedTable:
+def _table(result: Verification) -> Table:
     """One row per situation: how much was compared, and the largest difference."""
-    table = FittedTable(optional=("tolerance", "state"))
-    table.add_column("situation")
-    for header in (*_COLUMNS, "state", "error", "tolerance"):
-        table.add_column(header, justify="right")
-    table.add_column("")
+    figures = (*_COLUMNS, "state", "error", "tolerance")
+    rows = []
     for outcome in result.outcomes:
         if not outcome.comparisons:
-            table.add_row(outcome.situation, *("" for _ in (*_COLUMNS, 1, 2, 3)), "not compared")
+            rows.append([outcome.situation, *[""] * len(figures), "not compared"])
             continue
-        columns = [
-            sum(outcome.counts.get(kind, 0) for kind in kinds) for kinds in _COLUMNS.values()
-        ]
+        counts = [sum(outcome.counts.get(kind, 0) for kind in kinds) for kinds in _COLUMNS.values()]
         worst = max(outcome.comparisons, key=lambda c: c.relative_error)
-        table.add_row(
-            outcome.situation,
-            *map(str, (*columns, len(outcome.comparisons) - sum(columns))),
-            f"{worst.relative_error:.1e}",
-            f"{worst.tolerance:.0e}",
-            "EQUAL" if outcome.ok else "DIFFERENT",
+        rows.append(
+            [
+                outcome.situation,
+                *map(str, (*counts, len(outcome.comparisons) - sum(counts))),
+                f"{worst.relative_error:.1e}",
+                f"{worst.tolerance:.0e}",
+                "EQUAL" if outcome.ok else "DIFFERENT",
+            ]
         )
-    return table
+    return Table(
+        headers=("situation", *figures, ""),
+        rows=rows,
+        names=("situation", ""),
+        optional=("tolerance", "state"),
+    )
 
 
 def _different(result: Verification) -> list[str]:
     """What differs, in the first situation in which anything does."""
     off = result.different
-    lines = [f"  {c}" for c in off if c.situation == off[0].situation]
-    more = [f"  … and {len(off) - _SHOWN} more"] if len(off) > _SHOWN else []
+    lines = first_few([str(c) for c in off if c.situation == off[0].situation], _SHOWN)
     head = [f"{off[0].situation}:"] if off else []
-    return head + lines[:_SHOWN] + more
+    return head + [f"  {line}" for line in lines]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from placer.emit.initialize import initialize_module, tensor_like
 from placer.emit.weights import open_weights
-from placer.errors import PlacerError
+from placer.errors import PlacerError, first_few
 from placer.program import named_state
 from placer.program.copying import copy_module
 
@@ -104,11 +104,10 @@ def _read(
                 placed[name] = file.read(found).to(device_of[name], tensor.dtype, copy=True)
         problems += [f"{name} is not in the model" for name in file.shapes if name not in saved]
     if problems:
-        shown = "\n    ".join(problems[:20])
-        more = f"\n    … and {len(problems) - 20} more" if len(problems) > 20 else ""
+        shown = "\n    ".join(first_few(problems, 20))
         raise PlacerError(
             f"weights {path}",
-            f"the file does not match the model:\n    {shown}{more}",
+            f"the file does not match the model:\n    {shown}",
             "give a state_dict of this model, saved with safetensors or torch.save",
         )
     return placed

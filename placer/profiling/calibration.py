@@ -80,7 +80,7 @@ def calibrate(
     the times are not to be relied on. Raises ``DeviceError`` if there is no such device.
     """
     place = torch.device(device)
-    _check_there(place, device)
+    require_device(place)
     timer = _Timer(clock or clock_for(place), seconds / _ROUNDS)
     with keep_random(place):
         timings = _time_all(timer, _samples(place), progress)
@@ -103,13 +103,14 @@ def calibrate(
     return _make_kind(name or device, place, rates, streamed)
 
 
-def _check_there(place: torch.device, device: str) -> None:
+def require_device(place: torch.device) -> None:
+    """Raise ``DeviceError`` if this machine has no such device."""
     count = device_count(place.type)
     if place.type != "cpu" and (place.index or 0) >= count:
         found = (
             f"there are {count} of type {place.type!r}" if count else "there is none of that type"
         )
-        raise DeviceError(device, f"is not on this machine: {found}", "try 'cpu'")
+        raise DeviceError(str(place), f"is not on this machine: {found}", "try 'cpu'")
 
 
 def _scale(place: torch.device) -> float:

@@ -13,12 +13,12 @@ from placer.catalogue import DeviceKind, PeakMemory, Profile
 from placer.cost import CostTable, device_type, estimate_costs
 from placer.cost.loss import ASSUMED
 from placer.errors import DeviceError
-from placer.executor.device_map import device_count, map_devices
+from placer.executor.device_map import map_devices
 from placer.executor.module import PlacedModule, runtime_of
 from placer.executor.place_model import place_model
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.planner.build import build_plan
-from placer.profiling.calibration import gpu_memory
+from placer.profiling.calibration import gpu_memory, require_device
 from placer.profiling.clocks import Clock, clock_for
 from placer.profiling.memory import ComparedMemory, compare_memory
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
@@ -58,6 +58,7 @@ def profile_model(
     ``DeviceError`` if the device does not exist or is too small.
     """
     place = torch.device(device)
+    require_device(place)
     memory = None
     try:
         with keep_random(place):
@@ -94,12 +95,6 @@ def profile_model(
             f"is too small for a step of the whole model ({str(error).splitlines()[0]})",
             "profile a smaller batch or volume: its times are scaled to others",
         ) from error
-    except (RuntimeError, AssertionError) as error:
-        if place.type != "cpu" and (place.index or 0) >= device_count(place.type):
-            raise DeviceError(
-                device, "is not on this machine", "name a device that is, such as 'cpu'"
-            ) from error
-        raise
     costs = estimate_costs(
         program, leaves, training=training, precision=precision, kernels=device_type(device)
     )

@@ -1,29 +1,19 @@
-"""Show a plan as tables in a terminal, as an HTML page, or as a trace, without importing torch."""
+"""Show a plan as tables in a terminal, as an HTML page, or as a trace.
 
-from placer.report.figures import (
-    LARGEST_HEADERS,
-    host_text,
-    largest_rows,
-    moment_text,
-    needs_text,
-    relative_difference,
-    verdict,
-    with_simulation,
-)
+`view` makes plain data of a plan once; every form of the report is written from that.
+"""
+
 from placer.report.html import write_html
-from placer.report.text import plan_table, verdict_style
-from placer.report.timeline import write_trace
+from placer.report.text import plan_table, simulation_table
+from placer.report.trace import write_trace
+from placer.report.verdict import needs_text, verdict
+from placer.report.view import with_simulation
 
 __all__ = [
-    "LARGEST_HEADERS",
-    "host_text",
-    "largest_rows",
-    "moment_text",
     "needs_text",
     "plan_table",
-    "relative_difference",
+    "simulation_table",
     "verdict",
-    "verdict_style",
     "with_simulation",
     "write_html",
     "write_trace",

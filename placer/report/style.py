@@ -35,8 +35,8 @@ h2 { font-size: 17px; margin: 32px 0 10px; }
 .row small { display: block; color: var(--dim); font-size: 12px; }
 .bar { position: relative; height: 22px; background: var(--panel); }
 .bar i { position: absolute; top: 0; bottom: 0; print-color-adjust: exact; }
-.bar .reserve { opacity: .6; }
-.bar .budget { top: -4px; bottom: -4px; border-left: 2px solid var(--bad); margin-left: -2px; }
+.bar .k-reserve { opacity: .6; }
+.bar .k-budget { top: -4px; bottom: -4px; border-left: 2px solid var(--bad); margin-left: -2px; }
 .legend i, .verdict { print-color-adjust: exact; }
 .k-parameters { background: var(--parameters); }
 .k-gradients { background: var(--gradients); }
@@ -48,7 +48,7 @@ h2 { font-size: 17px; margin: 32px 0 10px; }
 .t-forward { background: var(--forward); } .t-backward { background: var(--backward); }
 .t-transfer { background: var(--transfer); } .t-optimizer { background: var(--step); }
 .bar .t-forward, .bar .t-backward { border-right: 1px solid var(--page); }
-.bar .reserve, .legend .k-reserve { background: repeating-linear-gradient(45deg, var(--dim) 0 1.5px,
+.k-reserve { background: repeating-linear-gradient(45deg, var(--dim) 0 1.5px,
   transparent 1.5px 4px); }
 .legend .k-budget { width: 2px; height: 14px; background: var(--bad); vertical-align: -2px; }
 .scroll { overflow-x: auto; }
@@ -57,7 +57,7 @@ th { text-align: left; color: var(--dim); font-weight: 500; font-size: 12px; }
 th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:last-child, td:last-child { padding-right: 0; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.name { white-space: nowrap; } .strong { font-weight: 600; } .wide { overflow-wrap: anywhere; }
+.name { white-space: nowrap; } .words { overflow-wrap: anywhere; }
 .dim { color: var(--dim); font-size: 13px; } code { overflow-wrap: anywhere; }
 details { border-bottom: 1px solid var(--line); padding: 6px 0; } summary { cursor: pointer; }
 .nodes { font: 12px/1.6 ui-monospace, "DejaVu Sans Mono", monospace; color: var(--dim);

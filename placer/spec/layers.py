@@ -32,17 +32,11 @@ def resolve_layers(
         if not found:
             problems.append(_unmatched("layers", pattern, known))
         elif all(layers[winner[path]] != layers[pattern] for path in found):
-            problems.append(_overridden(pattern, winner[found[0]]))
+            later = winner[found[0]]
+            problem = f"has no effect, because {later!r} comes later and covers it"
+            remedy = f"write {pattern!r} after {later!r}, or leave it out"
+            problems.append((f"/layers/{escape_token(pattern)}", problem, remedy))
     return {path: layers[winner[path]] for path in known if path in winner}, problems
-
-
-def _overridden(pattern: str, later: str) -> Problem:
-    problem = f"has no effect, because {later!r} comes later and covers it"
-    return (
-        f"/layers/{escape_token(pattern)}",
-        problem,
-        f"write {pattern!r} after {later!r}, or leave it out",
-    )
 
 
 def resolve_patterns(
@@ -86,7 +80,8 @@ def _without_last_dot(regex: str) -> str:
 
 def _unmatched(field: str, pattern: str, paths: Sequence[str]) -> Problem:
     near = _nearest_pattern(pattern, paths)
-    hint = f"did you mean {near!r}?" if near else f"top-level layers: {', '.join(_tops(paths))}"
+    tops = dict.fromkeys(path.partition(".")[0] for path in paths)
+    hint = f"did you mean {near!r}?" if near else f"top-level layers: {', '.join(tops)}"
     where = f"/{field}/{escape_token(pattern)}" if field == "layers" else f"/{field}"
     return where, f"no layer matches {pattern!r}", hint
 
@@ -111,7 +106,3 @@ def _nearest_pattern(pattern: str, paths: Sequence[str]) -> str | None:
         good.append(name)
     fixed = ".".join(good)
     return fixed if match_paths(fixed, paths) else nearest(pattern, paths)
-
-
-def _tops(paths: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(path.partition(".")[0] for path in paths))

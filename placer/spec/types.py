@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -46,7 +46,9 @@ from placer.spec.fields import (
 from placer.spec.loss import LossSpec
 from placer.spec.rows import shifted_rows
 
-_SHOWN = 6  # how many layers or devices a `repr` shows
+_SHORT = reprlib.Repr()
+_SHORT.maxdict = _SHORT.maxtuple = 6
+_SHORT.maxstring = _SHORT.maxother = 100
 _MODEL = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
@@ -71,6 +73,11 @@ class DeviceSpec(BaseModel):
         description="How torch's CUDA allocator takes memory: 'default', in segments of fixed sizes, "
         "or 'expandable', in segments that grow, which wastes less. If not given, 'expandable'.",
     )
+
+    def __repr__(self) -> str:
+        """The name, with the memory or else the kind."""
+        memory = None if self.memory is None else format_bytes(self.memory)
+        return repr("=".join(filter(None, (self.name, memory or self.kind))))
 
     @model_validator(mode="before")
     @classmethod
@@ -144,23 +151,6 @@ _OPTIMIZER_SCHEMA = {
 Optimizer = Annotated[
     str | OptimizerBytes, PlainValidator(_optimizer), WithJsonSchema(_OPTIMIZER_SCHEMA)
 ]
-
-
-def _shortened(value: Any) -> str:
-    """``repr(value)`` with short forms of devices and at most the first ``_SHOWN`` items."""
-    if isinstance(value, DeviceSpec):
-        memory = None if value.memory is None else format_bytes(value.memory)
-        return repr("=".join(filter(None, (value.name, memory or value.kind))))
-    if isinstance(value, Mapping):
-        items = [f"{key!r}: {item!r}" for key, item in itertools.islice(value.items(), _SHOWN)]
-        return "{" + ", ".join(items + _more(value)) + "}"
-    if isinstance(value, tuple):
-        return "[" + ", ".join([_shortened(item) for item in value[:_SHOWN]] + _more(value)) + "]"
-    return repr(value)
-
-
-def _more(items: Collection[Any]) -> list[str]:
-    return [f"… {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
 
 
 class PlacementSpec(BaseModel):
@@ -308,7 +298,7 @@ class PlacementSpec(BaseModel):
     def __repr__(self) -> str:
         """The fields that differ from their defaults; of many layers, only the first few."""
         given = [
-            f"{name}={_shortened(getattr(self, name))}"
+            f"{name}={_SHORT.repr(getattr(self, name))}"
             for name, field in type(self).model_fields.items()
             if getattr(self, name) != field.get_default(call_default_factory=True)
         ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from placer.api import SpecSource, compile, example_call
 from placer.cost import find_loss, mean_square
-from placer.errors import PlacerError
+from placer.errors import PlacerError, first_few
 from placer.executor.module import PlacedModule, runtime_of
 from placer.plan.types import Plan
 from placer.precision import full_precision
@@ -76,9 +76,8 @@ class Verification:
     def __repr__(self) -> str:
         """The verdict, what differs the most, and what was not compared."""
         off = self.different
-        lines = [f"Verification({self.summary})", *(f"  {c.situation}: {c}" for c in off[:5])]
-        lines += [f"  … and {len(off) - 5} more that differ"] * (len(off) > 5)
-        return "\n".join([*lines, *self.remarks])
+        shown = [f"  {line}" for line in first_few([f"{c.situation}: {c}" for c in off], 5)]
+        return "\n".join([f"Verification({self.summary})", *shown, *self.remarks])
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -336,10 +335,9 @@ class _Run:
             found = random_layers(pair.plain, arguments, pair.placed.plan.precision)
         shared.restore()
         self.random_layers.extend(name for name in found if name not in self.random_layers)
-        named = ", ".join(name or "the model itself" for name in found[:_NAMED])
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        named = ", ".join(first_few([name or "the model itself" for name in found], _NAMED))
         return (
-            f"not compared: {named}{more} drew random numbers, and from one seed every type of device draws "
+            f"not compared: {named} drew random numbers, and from one seed every type of device draws "
             'others. Verify with all stages on the CPU (--run-on cpu, or run_on="cpu"), or without random '
             "numbers (dropout with p=0)."
         )

@@ -129,7 +129,7 @@ def test_a_plan_for_processes_has_the_peaks_of_its_ranks(placer: Run, tmp_path: 
     saved = tmp_path / "plan.json"
     result = placer("plan", "net.py:Net", "fits.json", *X, "--processes", "-o", str(saved))
     assert result.exit_code == 0
-    assert "one process per device" in result.stdout
+    assert "processes one per device" in result.stdout
     result = placer("simulate", "net.py:Net", str(saved), *X, "--processes", "--json")
     for device in json.loads(result.stdout)["devices"].values():
         assert device["peak"] == device["predicted"]
@@ -149,7 +149,7 @@ def test_simulate_judges_the_prediction(placer: Run) -> None:
 def test_simulate_shows_what_is_live_at_each_peak(placer: Run) -> None:
     result = placer("simulate", "net.py:Net", "fits.json", *X)
     for device in ("cuda:0", "cuda:1"):
-        assert f"{device} at its peak, in" in result.stdout
+        assert f"{device} at its peak, " in result.stdout
     assert "parameter" in result.stdout
 
 
@@ -301,12 +301,9 @@ def test_check_a_model(placer: Run) -> None:
     assert data["devices_needed"] == {"300KiB": None, "2GiB": 1}
     assert data["kept_free"]["2GiB"] == 520 * 2**20 + int(0.02 * 2**31)
     said = " ".join(result.stderr.split())
-    assert (
-        "does not fit on devices of 300KiB: the CUDA context and the reserve take 520.01 MiB"
-        in said
-    )
-    assert "fits on 1 device of 2GiB Tried in one process: fp32, training with adam, " in said
-    assert "1 micro-batch, 1 replica, without recomputing or offloading; others were not" in said
+    assert "does not fit on up to 64 devices of 300KiB, of which 520.01 MiB are kept free" in said
+    assert "fits on 1 device of 2GiB Tried in one process: precision fp32, microbatches 1, " in said
+    assert "replicas 1, training True, optimizer adam; without recomputing or offloading" in said
     largest = data["largest_piece"]
     assert largest["peak"] >= largest["least_bytes"] > 4 * 64 * 64 * 4  # weights, gradients, Adam
     assert 1 < largest["least_devices"] <= 7  # of seven like layers and a small one
@@ -317,8 +314,8 @@ def test_check_claims_only_what_it_tried(placer: Run) -> None:
     """Each of the options makes activations smaller, so that fewer devices are needed."""
     command = ("check", "net.py:Net", "--input", "131072x64", "--memory", "700 m")
     plain = placer(*command)
-    assert "fits on 3 devices of 700 m (700.00 MiB)" in plain.stdout
-    assert "Tried in one process: fp32, training with adam, 1 micro-batch" in plain.stdout
+    assert "fits on 3 devices of 700 m" in plain.stdout
+    assert "Tried in one process: precision fp32, microbatches 1" in plain.stdout
     whole = json.loads(placer(*command, "--json").stdout)
     assert whole["devices_needed"] == {"700 m": 3}
     changes = ("microbatches", "4", 2), ("replicas", "2", 1), ("precision", "bf16", 2)
@@ -364,23 +361,22 @@ def test_tensors_of_an_example_may_be_on_meta(placer: Run) -> None:
 
 def test_check_says_how_a_model_that_stays_whole_can_be_split(placer: Run) -> None:
     result = placer("check", "net.py:Chooser", "--input", "3x4")
-    assert "stays whole: the model itself" in result.stdout
+    assert "stays whole" in result.stdout and "the model itself" in result.stdout
     assert "move this code into a submodule" in result.stdout
 
 
 def test_check_names_whole_modules_and_why(placer: Run) -> None:
     result = placer("check", "net.py:Picky", "--input", "3x4")
     assert result.exit_code == 0
-    assert "stays whole: inner: its Python code depends on the value of a tensor" in result.stdout
+    (row,) = [line for line in result.stdout.splitlines() if "Chooser" in line]
+    assert row.startswith("inner  ")
+    assert "its Python code depends on the value of a tensor" in row
     assert "net.py:" in result.stdout
-    assert "Chooser: it is kept whole on one device; inner has" in result.stdout
-    assert "of the time of a step by reference rates and" in result.stdout
     unknown = json.loads(placer("check", "net.py:Picky", "--input", "3x4", "--json").stdout)
     (inner,) = unknown["whole_modules"]
     assert inner["share_of_seconds"] is unknown["largest_piece"]["share_of_seconds"] is None
     assert 0.2 < inner["share_by_reference_rates"] < 0.6
     command = ("check", "net.py:Picky", "--input", "3x4", "--kind", "h100")
-    assert "reference rates" not in placer(*command).stdout
     data = json.loads(placer(*command, "--json").stdout)
     (inner,) = data["whole_modules"]
     assert 0.2 < inner["share_of_seconds"] < 0.6

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import placer as package
-from placer import _torch, doctor
+from placer import _torch
+from placer.cli import doctor
 from placer.versions import RANGES
 
 

@@ -38,7 +38,6 @@ CASES = [
     ((*PLAN, "--input", "net.py:leaving"), "the example input called sys.exit()"),
     ((*PLAN, *X, "-m", "boom=true"), "raised ValueError: the width must be even"),
     ((*PLAN, *X, "-m", "wdth=8"), "did you mean 'width'?"),
-    ((*PLAN, *X, "-m", "width=eight"), "you gave width='eight'; net.py:Net takes width=64"),
     ((*PLAN, *X, "-m", "width"), "is not key=value"),
     ((*PLAN, *X, "-m", "width=8", "-m", "width=9"), "is given twice"),
     ((*PLAN, "--input", "8x63"), "forward fails on these inputs"),
@@ -48,8 +47,8 @@ CASES = [
     ((*PLAN, "--input", "8y64"), "is not a shape"),
     ((*PLAN, "--input", "8x-1"), "is not a shape"),
     ((*PLAN, "--input", "99999999999x99999999999"), "more bytes than a tensor can have"),
-    ((*PLAN, "--input", "8x99999999999999999999"), "has a size beyond 2**63 - 1"),
-    ((*PLAN, "--input", "999999999999999999x5:int16"), "has 4,999,999,999,999,999,995 elements"),
+    ((*PLAN, "--input", "8x99999999999999999999"), "more bytes than a tensor can have"),
+    ((*PLAN, "--input", "999999999999999999x5:int16"), "more bytes than a tensor can have"),
     ((*PLAN, "--input", "8x64:flot32"), "did you mean 'float32'?"),
     ((*PLAN, "--input", "8x64:int64<none"), "is not a bound"),
     ((*PLAN, "--input", "=8x64"), "is not an input"),
@@ -182,7 +181,7 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loaded_model, "lower", interrupted)
+    monkeypatch.setattr(loaded_model, "lower_call", interrupted)
     result = placer(*PLAN, *X)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "error: interrupted"

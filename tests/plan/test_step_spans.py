@@ -19,7 +19,7 @@ import placer
 from placer.cost import device_kind
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan, Transfer
-from placer.report.timeline import step_trace
+from placer.report.trace import step_trace
 from placer.schedule import SCHEDULES
 from placer.timeline import Span, end_of, idle_share
 

@@ -21,7 +21,7 @@ from placer.planner.assemble import _policy_notes
 from placer.planner.auto import faster_with_fewer
 from placer.program import lower
 from placer.quantities import parse_bytes
-from placer.report.figures import verdict
+from placer.report import verdict
 from placer.simulation.judge import JudgingPlanner
 
 GIB = 2**30

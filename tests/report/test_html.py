@@ -87,7 +87,12 @@ def _simulated(peak: int) -> dict[str, object]:
 
 def test_it_tells_when_a_device_peaks_and_what_is_live_then() -> None:
     text = page(make_plan(), simulation=_simulated(13 * 2**30))
-    for word in ("cuda:0: 13.00 GiB in backward of dec", "received", "enc_0", "4x2"):
+    for word in (
+        "cuda:0 at its peak, 13.00 GiB in backward of dec:",
+        "received",
+        "enc_0",
+        "4x2",
+    ):
         assert word in text
     assert "largest tensors" not in page(make_plan())
 

@@ -58,13 +58,13 @@ def test_a_verification_is_its_verdict_and_what_differs(model: nn.Module) -> Non
     )
     lines = _block(strict, 7)
     assert lines[0].startswith("Verification(DIFFERENT: ")
-    assert lines[-1].endswith(" more that differ")
+    assert "… and " in lines[-1] and lines[-1].endswith(" more")
 
 
 def test_a_spec_says_what_was_asked_for() -> None:
     layers = {f"blocks.{i}": "cuda:1" for i in range(1_000)}
     spec = placer.load_spec(SPEC | {"layers": layers})
     (shown,) = _block(spec, 1)
-    assert shown.startswith("PlacementSpec(devices=['cuda:0=2.00 GiB', 'cuda:1'], layers={")
-    assert "… 994 more" in shown and shown.endswith("replicas=2)")
+    assert shown.startswith("PlacementSpec(devices=('cuda:0=2.00 GiB', 'cuda:1'), layers={")
+    assert "blocks.0" in shown and "..." in shown and shown.endswith("replicas=2)")
     assert str(spec) == shown

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from placer.plan.types import Plan
 from placer.report import plan_table
-from placer.tables import FittedTable
+from placer.tables import Table
 
 LONG = "backbone.encoder.layers.11.attention.self.query_projection"
 
@@ -65,10 +65,8 @@ def test_no_name_and_no_unit_of_a_plan_is_cut(width: int) -> None:
 
 
 def test_the_least_important_columns_are_left_out_first() -> None:
-    table = FittedTable(optional=("b", "c"))
-    for header in ("a", "b", "c"):
-        table.add_column(header, wraps=header == "a")
-    table.add_row("one two", "12345678", "87654321")
+    rows = [("one two", "12345678", "87654321")]
+    table = Table(headers=("a", "b", "c"), rows=rows, words=("a",), optional=("b", "c"))
     assert _render(table, 30).splitlines()[0].split() == ["a", "b", "c"]
     assert _render(table, 20).splitlines()[0].split() == ["a", "c"]
     assert _render(table, 12).splitlines()[0].split() == ["a"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,22 @@ from plans import make_plan
 
 import placer
 from placer.plan.step_spans import step_spans
-from placer.report.timeline import step_trace, timeline_bars, write_trace
+from placer.report.trace import step_trace, write_trace
+from placer.report.view import Part, view
 
 
 def test_a_bar_per_device_with_what_it_computes_when() -> None:
     """Two stages of 1 s forward, 2 s backward: the second computes in the middle of the 6 s."""
-    bars = timeline_bars(make_plan())
-    first, second = bars.split('<div class="row">')[1:]
-    assert "cuda:0" in first and "cuda:1" in second
-    assert "50% busy" in first and "50% busy" in second
-    found = re.findall(
-        r'class="t-(\w+)" style="left:([\d.]+)%;width:([\d.]+)%" title="(\S+):', second
-    )
-    assert found == [
-        ("forward", "16.667", "16.667", "1F0"),
-        ("backward", "33.333", "33.333", "1B0"),
-    ]
+    first, second = view(make_plan()).step
+    assert (first.name, second.name) == ("cuda:0", "cuda:1")
+    assert first.figure.text == second.figure.text == "50% busy"
+    assert second.parts == [
+        Part("forward", 1 / 6, 1 / 6, "1F0: 1.00 s"), Part("backward", 1 / 3, 1 / 3, "1B0: 2.00 s")
+    ]  # fmt: skip
 
 
 def test_a_page_of_too_many_spans_has_no_bars() -> None:
-    assert timeline_bars(dataclasses.replace(make_plan(), microbatches=5000)) == ""
+    assert not view(dataclasses.replace(make_plan(), microbatches=5000)).step
 
 
 @pytest.mark.parametrize("processes", [False, True])

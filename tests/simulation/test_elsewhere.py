@@ -11,7 +11,7 @@ from captured import captured_once
 from unet3d import unet3d
 
 from placer.program import lower
-from placer.report.figures import verdict
+from placer.report import verdict
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import load_spec
 
