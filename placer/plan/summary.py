@@ -10,9 +10,18 @@ _STAGES_SHOWN = 8
 
 def summarize_plan(plan: Plan) -> str:
     """A line about the plan, and a line per stage, up to a limit."""
+    fits = "fits" if plan.fits else f"does not fit by {format_bytes(plan.overflow_bytes)}"
+    lines = [f"Plan({', '.join([fits, *plan_facts(plan)])})"]
+    lines += [f"  {summarize_stage(stage)}" for stage in plan.stages[:_STAGES_SHOWN]]
+    if (more := len(plan.stages) - _STAGES_SHOWN) > 0:
+        lines.append(f"  … and {format_count(more, 'more stage')}")
+    return "\n".join(lines)
+
+
+def plan_facts(plan: Plan) -> list[str]:
+    """What holds for the whole plan, in a few words each."""
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else "an optimizer of its own"
-    words = [
-        "fits" if plan.fits else f"does not fit by {format_bytes(plan.overflow_bytes)}",
+    return [
         format_count(len(plan.stages), "stage"),
         format_count(plan.replicas, "replica"),
         f"{format_count(plan.microbatches, 'micro-batch', 'micro-batches')} ({plan.schedule})",
@@ -21,11 +30,6 @@ def summarize_plan(plan: Plan) -> str:
         f"estimated step {describe_step(plan)}",
         *([runtime] if (runtime := describe_runtime(plan)) else []),
     ]
-    lines = [f"Plan({', '.join(words)})"]
-    lines += [f"  {summarize_stage(stage)}" for stage in plan.stages[:_STAGES_SHOWN]]
-    if (more := len(plan.stages) - _STAGES_SHOWN) > 0:
-        lines.append(f"  … and {format_count(more, 'more stage')}")
-    return "\n".join(lines)
 
 
 def describe_runtime(plan: Plan) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from placer.plan.types import Plan
@@ -30,8 +31,7 @@ def simulation_table(plan: Plan, report: SimulationReport) -> RenderableType:
 
 
 def _plan(shown: View) -> Iterator[RenderableType]:
-    facts = [f"{name} {value}" for name, value in shown.facts.items()]
-    yield Text(" · ".join(facts), style="bold")
+    yield _Headline(shown.headline)
     for table in (shown.stages, shown.devices):
         yield from ("", table)
     yield Text(f"\n{shown.crossing}")
@@ -41,6 +41,23 @@ def _plan(shown: View) -> Iterator[RenderableType]:
             yield f"… and {len(rows) - _TRANSFERS_SHOWN} smaller"
         yield ""
     yield from _verdict(shown)
+
+
+class _Headline:
+    """Facts in a line, or in several, each of them in one line."""
+
+    def __init__(self, facts: Sequence[str]) -> None:
+        self._facts = facts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = ""
+        for fact in self._facts:
+            longer = f"{line} · {fact}" if line else fact
+            if line and cell_len(longer) > options.max_width:
+                yield Text(line, style="bold")
+                longer = fact
+            line = longer
+        yield Text(line, style="bold")
 
 
 def _simulation(shown: View) -> Iterator[RenderableType]:

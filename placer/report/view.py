@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from placer.plan.step_spans import step_spans
-from placer.plan.summary import describe_step
+from placer.plan.summary import describe_step, plan_facts
 from placer.plan.types import DevicePeak, HostPeak, Plan, StageMemory, everything_fits
 from placer.quantities import format_bytes, format_seconds
 from placer.report.layers import compact_layers, stage_layers
@@ -53,6 +53,7 @@ class Bar:
 class View:
     """What a report shows of a plan, and of a simulation of it if there is one.
 
+    ``headline`` says in a few words each what holds for the whole plan, and ``facts`` the same by name.
     ``memory`` has the bytes of every stage by kind, ``step`` what every device does in a step (empty if times
     are not known, or if that is too much to show). ``largest`` has the largest tensors at the peak of
     every device of the simulation, by a title.
@@ -60,6 +61,7 @@ class View:
 
     verdict: Sequence[str]
     state: Literal["good", "slow", "bad"]
+    headline: Sequence[str]
     facts: Mapping[str, str]
     stages: Table
     devices: Table
@@ -84,6 +86,7 @@ def view(plan: Plan, simulation: SimulationReport | Mapping[str, Any] | None = N
     return View(
         verdict=verdict(judged),
         state=state if judged.fits else "bad",
+        headline=[*plan_facts(plan), *([f"bubble {idle_share(spans):.0%}"] if spans else [])],
         facts=_facts(plan, spans),
         stages=_stages(judged),
         devices=_devices(plan, judged, data),

@@ -36,7 +36,7 @@ def test_the_table_says_what_a_reader_asks() -> None:
     text = render(make_plan())
     for word in ("enc, dec.up", "dec.conv, head", "cuda:0", "13.00 GiB", "16.00 GiB", "2.00 GiB"):
         assert word in text
-    assert "stages 2 · replicas 1 · micro-batches 1 · schedule GPipe" in text
+    assert "2 stages · 1 replica · 1 micro-batch (GPipe)" in text
     assert "transfers: 2, 4.00 MiB" in text
     assert text.index("enc_0") < text.index("1.00 MiB  up")  # the larger first
     assert "BatchNorm <takes>" in text
