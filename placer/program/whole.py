@@ -82,7 +82,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 with hooks.watching():
                     leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
-                _refuse_changes([*snapshot.changes(), *given.changes()], type(model), reason)
+                changes = [*snapshot.changes(), *given.changes()]
+                _refuse_changes(changes, reached, type(model), reason)
                 if setup.is_split:
                     hooks.run_backward(tensors_of_tree(leaves), inputs)
             finally:
@@ -200,12 +201,21 @@ def _refuse_flags(
         )
 
 
-def _refuse_changes(changes: Sequence[Change], kind: type[nn.Module], reason: str) -> None:
-    """Raise ``CaptureError`` for a change that a caller could see; what the code keeps for itself is none."""
+def _refuse_changes(
+    changes: Sequence[Change], reached: Reached, kind: type[nn.Module], reason: str
+) -> None:
+    """Raise ``CaptureError`` for a change that a caller could see.
+
+    What the code keeps for itself is none, nor what does not depend on values of the inputs and is made by
+    the first call or anew in every call, as a grid of anchors: the node makes it in its copy of the model.
+    """
     for change in changes:
+        tensors = tensors_of_tree(change.value)
         hooks = change.root == "model" and change.path[1].endswith("hooks")
-        in_code = change.root == "code" and not tensors_of_tree(change.value)
-        if not (hooks or in_code):
+        in_code = change.root == "code" and not tensors
+        made_once = change.before is None and not isinstance(change.value, bool | int | float | str)
+        constant = (tensors or made_once) and not any(tensor in reached for tensor in tensors)
+        if not (hooks or in_code or constant):
             raise CaptureError(
                 kind.__name__,
                 f"its forward cannot be captured ({reason}), and it sets {spell(change.path)}, which a call "
