@@ -493,12 +493,15 @@ class _Capture:
 
     def _run_larger(self, inputs: Sequence[Tensor]) -> tuple[RecordedProgram | None, str]:
         """Record with a larger batch; None and the reason if that fails."""
+        guess = self.guess
         try:
             return self._run(inputs, named=False), ""
         except CaptureError as error:
-            return None, error.problem
+            reason = error.problem
         except TraceFailure as failure:
-            return None, f"{failure.layer}: {failure.reason} ({failure.location})"
+            reason = f"{failure.layer}: {failure.reason} ({failure.location})"
+        self.guess = guess  # no guess will do for that batch
+        return None, reason
 
     def _is_special(self, other: RecordedProgram) -> bool:
         """Whether one row is an exception: ``other``, recorded with two, is the graph for four rows too."""

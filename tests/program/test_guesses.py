@@ -129,3 +129,19 @@ class Impossible(Inner):
 def test_what_fails_with_every_guess_is_an_error_that_names_the_line() -> None:
     with pytest.raises(placer.CaptureError, match=r"ValueError: always \(.*test_guesses.py:"):
         lower(Net(Impossible), batch())
+
+
+class Picks(Inner):
+    """Picks one of its settings, and takes no more than sixteen rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 16:
+            raise ValueError("too many rows")
+        scale = (2.0,)[int(torch.isnan(x).any())]
+        return self.linear(x) * scale
+
+
+def test_a_batch_that_no_guess_lets_pass_changes_no_guess() -> None:
+    model, (x,) = Net(Picks).double(), batch()
+    placed = placer.compile(model, {"devices": ["cuda:0", "cuda:1"]}, x, run_on="cpu")
+    torch.testing.assert_close(placed(x), model(x))

@@ -185,7 +185,7 @@ def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:
         layers = {**dict.fromkeys("0123", "cuda:0"), **dict.fromkeys("45", "cuda:1")}
         return placer.load_spec({"devices": devices, "reserve": 0, "context": 0, "layers": layers})
 
-    plan = api._plan_or_refuse(spec(2**30), program, [X], job)
+    _, plan = api._plan_or_refuse(spec(2**30), program, [X], job)
     first = plan.devices[0]
     assert first.reserved is not None and first.reserved > first.peak + first.workspaces
     between = (first.peak + first.workspaces + first.reserved) // 2
