@@ -137,7 +137,7 @@ class Picks(Inner):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > 16:
             raise ValueError("too many rows")
-        scale = (2.0,)[int(torch.isnan(x).any())]
+        scale = (2.0,)[1 - int(torch.isfinite(x).all())]
         return self.linear(x) * scale
 
 
