@@ -38,7 +38,7 @@ class ChunkedConvolution:
     Only a chunk of the parts is side by side at a time, in forward and in backward; for backward the parts
     are kept. So a step needs neither the concatenation nor its gradient at any time. Results differ from
     those of the module by rounding. A module that is no such convolution any more, because it was given hooks
-    or parametrizations, is called with the concatenation.
+    or parametrizations, is called with the concatenation; so is one that gets no batch, where dim 1 is space.
     """
 
     def __init__(self, count: int) -> None:
@@ -47,7 +47,7 @@ class ChunkedConvolution:
         self.__module__ = __name__
 
     def __call__(self, module: Any, /, *parts: Tensor) -> Tensor:
-        if not is_chunkable(module):
+        if not is_chunkable(module) or parts[0].dim() != len(module.kernel_size) + _PLANES:
             result: Tensor = module(torch.cat(parts, 1))
             return result
         device = parts[0].device.type

@@ -15,7 +15,6 @@ from placer.spec.rewrite import Rewrite
 CHUNKS = "chunks"
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 
-
 MOST_CHUNKS = 16
 """The number for ``"chunks": "auto"``: a chunk of a concatenation is small then beside what a layer keeps."""
 

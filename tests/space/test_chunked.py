@@ -127,6 +127,12 @@ def test_under_autocast_it_computes_what_the_module_does(dtype: torch.dtype) -> 
     torch.testing.assert_close(found, expected)
 
 
+def test_without_a_batch_the_parts_are_side_by_side_in_space() -> None:
+    parts = [torch.randn(3, 8) for _ in range(2)]
+    module = nn.Conv1d(3, 4, 3)
+    torch.testing.assert_close(ChunkedConvolution(3)(module, *parts), module(torch.cat(parts, 1)))
+
+
 def test_a_module_with_hooks_is_called() -> None:
     parts = [torch.randn(2, 3, 8) for _ in range(2)]
     module = nn.Conv1d(6, 4, 3)
