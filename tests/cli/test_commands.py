@@ -129,7 +129,7 @@ def test_a_plan_for_processes_has_the_peaks_of_its_ranks(placer: Run, tmp_path: 
     saved = tmp_path / "plan.json"
     result = placer("plan", "net.py:Net", "fits.json", *X, "--processes", "-o", str(saved))
     assert result.exit_code == 0
-    assert "processes one per device" in result.stdout
+    assert "with a process per device (torchrun)" in result.stdout
     result = placer("simulate", "net.py:Net", str(saved), *X, "--processes", "--json")
     for device in json.loads(result.stdout)["devices"].values():
         assert device["peak"] == device["predicted"]
