@@ -65,8 +65,24 @@ def chunk_convolutions(program: Program, settings: Mapping[str, JsonValue]) -> P
 
 
 def find_joins(program: Program) -> set[fx.Node]:
-    """The concatenations of channels that only convolutions read, which can run in chunks."""
-    return {node for node in program.graph.nodes if _is_join(node, program.model)}
+    """The concatenations of channels that only convolutions read, which can run in chunks.
+
+    A part whose memory is written later must be copied, as by a concatenation.
+    """
+    position = {name: i for i, name in enumerate(program.order)}
+    last_use = {
+        n: max(map(position.__getitem__, group)) for group in program.colocated for n in group
+    }
+    return {
+        node
+        for node in program.graph.nodes
+        if _is_join(node, program.model)
+        and all(
+            last_use.get(part.name, -1) < position[node.name]
+            and part.name not in program.written_inputs
+            for part in _parts(node)
+        )
+    }
 
 
 def _is_join(node: fx.Node, model: nn.Module) -> bool:

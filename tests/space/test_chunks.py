@@ -81,6 +81,41 @@ def test_convolutions_of_all_kinds_that_read_a_concatenation() -> None:
     assert_same(model, {**DEVICES, "chunks": 3}, (x,))
 
 
+class WritesLater(nn.Module):
+    """Writes to a part of a concatenation before, or after, a convolution reads that."""
+
+    def __init__(self, *, before: bool, given: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(6, 2, 3)
+        self.before, self.given = before, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first(x.clone())
+        part = x if self.given else made + 1
+        joined = torch.cat([part, made], 1)
+        if self.before:
+            part.mul_(2)
+        y = self.second(joined)
+        if not self.before:
+            part.mul_(2)
+        return y.sum() + part.sum()
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_part_that_is_written_later_is_copied(before: bool, given: bool) -> None:
+    torch.manual_seed(0)
+    model = WritesLater(before=before, given=given).to(D)
+    x = torch.randn(4, 3, 6, 6, dtype=D)
+    placed = placer.compile(copy.deepcopy(model), {"devices": ["cpu"], "chunks": 3}, x)
+    found, expected = placed(x.clone()), model(x.clone())
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    expected.backward()
+    for ours, theirs in zip(placed.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 def test_what_is_not_read_by_convolutions_alone_stays() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(3, 3, 3))
     x = torch.randn(2, 3, 4)
