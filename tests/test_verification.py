@@ -355,3 +355,18 @@ def test_the_model_and_what_its_hooks_hold_are_left_as_they_were() -> None:
     assert seen == [] and model.training
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize(
+    "target", [placer.Whole(torch.ones(4)), placer.Batched(torch.ones(4, 8), 1)]
+)
+def test_a_target_is_split_in_a_step_as_its_mark_says(target: object) -> None:
+    def loss(output: Tensor, part: Tensor) -> Tensor:
+        weights = part if part.dim() == 1 else part.t()
+        return (output * weights).square().mean()
+
+    x = torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    result = placer.verify(model, HALVES, x, loss_fn=loss, target=target)
+    (step,) = (each for each in result.outcomes if "step" in each.situation)
+    assert step.comparisons and step.ok, step.note

@@ -39,6 +39,7 @@ from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import flatten_result
 from placer.program.size_log import SizeLog
 from placer.program.state import named_state
+from placer.program.stored import table_at
 from placer.program.targets import WholeRoot
 from placer.program.types import AnyNumber
 from placer.program.writer import GraphWriter
@@ -83,7 +84,9 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                     leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
                 changes = [*snapshot.changes(), *given.changes()]
-                _refuse_changes(changes, reached, type(model), reason)
+                once = set(map(id, _made_once(setup, inputs, changes)))
+                others = [change for change in changes if id(change) not in once]
+                _refuse_changes(others, reached, type(model), reason)
                 if setup.is_split:
                     hooks.run_backward(tensors_of_tree(leaves), inputs)
             finally:
@@ -201,20 +204,40 @@ def _refuse_flags(
         )
 
 
+def _made_once(setup: Setup, inputs: Sequence[Tensor], changes: Sequence[Change]) -> list[Change]:
+    """Those of ``changes`` that only a first call makes: a list or object in an attribute that was None.
+
+    It holds no tensors, and a second call, which is run here, leaves the same object there.
+    """
+    plain = bool, int, float, str
+    found = [
+        each
+        for each in changes
+        if each.root == "model" and each.kind == "set" and each.before is None
+        if not isinstance(each.value, plain) and not tensors_of_tree(each.value)
+    ]
+    if not found:
+        return []
+    bound, model = setup.bound, setup.fake_model
+    leaves = call_leaves(bound, setup.converter.copies(inputs))
+    args, kwargs = place_arguments(bound, call_arguments(bound, leaves))
+    model.forward(*args, **kwargs)
+    return [each for each in found if table_at(model, each.path).get(each.path[-1]) is each.value]
+
+
 def _refuse_changes(
     changes: Sequence[Change], reached: Reached, kind: type[nn.Module], reason: str
 ) -> None:
     """Raise ``CaptureError`` for a change that a caller could see.
 
-    What the code keeps for itself is none, nor what does not depend on values of the inputs and is made by
-    the first call or anew in every call, as a grid of anchors: the node makes it in its copy of the model.
+    What the code keeps for itself is none, nor are tensors that do not depend on the inputs, as a grid of
+    anchors: the node makes them in its own copy of the model.
     """
     for change in changes:
         tensors = tensors_of_tree(change.value)
         hooks = change.root == "model" and change.path[1].endswith("hooks")
         in_code = change.root == "code" and not tensors
-        made_once = change.before is None and not isinstance(change.value, bool | int | float | str)
-        constant = (tensors or made_once) and not any(tensor in reached for tensor in tensors)
+        constant = bool(tensors) and not any(tensor in reached for tensor in tensors)
         if not (hooks or in_code or constant):
             raise CaptureError(
                 kind.__name__,

@@ -32,6 +32,7 @@ from placer.program import (
     rebuild_call,
     result_tensors,
     unflatten_output,
+    unmarked,
 )
 from placer.program.call import bind_call
 from placer.program.python_random import keep_random, python_random_state
@@ -57,7 +58,10 @@ _NATIVE = (torch.batch_norm, torch.instance_norm)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLoss:
-    """A loss of the whole batch: ``function(result, target)``, or ``function(result)`` without a target."""
+    """A loss of the whole batch: ``function(result, target)``, or ``function(result)`` without a target.
+
+    The target may have marks (`placer.Whole`, `placer.Batched`), which say how a step splits it.
+    """
 
     function: Callable[..., Tensor]
     target: Any = None
@@ -68,7 +72,7 @@ class BatchLoss:
             return self.function(result)
         (tensor, *_) = result_tensors(result)
         return self.function(
-            result, tree_map_only(Tensor, lambda part: part.to(tensor.device), self.target)
+            result, tree_map_only(Tensor, lambda x: x.to(tensor.device), unmarked(self.target))
         )
 
 

@@ -17,7 +17,7 @@ from placer.errors import PlacerError, first_few
 from placer.executor.module import PlacedModule, runtime_of
 from placer.plan.types import Plan
 from placer.precision import full_precision
-from placer.program import IgnoreDeviceMoves, copy_module, unmarked
+from placer.program import IgnoreDeviceMoves, copy_module
 from placer.verification.inputs import Arguments, another_batch_size, other_values
 from placer.verification.observation import (
     Comparison,
@@ -182,7 +182,7 @@ def verify(
         given=arguments,
         loss=_counted_loss(plan, seed)
         if loss_fn is None
-        else BatchLoss(function=loss_fn, target=unmarked(target)),
+        else BatchLoss(function=loss_fn, target=target),
         training=model.training,
         seed=seed,
         tolerance=tolerance or _default_tolerance(model, plan),

@@ -80,20 +80,23 @@ def test_a_partial_as_a_hook_fills_the_users_own_list() -> None:
 class Lazy(nn.Module):
     """Makes what does not depend on values of its input: in the first call, and in every call."""
 
-    def __init__(self, *, of_values: bool = False) -> None:
+    def __init__(self, *, of_values: str = "") -> None:
         super().__init__()
         self.layer, self.of_values = nn.Linear(4, 4), of_values
         self.scales: list[float] | None = None
         self.anchors = [torch.arange(4.0)]
         self.seen: list[Tensor] | None = None
+        self.sums: list[float] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         assert not x.isnan().any()
         if self.scales is None:
             self.scales = [1 / x.size(1)]
         self.anchors = [each.to(x.dtype) * 1 for each in self.anchors]
-        if self.of_values:
+        if self.of_values == "seen":
             self.seen = [x * 2]
+        if self.of_values == "sums":
+            self.sums = [x.sum().item()]
         return self.layer(x * self.scales[0] + self.anchors[0])
 
 
@@ -101,5 +104,6 @@ def test_what_does_not_depend_on_values_may_be_made_by_a_whole_model() -> None:
     model = Lazy()
     placed = placer.compile(copy.deepcopy(model), TWO, X)
     torch.testing.assert_close(placed(X), model(X))
-    with pytest.raises(placer.CaptureError, match="it sets seen"):
-        placer.compile(Lazy(of_values=True), TWO, X)
+    for name in ("seen", "sums"):
+        with pytest.raises(placer.CaptureError, match=f"it sets {name}"):
+            placer.compile(Lazy(of_values=name), TWO, X)
