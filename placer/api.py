@@ -19,6 +19,7 @@ from placer.executor.distributed.job.assignment import Job, find_job
 from placer.executor.loss.call import require_function
 from placer.executor.module import PlacedModule, check_names
 from placer.executor.place_model import place_model
+from placer.executor.program_cache import split_rules
 from placer.plan.check import check_pinned, check_plan, require_fit
 from placer.plan.types import Plan
 from placer.planner.auto import choose_spec
@@ -27,7 +28,6 @@ from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
 from placer.program import (
     Program,
-    SplitRules,
     flatten_call,
     is_mark,
     lower,
@@ -321,7 +321,6 @@ def lower_call(
 
     The rewrites are those of a plan, or else ``rewrites``. Raises ``CaptureError``.
     """
-    rules = SplitRules.of(wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches)
     positional, keywords = example_call(args, kwargs)
     _refuse_placed(model)
     # A plan is for training, too.
@@ -331,7 +330,7 @@ def lower_call(
             positional,
             keywords,
             wanted.rewrites if isinstance(wanted, Plan) else rewrites,
-            rules=rules,
+            rules=split_rules(wanted),
             ignore_device_moves=ignore_device_moves,
         )
     return program, flatten_call(program.call, positional, keywords)

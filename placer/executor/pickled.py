@@ -15,7 +15,7 @@ from torch import nn
 
 from placer.emit import StagedModel, emit_stages
 from placer.errors import CaptureError, PlacerError
-from placer.executor.program_cache import capture_for_plan, isolated_from_caller, lower_for_plan
+from placer.executor.program_cache import capture_for_plan, isolated_from_caller, split_rules
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
 from placer.precision import planned_autocast, recorded_under
@@ -24,6 +24,7 @@ from placer.program import (
     BatchDim,
     guarded_attributes_restored,
     is_torch_leaf,
+    lower,
     rebuild_call,
     training_flags,
     without_hooks,
@@ -129,13 +130,13 @@ def emit_again(model: nn.Module, plan: Plan, call: ExampleCall) -> StagedModel:
     and ``CaptureError`` if capture fails. Call it inside `as_captured`.
     """
     with recorded_under(planned_autocast(plan.precision)):
-        program = lower_for_plan(
+        program = lower(
             model,
-            plan,
             call.args,
             call.kwargs,
+            plan.rewrites,
+            rules=split_rules(plan).with_names(call.batch_dims),
             ignore_device_moves=call.ignore_device_moves,
-            batch_dims=call.batch_dims,
         )
     check_plan(plan, program)
     return emit_stages(program, plan)

@@ -23,7 +23,6 @@ from placer.program import (
     BatchDim,
     BoundCall,
     CallFormat,
-    Program,
     SameProgram,
     SplitRules,
     StateInput,
@@ -39,6 +38,7 @@ from placer.program import (
     row_counts,
     same_program,
 )
+from placer.spec import PlacementSpec
 
 _MAX_GUARDS = (
     64  # programs kept per mode and size, for different values of attributes and arguments
@@ -404,14 +404,14 @@ def capture_for_plan(
     ``state_stage`` says which stage each planned weight is on, where it stays, and ``batch_dims`` how inputs
     of these names are split. The last four are as for `lower`. Raises ``CaptureError``.
     """
-    program = lower_for_plan(
+    program = lower(
         model,
-        plan,
         args,
         kwargs,
+        plan.rewrites,
+        rules=split_rules(plan).with_names(batch_dims),
         ignore_device_moves=ignore_device_moves,
         grad=grad,
-        batch_dims=batch_dims,
         numbers=numbers,
         changing=changing,
         method=method,
@@ -421,23 +421,9 @@ def capture_for_plan(
     return replace(staged, state_stage={**staged.state_stage, **state_stage})
 
 
-def lower_for_plan(
-    model: nn.Module,
-    plan: Plan,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    batch_dims: Mapping[str, BatchDim],
-    **options: Any,
-) -> Program:
-    """`lower` with the rewrites of ``plan``, for a batch that is split as it and ``batch_dims`` say."""
-    rules = plan_rules(plan).with_names(batch_dims)
-    return lower(model, args, kwargs, plan.rewrites, rules=rules, **options)
-
-
-def plan_rules(plan: Plan) -> SplitRules:
-    """How the inputs of ``plan`` are split."""
-    return SplitRules.of(plan.batch_dims, plan.stored, plan.replicas, plan.microbatches)
+def split_rules(wanted: PlacementSpec | Plan) -> SplitRules:
+    """How the inputs of a spec or plan are split."""
+    return SplitRules.of(wanted.batch_dims, wanted.stored, wanted.replicas, wanted.microbatches)
 
 
 @contextmanager

@@ -283,9 +283,8 @@ class Plan:
     # The spec's ``inputs``: pattern -> dimension of the batch, None for inputs that are whole.
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     stored: Mapping[str, StoredRule] = field(default_factory=dict)
-    rewrites: tuple[
-        Rewrite, ...
-    ] = ()  # of the captured graph, in the order in which they are applied
+    # Of the captured graph, in the order in which they are applied:
+    rewrites: tuple[Rewrite, ...] = ()
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan

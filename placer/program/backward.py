@@ -55,7 +55,7 @@ class BackwardHooks:
         self.runs: list[HookRun] = []
         self.changes: list[Change] = []
         self._model, self._code = model, code
-        self._roots = [*module_roots(model), *hook_owners(model, "", set(map(id, model.modules())))]
+        self._roots: list[tuple[Path, Any]] = []
         self._reached = reached
         self._guess = guess
 
@@ -69,6 +69,8 @@ class BackwardHooks:
             if (table := vars(module)[name])
         ]
         before = [dict(table) for _, table in tables]
+        modules = set(map(id, self._model.modules()))
+        self._roots = [*module_roots(self._model), *hook_owners(self._model, "", modules)]
         try:
             for path, table in tables:
                 table.update({key: self.watched(path, hook) for key, hook in table.items()})

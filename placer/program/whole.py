@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -80,7 +80,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             args, kwargs = place_arguments(bound, arguments)
             reached.begin((args, kwargs), inside=setup.is_split)
             try:
-                with hooks.watching():
+                with hooks.watching() if setup.is_split else nullcontext():
                     leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
                 changes = [*snapshot.changes(), *given.changes()]

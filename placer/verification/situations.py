@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from placer.errors import PlacerError
 from placer.executor.module import PlacedModule, runtime_of
 from placer.executor.place import CALLER
-from placer.executor.program_cache import plan_rules
+from placer.executor.program_cache import split_rules
 from placer.executor.scatter import ScatteredBatch, scatter_batch
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.generators import random_state
@@ -188,7 +188,7 @@ def choose_reference(
 
 def _says_how_inputs_are_split(placed: PlacedModule) -> bool:
     call = runtime_of(placed).staged.call
-    return plan_rules(placed.plan).says([each.name for each in call.inputs], call.batch_dims)
+    return split_rules(placed.plan).says([each.name for each in call.inputs], call.batch_dims)
 
 
 def _mixes_rows(
