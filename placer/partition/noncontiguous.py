@@ -60,7 +60,7 @@ class NoncontiguousChains:
         pinned: Sequence[str | None],
         options: PlanningOptions,
     ) -> None:
-        self._best, self._pinned, self._options = best, pinned, options
+        self._best, self._options = best, options
         self.slots = list({slot.name: slot for slot in best.slots}.values())
         self._reference = reference_bytes(self.slots)
         optimizer = optimizer_on(options, (slot.name for slot in self.slots))
