@@ -117,7 +117,7 @@ class _FakeReplica:
 
     def __init__(self, call: FakeCall) -> None:
         self._call, self._plan = call, call.plan
-        self._staged = staged = emit_stages(call.program, call.plan)
+        self._staged = staged = emit_stages(call.program, call.plan, together=False)
         refuse_held_tensors(staged)
         self._ownership = find_ownership(call.model, staged, call.plan.device_of)
         with call.running():

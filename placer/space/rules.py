@@ -6,7 +6,6 @@ gathered, it runs on the whole, and what reads the result cuts it again: slower,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -238,9 +237,9 @@ def _reduce(call: Call) -> Rule:
         )
     if not set(layout.dims) <= set(dims) or not call.values[call.inputs[0]].is_floating_point():
         return "it reduces some of the dimensions that are cut"
-    divisor = math.prod(layout.shape[d] for d in dims) if call.name == "mean" else 1
     keepdim = bool(call.argument(2, "keepdim", False))
-    return Replace(SumParts(layout, tuple(dims), keepdim, divisor), (call.inputs[0],))
+    total = SumParts(layout, tuple(dims), keepdim, call.name == "mean")
+    return Replace(total, (call.inputs[0],))
 
 
 # -- operators in windows ---------------------------------------------------------------------------
@@ -388,7 +387,7 @@ def _adaptive(call: Call) -> Rule:
     spatial = layout.shape[FIRST:]
     if set(output) == {1} and {dim - FIRST for dim in layout.dims} <= set(range(rank)):
         dims = tuple(range(FIRST, rank + FIRST))
-        return Replace(SumParts(layout, dims, True, math.prod(spatial)), (call.inputs[0],))
+        return Replace(SumParts(layout, dims, keepdim=True, is_mean=True), (call.inputs[0],))
     if any(length % size for length, size in zip(spatial, output, strict=True)):
         return "its windows overlap"
     kernel = tuple(length // size for length, size in zip(spatial, output, strict=True))
