@@ -66,9 +66,7 @@ def emit_stages(program: Program, plan: Plan, *, together: bool = True) -> Stage
     )
 
 
-def _emit_all(
-    program: Program, plan: Plan, shard_of: Mapping[str, int]
-) -> tuple[StageCode, ...]:
+def _emit_all(program: Program, plan: Plan, shard_of: Mapping[str, int]) -> tuple[StageCode, ...]:
     """The code of all stages."""
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
     num_stages = len(plan.stages)

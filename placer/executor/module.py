@@ -368,4 +368,6 @@ def _restore(
 def devices_of(module: PlacedModule) -> tuple[torch.device, ...]:
     """The devices on which the stages of its replicas run."""
     replicas = runtime_of(module).replicas
-    return tuple(dict.fromkeys(p.device for replica in replicas for row in replica.shards for p in row))
+    return tuple(
+        dict.fromkeys(p.device for replica in replicas for row in replica.shards for p in row)
+    )

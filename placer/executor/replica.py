@@ -43,9 +43,7 @@ class Replica:
         self.shards = tuple(map(tuple, shards))
         self.places = tuple(row[0] for row in self.shards)
         self._exchange = exchange
-        self._exchanges = [
-            LocalExchange(row) if len(row) > 1 else exchange for row in self.shards
-        ]
+        self._exchanges = [LocalExchange(row) if len(row) > 1 else exchange for row in self.shards]
         self.homes = tuple(homes)
         self.precision = precision
         self.statistics = statistics
@@ -94,9 +92,7 @@ class Replica:
             for stage, row in zip(self.staged.stages, self.shards, strict=True)
         ]
 
-    def _tree(
-        self, model: nn.Module, stage: StageCode, shard: int, copies: ParameterCopies
-    ) -> Any:
+    def _tree(self, model: nn.Module, stage: StageCode, shard: int, copies: ParameterCopies) -> Any:
         place = self.shards[stage.index][shard]
         if self._at_home[stage.index] and not shard:
             return model

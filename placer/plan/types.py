@@ -300,9 +300,7 @@ class Plan:
     @property
     def grid(self) -> Grid:
         """The grid of the devices, one rank each."""
-        return Grid(
-            replicas=self.replicas, devices=max(self.device_of) + 1, shards=self.shards
-        )
+        return Grid(replicas=self.replicas, devices=max(self.device_of) + 1, shards=self.shards)
 
     @property
     def num_devices(self) -> int:

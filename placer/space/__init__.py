@@ -12,12 +12,13 @@ chunked, chunks           convolutions of a concatenation in chunks of planes, o
 """
 
 from placer.space.chunks import MOST_CHUNKS, count_chunked, find_joins
-from placer.space.exchange import Alone, Exchange, exchanging, innermost_exchange
+from placer.space.exchange import Alone, Exchange, Pieces, exchanging, innermost_exchange
 from placer.space.nodes import GatherParts, InSpace
 from placer.space.rewrite import (
     count_windows,
     nodes_in_space,
     parts_in,
+    shard_class,
     spec_rewrites,
 )
 
@@ -27,6 +28,7 @@ __all__ = [
     "Exchange",
     "GatherParts",
     "InSpace",
+    "Pieces",
     "count_chunked",
     "count_windows",
     "exchanging",
@@ -34,5 +36,6 @@ __all__ = [
     "innermost_exchange",
     "nodes_in_space",
     "parts_in",
+    "shard_class",
     "spec_rewrites",
 ]

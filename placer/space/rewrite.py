@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from placer.errors import CaptureError, SpecError, nearest
+from placer.errors import CaptureError, SpecError
 from placer.operands import tensors_of_tree
 from placer.program import FakeConverter, Program, read_state, register_rewrite, with_graph
 from placer.program.rows import name_of
 from placer.program.targets import UnderModes
 from placer.space.chunks import chunk_rewrites, find_joins, parts_of_join
-from placer.space.layout import Cuts, Layout, even_grid
+from placer.space.layout import Cuts, Layout, even_grid, is_empty, sizes
 from placer.space.nodes import (
     CutWhole,
     GatherParts,
@@ -264,8 +264,10 @@ class _Cutter:
         found = [self._of.get(part) for part in self._parts_of[join]]
         layouts = [x.layout or x.likely for x in found if x is not None]
         dims = {layout.dims for layout in layouts if layout is not None}
-        return len(dims) == 1 and None not in layouts and all(
-            isinstance(self._rule(user), Replace) for user in join.users
+        return (
+            len(dims) == 1
+            and None not in layouts
+            and all(isinstance(self._rule(user), Replace) for user in join.users)
         )
 
     def _write(self, node: fx.Node) -> None:
@@ -477,6 +479,22 @@ def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
     for node in program.graph.nodes:
         if isinstance(node.target, InSpace):
             yield node, node.target
+
+
+def shard_class(program: Program, shard: int) -> Hashable:
+    """What the memory of a shard depends on: shards of one class differ in nothing that is counted."""
+    found: list[Hashable] = []
+    for _, operation in nodes_in_space(program):
+        found.append(sizes(operation.layout.boxes[shard]))
+        if isinstance(operation, RunInWindows):
+            windows = operation.windows
+            for window in windows.windows:
+                pieces = window.pieces.items()
+                found.append(tuple(sizes(box) for (_, target), box in pieces if target == shard))
+                found.append(tuple(sizes(box) for (source, _), box in pieces if source == shard))
+            out = windows.outputs[shard]
+            found.append(out if is_empty(out) else sizes(windows.operator.source(out)))
+    return tuple(found)
 
 
 def count_windows(program: Program) -> int:

@@ -84,9 +84,7 @@ _Maker: TypeAlias = Callable[[Call], Rule]
 
 def find_rule(call: Call) -> Rule:
     """How ``call`` runs on parts, or why it does not."""
-    if call.module is not None and (
-        not is_torch_leaf(call.module) or must_stay_whole(call.module)
-    ):
+    if call.module is not None and (not is_torch_leaf(call.module) or must_stay_whole(call.module)):
         return "it has hooks, or is one operation of the graph"
     if len({len(layout.dims) for layout in call.layouts.values()}) > 1:
         return "its inputs are cut in different ways"
@@ -231,9 +229,7 @@ def _reduce(call: Call) -> Rule:
     if not set(dims) & set(layout.dims):
         keep = call.argument(2, "keepdim", False)
         return Local(
-            layout.dims
-            if keep
-            else tuple(d - sum(gone < d for gone in dims) for d in layout.dims)
+            layout.dims if keep else tuple(d - sum(gone < d for gone in dims) for d in layout.dims)
         )
     if not set(layout.dims) <= set(dims) or not call.values[call.inputs[0]].is_floating_point():
         return "it reduces some of the dimensions that are cut"
@@ -259,9 +255,7 @@ def _windowed(
     borders = isinstance(operator, Convolution) and (any(operator.padding) or operator.transposed)
     if takes != "tensors" and not borders and call.count == 1 and needs_no_window(given):
         return Local(dims)
-    return Replace(
-        RunInWindows(given, takes), tuple(inputs), parameters, takes == "module", dims
-    )
+    return Replace(RunInWindows(given, takes), tuple(inputs), parameters, takes == "module", dims)
 
 
 def _sizes(value: Any, count: int) -> tuple[int, ...]:
@@ -510,9 +504,7 @@ _RULES: dict[str, _Maker] = {
     **{f"{name}{n}d": _pool(False) for n in "123" for name in ("MaxPool", "max_pool")},
     **{f"{name}{n}d": _pool(True) for n in "123" for name in ("AvgPool", "avg_pool")},
     **{
-        f"{name}{n}d": _adaptive
-        for n in "123"
-        for name in ("AdaptiveAvgPool", "adaptive_avg_pool")
+        f"{name}{n}d": _adaptive for n in "123" for name in ("AdaptiveAvgPool", "adaptive_avg_pool")
     },
     **dict.fromkeys(("Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), _resize),
     "interpolate": _resize,

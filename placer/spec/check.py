@@ -46,7 +46,7 @@ def _shards(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Proble
         problems.append(
             (
                 "/batch_norm",
-                f"{data['batch_norm']!r} cannot be combined with \"space\"",
+                f'{data["batch_norm"]!r} cannot be combined with "space"',
                 "use 'per_microbatch': a micro-batch has its statistics over all shards",
             )
         )
