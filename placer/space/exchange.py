@@ -1,8 +1,8 @@
 """What shards exchange inside a stage: pieces of values, and sums. The runtimes have classes for it.
 
-A process runs one shard or several, ``local``; the first of them is its *lead*. A value that is not cut exists
-once per process, on the device of its lead. Every gradient of such a value, and of a weight, is the part
-that comes from the process's own shards: the gradient of the whole model is the sum over processes.
+A process runs one shard or several, ``local``; the first of them is its *lead*. A value that is not cut
+exists once per process, on the device of its lead. Every gradient of such a value, and of a weight, is the
+part that comes from the process's own shards: the gradient of the whole model is the sum over processes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ Pieces: TypeAlias = dict[tuple[int, int], Tensor]
 
 
 class Exchange(Protocol):
-    """Moves pieces between the ``shards`` of a stage, for the ``local`` ones of this process.
+    """Moves pieces between the shards of a stage, for the local ones of this process."""
 
-    ``leads`` has the first shard of every process.
-    """
+    @property
+    def shards(self) -> int:
+        """The number of shards."""
 
-    shards: int
-    local: Sequence[int]
-    leads: Sequence[int]
+    @property
+    def local(self) -> Sequence[int]:
+        """The shards of this process."""
+
+    @property
+    def leads(self) -> Sequence[int]:
+        """The first shard of every process."""
 
     def swap(
         self, given: Pieces, wanted: Mapping[tuple[int, int], Sequence[int]], like: Tensor

@@ -55,8 +55,14 @@ class InSpace:
         return self.layout.cuts.middle
 
     @property
-    def __name__(self) -> str:  # fx names functions by it
+    def name(self) -> str:
+        """The name of the operation in generated code."""
         return type(self).__name__.lower()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__name__", "__qualname__"):  # fx writes functions by it
+            return self.name
+        raise AttributeError(name)
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,8 @@ class NormalizeParts(InSpace):
         if self.groups.number is None:
             rows = arguments[0][1].size(0)
             update_running(first, mean, var, sum(self.groups.counts(rows)))
-        return results
+        parts: Sequence[Any] = results
+        return parts
 
     def nbytes(self, itemsize: int) -> int:
         return 2 * self.layout.cuts.shards * self.groups.number_of_statistics * itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -54,9 +55,9 @@ def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
 def split_in_space(program: Program, settings: Mapping[str, JsonValue]) -> Program:
     """Let every shard have a part of each value: windows, norms, sums and gathers are nodes of the program.
 
-    ``settings`` are ``shards``, and perhaps the ``grid``, ``dims`` of the inputs (of all, or by name),
-    patterns of ``layers`` outside of which nothing is cut, and the number of ``chunks``. Raises ``SpecError`` if
-    no input can be cut so, and ``CaptureError`` if forward writes to its inputs.
+    ``settings`` are ``shards``, and perhaps the ``grid``, ``dims`` of the inputs, patterns of ``layers``
+    outside of which nothing is cut, and the number of ``chunks``. Raises ``SpecError`` if no input can be cut
+    so, and ``CaptureError`` if forward writes to its inputs.
     """
     if program.written_inputs:
         raise CaptureError(
@@ -144,29 +145,29 @@ class _Cutter:
             rank = len(each.shape)
             batch = each.batch_dim
             free = [d for d in range(_SPATIAL, rank) if d != batch]
-            names = dict(zip(_NAMES[-len(free) :], free, strict=False))
-            dims = [names.get(d, d) for d in asked] if asked else free
-            numbers = [d for d in dims if isinstance(d, int) and d < rank]
+            names: dict[int | str, int] = dict(zip(_NAMES[-len(free) :], free, strict=False))
+            dims: list[int | str] = [names.get(d, d) for d in asked] if asked else [*free]
+            numbers = [d for d in dims if isinstance(d, int) and -rank <= d < rank]
             if dims and len(numbers) == len(dims) and each.dtype.is_floating_point:
                 named[node.name] = each, [d % rank for d in numbers]
         if not named:
             raise self._error(
                 "no input has dimensions to cut: floating-point inputs of rows x channels x space are"
             )
-        first, dims = next(iter(named.values()))
-        lengths = [first.shape[d] for d in dims]
+        first, own = next(iter(named.values()))
+        lengths = [first.shape[d] for d in own]
         if grid is None:
             grid = list(even_grid(shards, lengths))
         shape = tuple(cast("list[int]", grid))
-        if len(shape) > len(dims):
-            raise self._error(f"the grid has {len(shape)} axes, and {first.name} {len(dims)} dims")
-        shape += (1,) * (len(dims) - len(shape))
+        if len(shape) > len(own):
+            raise self._error(f"the grid has {len(shape)} axes, and {first.name} {len(own)} dims")
+        shape += (1,) * (len(own) - len(shape))
         kept = [k for k, parts in enumerate(shape) if parts > 1] or [0]
         cuts = Cuts(tuple(shape[k] for k in kept), tuple(lengths[k] for k in kept))
         found = {}
-        for name, (each, own) in named.items():
-            if len(own) == len(dims):
-                found[name] = Layout(cuts, tuple(each.shape), tuple(own[k] for k in kept))
+        for name, (each, others) in named.items():
+            if len(others) == len(own):
+                found[name] = Layout(cuts, tuple(each.shape), tuple(others[k] for k in kept))
         layout = next(iter(found.values()))
         if not layout.can_be_cut:
             sizes = "x".join(map(str, lengths))
@@ -191,8 +192,8 @@ class _Cutter:
         self._of, self._rules, self._uncut = {}, {}, whole
         for node in self.program.graph.nodes:
             if node.op == "output":
-                leaves = fx.node.map_arg(node.args[0], lambda x: self._whole(x, node, ""))
-                self._graph.output(leaves)
+                read = partial(self._whole, reader=node, reason="")
+                self._graph.output(fx.node.map_arg(node.args[0], read))
             elif node.op == "placeholder":
                 self._enter(node)
             elif self._is_fact(node):
@@ -356,7 +357,7 @@ class _Cutter:
         return Layout(cuts, shapes[0], tuple(dims))
 
     def _like_an_input(self, node: fx.Node) -> Layout | None:
-        """How the result of a node that ran on whole values is cut again: like an input of the same lengths."""
+        """How a result that was made of whole values is cut again: like an input of the same lengths."""
         result = self.values[node]
         if not isinstance(result, Tensor):
             return None
@@ -439,12 +440,11 @@ class _Cutter:
         if found.layout is not None or found.likely is not None:
             return self._parts(node, reader)
         value = self.values[node]
-        if not isinstance(value, Tensor) or not value.dim():
-            return found.whole if found.is_state or not isinstance(value, Tensor) else self._spread(found, reader)  # fmt: skip
+        if not isinstance(value, Tensor):
+            return found.whole
         shift = len(layout.shape) - value.dim()
         dims = [d - shift for d in layout.dims]
-        long = [d >= 0 and value.shape[d] == layout.shape[d + shift] > 1 for d in dims]
-        if all(long):
+        if all(d >= 0 and value.shape[d] == layout.shape[d + shift] > 1 for d in dims):
             found.likely = Layout(layout.cuts, tuple(value.shape), tuple(dims))
             return self._parts(node, reader)
         if found.is_state:

@@ -69,7 +69,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Replace:
-    """``operation`` runs instead, called with the layer if ``takes_layer``, with ``parameters`` and ``inputs``."""
+    """``operation`` runs instead. It is called with the layer, if it takes it, ``parameters`` and ``inputs``."""
 
     operation: InSpace
     inputs: tuple[fx.Node, ...]
@@ -267,7 +267,8 @@ def _is_spatial(layout: Layout, rank: int) -> bool:
 
 
 def _convolution(call: Call) -> Rule:
-    module, node = call.module, call.node
+    module: Any = call.module
+    node = call.node
     if module is not None:
         padding, groups, mode = module.padding, module.groups, module.padding_mode
         kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
@@ -425,7 +426,8 @@ def _resize(call: Call) -> Rule:
         factors=factors,
     )
     dims = layout.dims
-    windows = Windows(operator, (layout,), Layout(layout.cuts, tuple(call.result.shape), dims), call.count)  # fmt: skip
+    result = Layout(layout.cuts, tuple(call.result.shape), dims)
+    windows = Windows(operator, (layout,), result, call.count)
     if mode == "nearest" and not odd and needs_no_window(windows) and _even(layout, windows):
         return Local(dims)
     return Replace(RunInWindows(windows), (call.inputs[0],), dims=dims)
@@ -433,12 +435,13 @@ def _resize(call: Call) -> Rule:
 
 def _even(layout: Layout, windows: Windows) -> bool:
     """Is every part of the output so many times as long as its input, in every dimension?"""
-    ratios = [b // a for a, b in zip(layout.shape[FIRST:], windows.output.shape[FIRST:], strict=True)]  # fmt: skip
+    lengths = zip(layout.shape[FIRST:], windows.output.shape[FIRST:], strict=True)
+    ratios = [after // before for before, after in lengths]
     return all(
         (own[1] - own[0]) * ratio == out[1] - out[0]
         for box, result in zip(layout.boxes, windows.outputs, strict=True)
         for own, out, ratio in zip(box[FIRST:], result, ratios, strict=True)
-    ) and all(isinstance(x, int) for x in ratios)
+    )
 
 
 def _norm(call: Call) -> Rule:

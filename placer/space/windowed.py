@@ -263,7 +263,7 @@ def cut_spatial(x: Tensor, box: Box, within: Box) -> Tensor:
 def _assemble(
     window: Window, shard: int, x: Tensor, pieces: Mapping[Any, Tensor], source: Box, fill: float
 ) -> Tensor:
-    """The spatial part ``source`` of what a shard reads: its own part, pieces, and ``fill`` around the value."""
+    """The spatial part ``source`` of a value for a shard: its own part, pieces, and ``fill`` outside."""
     box: Box = (*window.layout.whole[:FIRST], *source)
     own = window.layout.boxes[shard]
     if box == own:
