@@ -20,7 +20,7 @@ from placer.space.exchange import Exchange, current_exchange
 from placer.space.layout import Layout
 from placer.space.norms import Groups, Normalize, update_running
 from placer.space.whole import Cut, Gather, Spread, Total
-from placer.space.windowed import RunWindowed, Windows, piece_nbytes
+from placer.space.windowed import RunWindowed, Windows
 
 Arguments: TypeAlias = Sequence[Sequence[Any]]
 """The arguments of each local shard."""
@@ -39,10 +39,6 @@ class InSpace:
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
         """The results, one per local shard, or a single whole one."""
         raise NotImplementedError
-
-    def nbytes(self, itemsize: int) -> int:
-        """The most bytes that a shard receives in forward."""
-        return 0
 
     def __call__(self, *arguments: Any) -> Any:
         tensor = next((x for x in arguments if isinstance(x, Tensor)), None)
@@ -79,19 +75,17 @@ class CutWhole(InSpace):
 class GatherParts(InSpace):
     """Puts the parts of a value together, because ``reader`` has no rule for parts: ``reason``.
 
-    Both are empty for a result of the model.
+    Both are empty for a result of the model. The whole value has ``whole_nbytes`` in the captured call.
     """
 
     layout: Layout
     reader: str = ""
     reason: str = ""
+    whole_nbytes: int = 0
     is_whole = True
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
         return [Gather.apply(exchange, self.layout, *(x for (x,) in arguments))]
-
-    def nbytes(self, itemsize: int) -> int:
-        return itemsize * self.layout.numel
 
 
 @dataclass(frozen=True)
@@ -141,9 +135,6 @@ class RunInWindows(InSpace):
         flat = [x for row in rows for x in row]
         return RunWindowed.apply(exchange, self.windows, parameters, *flat)  # type: ignore[no-any-return]
 
-    def nbytes(self, itemsize: int) -> int:
-        return piece_nbytes(self.windows, self.likely, itemsize)
-
 
 @dataclass(frozen=True)
 class NormalizeParts(InSpace):
@@ -171,9 +162,6 @@ class NormalizeParts(InSpace):
             update_running(first, mean, var, sum(self.groups.counts(rows)))
         parts: Sequence[Any] = results
         return parts
-
-    def nbytes(self, itemsize: int) -> int:
-        return 2 * self.layout.cuts.shards * self.groups.number_of_statistics * itemsize
 
 
 @dataclass(frozen=True)

@@ -401,7 +401,12 @@ class _Cutter:
             found.whole = self._new(
                 node,
                 "call_function",
-                GatherParts(found.layout, reader.name if reason else "", reason),
+                GatherParts(
+                    found.layout,
+                    reader.name if reason else "",
+                    reason,
+                    self.values[node].numel() * self.values[node].element_size(),
+                ),
                 (found.parts,),
                 f"{node.name}_all",
             )
@@ -479,6 +484,40 @@ def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
     for node in program.graph.nodes:
         if isinstance(node.target, InSpace):
             yield node, node.target
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A value that is put together, because ``reader``, a node of ``layer``, cannot run on parts: ``reason``.
+
+    ``nbytes`` are those of the whole value in the captured call.
+    """
+
+    value: str
+    reader: str
+    layer: str
+    reason: str
+    nbytes: int
+
+
+def find_gathered(program: Program) -> list[Gathered]:
+    """What is gathered in ``program``, besides its results."""
+    return [
+        Gathered(
+            value=node.all_input_nodes[0].name,
+            reader=operation.reader,
+            layer=program.layers.get(operation.reader, ""),
+            reason=operation.reason,
+            nbytes=operation.whole_nbytes,
+        )
+        for node, operation in nodes_in_space(program)
+        if isinstance(operation, GatherParts) and operation.reason
+    ]
+
+
+def cuts_of(program: Program) -> Cuts | None:
+    """How ``program`` is split in space; None if it is not."""
+    return next((operation.layout.cuts for _, operation in nodes_in_space(program)), None)
 
 
 def shard_class(program: Program, shard: int) -> Hashable:

@@ -69,7 +69,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Replace:
-    """``operation`` runs instead. It is called with the layer, if it takes it, ``parameters`` and ``inputs``."""
+    """``operation`` runs instead, called with the layer (if it takes it), ``parameters`` and ``inputs``."""
 
     operation: InSpace
     inputs: tuple[fx.Node, ...]

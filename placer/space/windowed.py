@@ -295,11 +295,6 @@ def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return more if total is None else total if more is None else total.add_(more)
 
 
-def piece_nbytes(given: Windows, shard: int, itemsize: int) -> int:
-    """Bytes that a shard receives in forward; in backward it sends as many."""
-    return itemsize * sum(window.received(shard) for window in given.windows)
-
-
 def needs_no_window(given: Windows) -> bool:
     """Does the operator run on the parts as they are, without padding in any dimension?"""
     return (
