@@ -7,7 +7,7 @@ Every one is called with the arguments of a shard. Where a process runs several 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -180,6 +180,34 @@ class SumParts(InSpace):
         shape = self.layout.shape_of(self.layout.whole, arguments[0][0].shape)
         count = math.prod(shape[dim] for dim in self.dims)
         return [total / count if self.is_mean else total]
+
+
+@dataclass(frozen=True)
+class LossOfParts(InSpace):
+    """A loss of torch.nn.functional, called with parts of its input, in ``layout``, and of its target.
+
+    With the reduction "mean" the sum is divided by the number of elements of the input, or of the targets
+    that are not ``ignored``, if these are classes.
+    """
+
+    layout: Layout
+    function: Callable[..., Tensor]
+    options: tuple[tuple[str, Any], ...]
+    is_mean: bool
+    ignored: int | None
+    is_whole = True
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        options: dict[str, Any] = {**dict(self.options), "reduction": "sum"}
+        sums = [self.function(x, target, **options) for x, target in arguments]
+        total = Total.apply(exchange, *sums)
+        if not self.is_mean:
+            return [total]
+        if self.ignored is None:
+            shape = self.layout.shape_of(self.layout.whole, arguments[0][0].shape)
+            return [total / math.prod(shape)]
+        counts = [(target != self.ignored).sum() for _, target in arguments]
+        return [total / exchange.sum(counts)[0]]
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,9 @@ class _Cutter:
             target = str(node.target)
             given.append(self._new(node, "get_attr", target, (), f"{node.name}_layer"))
         given += fx.node.map_arg(list(rule.parameters), lambda x: self._state(x, node))
+        for x, layout in rule.layouts.items():
+            if not self._is_cut(x):
+                self._of[x].likely = layout
         given += [self._parts(x, node) for x in rule.inputs]
         made = self._new(node, "call_function", rule.operation, tuple(given), node.name)
         if rule.operation.is_whole:

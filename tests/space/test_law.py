@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from networks import random_case
 from oracle import assert_same
+from space_networks import random_case
 from thin import thin_resnet18, thin_video_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -229,3 +229,40 @@ def test_an_input_that_cannot_be_cut_is_refused(
 ) -> None:
     with pytest.raises(placer.SpecError, match=said):
         placer.compile(model, {"devices": _devices(2), "space": 2}, args)
+
+
+class _WithLoss(nn.Module):
+    """Losses in forward: of torch.nn.functional, and one made of sums over the volume."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net = unet3d(width=2, depth=2, norm="group")
+        self.kind = kind
+        self.loss = nn.CrossEntropyLoss(ignore_index=0)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = self.net(x)
+        if self.kind == "classes":
+            return self.loss(y, target)
+        if self.kind == "several":
+            return F.mse_loss(y, target, reduction="sum") + F.smooth_l1_loss(y, target, beta=0.5)
+        p = y.softmax(1)
+        overlap = (p * target).sum((2, 3, 4))
+        return 1 - (2 * overlap / (p.sum((2, 3, 4)) + target.sum((2, 3, 4)))).mean()
+
+
+@pytest.mark.parametrize("kind", ["classes", "several", "dice"])
+def test_a_loss_in_forward_is_computed_in_parts(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = _WithLoss(kind).double()
+    (x,) = _volume(2, 10, 8, 8)
+    target: Tensor = torch.rand_like(plain.net(x)).detach()
+    if kind == "classes":
+        target = torch.randint(0, target.size(1), (2, 10, 8, 8))
+    placed = placer.compile(plain, {"devices": _devices(3), "space": 3}, (x, target))
+    assert not any("Gathered" in note for note in placed.plan.notes)
+    expected = plain(x, target)
+    expected.backward()
+    assert torch.allclose(placed.step(x, target, loss_fn=lambda loss: loss), expected, rtol=1e-12)
+    for found, own in zip(placed.parameters(), plain.parameters(), strict=True):
+        assert _worst(found.grad, own.grad) < 1e-10
