@@ -72,7 +72,11 @@ class RunWindowed(torch.autograd.Function):
         ctx.keys = [list(pieces) for pieces in run.pieces]
         kept = [piece for pieces in run.pieces for piece in pieces.values()]
         ctx.save_for_backward(*tensors, *kept)
-        return tuple(run.result(at) for at in range(len(exchange.local)))
+        results = []
+        for at, shard in enumerate(exchange.local):
+            with exchange.at(shard):
+                results.append(run.result(at))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
@@ -169,9 +173,11 @@ class _Run:
             own: list[Tensor | None] = [None] * len(given.inputs)
             for part in parts:
                 x = self._padded(at, part)
-                dx, others = given.operator.gradients(
-                    cut_spatial(dy, part, given.outputs[shard]), x, part, self.parameters[at], asked
-                )
+                dy_part = cut_spatial(dy, part, given.outputs[shard])
+                with self.exchange.at(shard):
+                    dx, others = given.operator.gradients(
+                        dy_part, x, part, self.parameters[at], asked
+                    )
                 del x
                 sums = [_added(a, b) for a, b in zip(sums, others, strict=True)]
                 if dx is not None and len(parts) == len(own) == 1 and self._is_own(part, shard):
