@@ -118,11 +118,7 @@ class _Run:
             if source in own
         }
         like = self.inputs[0][number]
-        wanted = {
-            key: window.layout.shape_of(box, like.shape)
-            for key, box in window.pieces.items()
-            if key[1] in own
-        }
+        wanted = {key: _shape(box, like) for key, box in window.pieces.items() if key[1] in own}
         return self.exchange.swap(given, wanted, like)
 
     def result(self, at: int) -> Tensor:
@@ -225,7 +221,7 @@ class _Run:
                     continue
                 key = (shard, sender)
                 if key not in back[number]:
-                    shape = window.layout.shape_of(piece, total.shape)
+                    shape = _shape(piece, total)
                     back[number][key] = total.new_zeros(shape)
                 cut_spatial(back[number][key], there, piece[FIRST:]).add_(
                     cut_spatial(of_input, there, source)
@@ -237,14 +233,14 @@ class _Run:
         """Send the gradients of pieces back to the shards that they came from, which add them."""
         local = self.exchange.local
         wanted = {
-            (target, source): window.layout.shape_of(box, like.shape)
+            (target, source): _shape(box, like)
             for (source, target), box in window.pieces.items()
             if source in local
         }
         for target, source in window.pieces:  # also what no chunk has read
             if source in local and (source, target) not in back:
                 piece = window.pieces[target, source]
-                back[source, target] = like.new_zeros(window.layout.shape_of(piece, like.shape))
+                back[source, target] = like.new_zeros(_shape(piece, like))
         for (target, source), came in self.exchange.swap(back, wanted, like).items():
             total = totals[local.index(source)]
             assert total is not None
@@ -258,6 +254,11 @@ def cut(x: Tensor, box: Box, within: Box) -> Tensor:
         if (first, end) != (start, last):
             x = x.narrow(dim, first - start, end - first)
     return x
+
+
+def _shape(box: Box, like: Tensor) -> tuple[int, ...]:
+    """The shape of a piece, with the rows and channels of ``like``."""
+    return (*like.shape[:FIRST], *sizes(box)[FIRST:])
 
 
 def cut_spatial(x: Tensor, box: Box, within: Box) -> Tensor:
