@@ -112,7 +112,8 @@ def test_it_keeps_the_parts_and_no_concatenation() -> None:
     program = _lower(module, parts, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         _run(program, parts)
-    assert sorted(x.numel() for x in saved) == sorted(x.numel() for x in (module.weight, *parts))
+    expected = (*module.parameters(), *parts)
+    assert sorted(x.numel() for x in saved) == sorted(x.numel() for x in expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
