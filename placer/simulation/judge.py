@@ -20,7 +20,8 @@ from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program, rewritten
 from placer.quantities import format_bytes
-from placer.simulation.simulate import DryRun, dry_run
+from placer.simulation.simulate import DryRun, describe_run, dry_run
+from placer.simulation.types import SimulationReport
 from placer.simulation.usage import bytes_without_starvation, measure_host
 from placer.space import MOST_CHUNKS, chunk_rewrites
 from placer.spec import LossSpec, PlacementSpec
@@ -182,6 +183,11 @@ class JudgingPlanner:
     def judge(self, plan: Plan) -> Plan:
         """``plan`` with the verdict of a dry run, if one is needed."""
         return self._judge(plan)[0]
+
+    @only_new_garbage()
+    def simulate(self, plan: Plan) -> SimulationReport:
+        """The report of the dry run of ``plan``, which is made if there was none."""
+        return describe_run(plan, self._dry_run(plan), processes=self._processes)
 
     @only_new_garbage()
     def _plan(
