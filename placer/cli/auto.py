@@ -85,7 +85,17 @@ def auto(
     except BudgetError as error:
         closest = make(wanted)
         console.print(plan_table(closest))
-        report_misfit(console, program, wanted, leaves, closest, make, error=error, as_json=as_json)
+        report_misfit(
+            console,
+            program,
+            wanted,
+            leaves,
+            closest,
+            make,
+            error=error,
+            options=True,
+            as_json=as_json,
+        )
     console.print(plan_table(made))
     if plan_output is not None:
         save_plan(made, plan_output)

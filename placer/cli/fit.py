@@ -37,6 +37,21 @@ def with_comparisons(plan: Plan, spec: PlacementSpec, make: JudgingPlanner) -> P
     return replace(plan, notes=(*plan.notes, *filter(None, compared)))
 
 
+def find_remedies(
+    console: Console,
+    program: Program,
+    spec: PlacementSpec,
+    inputs: Sequence[Tensor],
+    plan: Plan,
+    make: PlanMaker,
+) -> BudgetError:
+    """The error that says why ``plan`` does not fit, with the changes that were tried."""
+    if plan.fits_devices:  # the host has too little
+        return host_error(plan)
+    with progress(console, "planning changes that may make it fit"):
+        return misfit_error(program, spec, inputs, plan, make)
+
+
 def report_misfit(
     console: Console,
     program: Program,
@@ -46,16 +61,19 @@ def report_misfit(
     make: PlanMaker,
     *,
     error: BudgetError | None = None,
+    options: bool = False,
     as_json: bool = False,
 ) -> NoReturn:
     """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
-    ``make`` plans a changed spec. ``error`` has the changes that have been tried, if any have. With
-    ``as_json``, the result is also printed to stdout as JSON.
+    ``make`` plans a changed spec; ``error`` has the changes that have been tried, if any have. With
+    ``options``, changes are written as options of ``placer auto``. With ``as_json``, the result is also
+    printed to stdout as JSON.
     """
-    say = str if error is None else as_option
-    if plan.fits_devices:  # the host has too little
-        error = host_error(plan)
+    say = as_option if options else str
+    if error is None:
+        error = find_remedies(console, program, spec, inputs, plan, make)
+    if plan.fits_devices:
         remedy = say(error.remedy)
         console.print(f"what would make it fit:\n  - {remedy}", markup=False)
         if as_json:
@@ -65,9 +83,6 @@ def report_misfit(
     if not no_room:
         largest = find_largest_node(program, spec, inputs, make)
         console.print(largest.describe(), style="bold red", markup=False)
-    if error is None:
-        with progress(console, "planning changes that may make it fit"):
-            error = misfit_error(program, spec, inputs, plan, make)
     console.print("what would make it fit:")
     for tried in error.tried:
         if tried.fits:
