@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -40,7 +39,7 @@ def origin_of(model: str = "", inputs: str = "", spec: PlacementSpec | None = No
         model=model,
         inputs=inputs,
         kinds=", ".join(kinds),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=shlex.join(["placer", *sys.argv[1:]]),
         spec=spec.to_json() if spec else "",
     )
 

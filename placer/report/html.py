@@ -188,8 +188,8 @@ def _curves(shown: View, groups: Sequence[DeviceGroup]) -> Iterator[dict[str, An
             "timed": shown.plan.step_seconds is not None,
             "end": shown.end,
             "room": group.needs.room,
-            "peak": {"at": peak.at, "bytes": peak.nbytes},
-            "x": [float(f"{point.at:.6g}") for point in points],
+            "peak": {"at": peak.seconds, "bytes": peak.nbytes},
+            "x": [float(f"{point.seconds:.6g}") for point in points],
             "kinds": {
                 kind: nbytes
                 for kind in MEMORY_KINDS

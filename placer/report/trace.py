@@ -64,4 +64,4 @@ def _counters(simulation: SimulationReport) -> Iterator[dict[str, Any]]:
     for device in simulation.devices:
         for point in device.memory_over_time:
             event = {"ph": "C", "pid": 0, "name": f"memory of {device.device}", "cat": "memory"}
-            yield {**event, "ts": point.at * 1e6, "args": dict(point.kinds)}
+            yield {**event, "ts": point.seconds * 1e6, "args": dict(point.kinds)}

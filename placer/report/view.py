@@ -148,7 +148,7 @@ def view(
         skips=_skips(transfers),
         notes=[*plan.notes, *filter(None, (memory_rule(judged), host_text(judged.host)))],
         simulated=simulation is not None,
-        end=end_of(spans) or max((p.at for d in devices for p in d.memory[-1:]), default=0.0),
+        end=end_of(spans) or max((p.seconds for d in devices for p in d.memory[-1:]), default=0.0),
         remedies=remedies,
     )
 

@@ -29,12 +29,12 @@ class LayerBytes(NamedTuple):
 class MemoryPoint(NamedTuple):
     """The tensors on a device from a moment on, until the next point.
 
-    ``at`` is in seconds from the beginning of the step; where times are not known, in tasks (every task is
-    as long as any other). ``kinds`` has bytes by kind, ``layers`` the largest part of them, and ``where`` is
+    ``seconds`` are from the beginning of the step; where times are not known, every task counts as one second.
+    ``kinds`` has bytes by kind, ``layers`` the largest part of them, and ``where`` is
     what was running last.
     """
 
-    at: float
+    seconds: float
     kinds: Mapping[str, int]
     layers: tuple[LayerBytes, ...]
     where: StepPosition
@@ -55,8 +55,8 @@ def memory_over_time(plan: Plan, found: Sequence[DeviceTimeline]) -> tuple[Curve
     spread evenly over it, and those between two tasks are at the end of the earlier one. A device's events
     are in the order in which the process allocates, which need not be that in which devices compute: another
     replica adds its gradients to those of the first one when that has ended. Such a task counts at the end
-    of the one before. Of each small interval of the step there is the point with the most bytes, so that the maximum is
-    the peak.
+    of the one before. Of each small interval of the step there is the point with the most bytes, so that the
+    maximum is the peak.
 
     Of the dry run's steps this is the last, when the optimizer's state exists. Takes time linear in events.
     """

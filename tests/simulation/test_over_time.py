@@ -56,7 +56,7 @@ def test_the_maximum_is_the_peak(name: str, processes: bool) -> None:
         assert max(point.nbytes for point in curve) == device.peak
         largest = max(curve, key=lambda point: point.nbytes)
         assert sum(each.nbytes for each in largest.layers) <= device.peak
-        seconds = [point.at for point in curve]
+        seconds = [point.seconds for point in curve]
         assert seconds == sorted(seconds)
         assert seconds[0] == 0 and seconds[-1] == plan.step_seconds
         if plan.training and device.device in plan.stages[0].devices[:1]:
@@ -88,7 +88,7 @@ def test_events_have_the_tasks_of_the_step(name: str, processes: bool) -> None:
 
 def bytes_at(curve: Curve, seconds: float) -> int:
     """The bytes of a curve just before a moment."""
-    return [point.nbytes for point in curve if point.at < seconds][-1]
+    return [point.nbytes for point in curve if point.seconds < seconds][-1]
 
 
 def test_1f1b_keeps_fewer_microbatches_than_gpipe_at_the_same_moments() -> None:
@@ -111,7 +111,7 @@ def test_without_times_every_task_is_as_long_as_any_other() -> None:
     plan = placer.make_plan(model, spec_of("GPipe", kind=None), x)
     device = placer.simulate(model, plan, x).devices[0]
     assert max(point.nbytes for point in device.memory_over_time) == device.peak
-    assert device.memory_over_time[-1].at == 4 + 4 + 1
+    assert device.memory_over_time[-1].seconds == 4 + 4 + 1
 
 
 def test_bytes_are_those_of_the_layers_and_kinds() -> None:
@@ -127,8 +127,10 @@ def test_bytes_are_those_of_the_layers_and_kinds() -> None:
     after = {name: bytes_at(curve, span.end) for name, span in (("F", forward), ("B", backward))}
     assert after["F"] - curve[0].nbytes >= LAYERS * x.numel() * 4
     assert after["B"] - curve[0].nbytes >= weights
-    assert [p.where.phase for p in curve if forward.start < p.at < forward.end][-1] == "forward"
-    assert optimizer.end == curve[-1].at
+    assert [p.where.phase for p in curve if forward.start < p.seconds < forward.end][
+        -1
+    ] == "forward"
+    assert optimizer.end == curve[-1].seconds
     peak = max(curve, key=lambda point: point.nbytes)
     assert {each.layer.partition(".")[0] for each in peak.layers} >= {"0", "1", "2", "3"}
     of_one = [each for each in peak.layers if each.layer == "2.0" and each.kind == "weights"]
