@@ -23,7 +23,7 @@ from placer.quantities import format_bytes
 from placer.simulation.simulate import DryRun, describe_run, dry_run
 from placer.simulation.types import SimulationReport
 from placer.simulation.usage import bytes_without_starvation, measure_host
-from placer.space import MOST_CHUNKS, chunk_rewrites
+from placer.space import MOST_CHUNKS, spec_rewrites
 from placer.spec import LossSpec, PlacementSpec
 from placer.spec.rewrite import Rewrite
 from placer.timeline import HostUsage
@@ -166,7 +166,7 @@ class JudgingPlanner:
         self, spec: PlacementSpec, *, rough: bool = False, **options: Any
     ) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
-        known = self._known((*self._base.rewrites, *chunk_rewrites(spec.chunks)))
+        known = self._known((*self._base.rewrites, *spec_rewrites(spec)))
         return partial(
             build_plan,
             known.program,

@@ -84,6 +84,11 @@ def exchanging(exchange: Exchange | None) -> Iterator[None]:
         _current.pop()
 
 
+def innermost_exchange() -> Exchange:
+    """The exchange of the innermost `exchanging` block, which there must be."""
+    return _current[-1]
+
+
 def current_exchange(shards: int, likely: int, tensor: Tensor | None) -> Exchange:
     """The exchange of the innermost `exchanging` block.
 

@@ -76,6 +76,16 @@ class Layout:
             found.append(tuple(box))
         return tuple(found)
 
+    def shape_of(self, box: Box, like: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part ``box``; other dimensions are those of a tensor of the shape ``like``.
+
+        The number of rows may be another one in every call.
+        """
+        found = list(like)
+        for dim in self.dims:
+            found[dim] = max(0, box[dim][1] - box[dim][0])
+        return tuple(found)
+
     @property
     def numel(self) -> int:
         """The number of elements of the whole value."""

@@ -6,6 +6,7 @@ Every one is called with the arguments of a shard. Where a process runs several 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from placer.program import must_stay_whole
 from placer.space.exchange import Exchange, current_exchange
 from placer.space.layout import Layout
 from placer.space.norms import Groups, Normalize, update_running
-from placer.space.whole import Cut, Enter, Gather, Spread, Total
+from placer.space.whole import Cut, Gather, Spread, Total
 from placer.space.windowed import RunWindowed, Windows, piece_nbytes
 
 Arguments: TypeAlias = Sequence[Sequence[Any]]
@@ -60,13 +61,12 @@ class InSpace:
 
 @dataclass(frozen=True)
 class CutWhole(InSpace):
-    """Cuts a whole value into ``layout``; ``is_input``: it is an input of the caller."""
+    """Cuts a whole value into ``layout``."""
 
     layout: Layout
-    is_input: bool = False
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
-        return Cut.apply(exchange, self.layout, self.is_input, arguments[0][0])  # type: ignore[no-any-return]
+        return Cut.apply(exchange, self.layout, arguments[0][0])  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,6 @@ class SpreadWhole(InSpace):
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
         value = arguments[0][0]
         return [value] if len(exchange.local) == 1 else Spread.apply(exchange, value)
-
-
-@dataclass(frozen=True)
-class EnterWhole(InSpace):
-    """An input of the caller that is used whole."""
-
-    layout: Layout
-    is_whole = True
-
-    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
-        return [Enter.apply(exchange, arguments[0][0])]
 
 
 @dataclass(frozen=True)
@@ -172,7 +161,8 @@ class NormalizeParts(InSpace):
         with torch.autocast(kind, enabled=False):
             mean, var, *results = Normalize.apply(exchange, self.groups, first.eps, *flat)
         if self.groups.number is None:
-            update_running(first, mean, var, sum(self.groups.counts()))
+            rows = arguments[0][1].size(0)
+            update_running(first, mean, var, sum(self.groups.counts(rows)))
         return results
 
     def nbytes(self, itemsize: int) -> int:
@@ -181,18 +171,32 @@ class NormalizeParts(InSpace):
 
 @dataclass(frozen=True)
 class SumParts(InSpace):
-    """The sum of a value over ``dims``, all cut ones among them, divided by ``divisor``."""
+    """The sum, or the mean, of a value over ``dims``, all cut ones among them."""
 
     layout: Layout
     dims: tuple[int, ...]
     keepdim: bool
-    divisor: int
+    is_mean: bool
     is_whole = True
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
         parts = [x.sum(self.dims, keepdim=self.keepdim) for (x,) in arguments]
         total = Total.apply(exchange, *parts)
-        return [total if self.divisor == 1 else total / self.divisor]
+        shape = self.layout.shape_of(self.layout.whole, arguments[0][0].shape)
+        count = math.prod(shape[dim] for dim in self.dims)
+        return [total / count if self.is_mean else total]
+
+
+@dataclass(frozen=True)
+class WholeShape(InSpace):
+    """The shape of a whole value, of whose parts each shard has one."""
+
+    layout: Layout
+    is_whole = True
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        shape = arguments[0][0].shape
+        return [torch.Size(self.layout.shape_of(self.layout.whole, shape))]
 
 
 def _refuse_hooks(module: Any) -> None:

@@ -31,9 +31,9 @@ class Groups:
     layout: Layout
     number: int | None
 
-    def counts(self) -> list[int]:
+    def counts(self, rows: int) -> list[int]:
         """How many values each shard has of one statistic."""
-        rows, channels = self.layout.shape[:2]
+        channels = self.layout.shape[1]
         factor = rows if self.number is None else channels // self.number
         return [math.prod(sizes(box)[2:]) * factor for box in self.layout.boxes]
 
@@ -76,7 +76,7 @@ class Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases, inputs = tensors[::3], tensors[1::3], tensors[2::3]
         moments = [_moments(x, groups) for x in inputs]
-        counts = groups.counts()
+        counts = groups.counts(inputs[0].size(0))
         stacked = []
         for shard, own in zip(exchange.local, moments, strict=True):
             everyone = own.new_zeros(exchange.shards, *own.shape)

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from placer.errors import CaptureError, SpecError, nearest
+from placer.errors import CaptureError, SpecError
 from placer.operands import tensors_of_tree
 from placer.program import FakeConverter, Program, read_state, register_rewrite, with_graph
 from placer.program.rows import name_of
 from placer.program.targets import UnderModes
-from placer.space.chunks import find_joins, parts_of_join
-from placer.space.layout import Cuts, Layout, even_grid
-from placer.space.nodes import CutWhole, EnterWhole, GatherParts, InSpace, RunInWindows, SpreadWhole
+from placer.space.chunks import chunk_rewrites, find_joins, parts_of_join
+from placer.space.layout import Cuts, Layout, even_grid, is_empty, sizes
+from placer.space.nodes import (
+    CutWhole,
+    GatherParts,
+    InSpace,
+    RunInWindows,
+    SpreadWhole,
+    WholeShape,
+)
 from placer.space.rules import Call, Local, Replace, Rule, find_rule
+from placer.spec import PlacementSpec
 from placer.spec.layers import match_paths
 from placer.spec.rewrite import Rewrite
 
 SPACE = "space"
+_NAMES = ("depth", "height", "width")  # of the last dimensions
 _SPATIAL = 2  # the first spatial dimension of an input that the spec does not describe
 
 
-def space_rewrites(settings: Mapping[str, JsonValue] | None) -> tuple[Rewrite, ...]:
-    """The rewrite for the ``space`` of a spec; none if nothing is split."""
-    return () if settings is None else (Rewrite(name=SPACE, settings=dict(settings)),)
+def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
+    """The rewrites that ``spec`` asks for: a split in space, or convolutions in chunks."""
+    space = spec.space
+    if space.shards == 1:
+        return chunk_rewrites(spec.chunks)
+    settings: dict[str, JsonValue] = {"shards": space.shards}
+    if isinstance(spec.chunks, int) and spec.chunks > 1:
+        settings["chunks"] = spec.chunks
+    for name in ("grid", "dims", "layers"):
+        if given := getattr(space, name):
+            settings[name] = list(given)
+    return (Rewrite(name=SPACE, settings=settings),)
 
 
 @register_rewrite(SPACE)
@@ -89,7 +107,6 @@ class _Values:
     parts: fx.Node | None = None
     layout: Layout | None = None  # of ``parts``
     likely: Layout | None = None  # how to cut ``whole`` where a reader can run on parts
-    is_input: bool = False
     is_state: bool = False  # a parameter or buffer, which every shard has
     spread: fx.Node | None = None
 
@@ -120,18 +137,18 @@ class _Cutter:
     def _input_layouts(self) -> dict[str, Layout]:
         """How each input is cut, by its placeholder."""
         shards = cast(int, self.settings["shards"])
-        asked = self.settings.get("dims")
+        asked = cast("list[int | str]", self.settings.get("dims", []))
         grid = self.settings.get("grid")
         named = {}
         for node, each in zip(self._placeholders(), self.program.call.inputs, strict=False):
             rank = len(each.shape)
             batch = each.batch_dim
             free = [d for d in range(_SPATIAL, rank) if d != batch]
-            dims: Any = asked.get(each.name) if isinstance(asked, Mapping) else asked
-            if dims is None and not (isinstance(asked, Mapping) and each.name in asked):
-                dims = free
-            if dims and max(dims) < rank and each.dtype.is_floating_point:
-                named[node.name] = each, [d % rank for d in dims]
+            names = dict(zip(_NAMES[-len(free) :], free, strict=False))
+            dims = [names.get(d, d) for d in asked] if asked else free
+            numbers = [d for d in dims if isinstance(d, int) and d < rank]
+            if dims and len(numbers) == len(dims) and each.dtype.is_floating_point:
+                named[node.name] = each, [d % rank for d in numbers]
         if not named:
             raise self._error(
                 "no input has dimensions to cut: floating-point inputs of rows x channels x space are"
@@ -178,8 +195,8 @@ class _Cutter:
                 self._graph.output(leaves)
             elif node.op == "placeholder":
                 self._enter(node)
-            elif self._is_constant(node):
-                pass  # readers get its value
+            elif self._is_fact(node):
+                self._write_fact(node)
             elif node in self._joins and self._is_read_in_parts(node):
                 pass
             else:
@@ -207,10 +224,29 @@ class _Cutter:
         self._of[node] = _Values(
             whole=copied,
             likely=self._inputs.get(node.name),
-            is_input=isinstance(self.values[node], Tensor),
         )
 
-    def _is_constant(self, node: fx.Node) -> bool:
+    def _write_fact(self, node: fx.Node) -> None:
+        """A size, which may depend on the number of rows, is asked of the parts; others are constants."""
+        name, source = name_of(node), node.all_input_nodes[0]
+        is_shape = name == "size" or (name == "getattr" and node.args[1] == "shape")
+        layout = self._of[source].layout
+        if not is_shape or layout is None:
+            if is_shape:  # of a whole value
+                whole = self._copy(node, lambda x: self._of[x].whole)
+                self._of[node] = _Values(whole=whole)
+            return
+        target = WholeShape(layout)
+        part = self._parts(source, node)
+        given = [*node.args[1:], *node.kwargs.values()] if name == "size" else []
+        name = f"{node.name}_shape" if given else node.name
+        made = self._new(node, "call_function", target, (part,), name)
+        if given:
+            index = fx.node.map_arg(given[0], lambda x: self._whole(x, node, ""))
+            made = self._new(node, "call_function", operator.getitem, (made, index), node.name)
+        self._of[node] = _Values(whole=made)
+
+    def _is_fact(self, node: fx.Node) -> bool:
         """Is it a size, a type or a device of a value that is cut?"""
         if any(True for _ in tensors_of_tree(self.values[node])) or node.op == "get_attr":
             return False
@@ -228,8 +264,10 @@ class _Cutter:
         found = [self._of.get(part) for part in self._parts_of[join]]
         layouts = [x.layout or x.likely for x in found if x is not None]
         dims = {layout.dims for layout in layouts if layout is not None}
-        return len(dims) == 1 and None not in layouts and all(
-            isinstance(self._rule(user), Replace) for user in join.users
+        return (
+            len(dims) == 1
+            and None not in layouts
+            and all(isinstance(self._rule(user), Replace) for user in join.users)
         )
 
     def _write(self, node: fx.Node) -> None:
@@ -366,12 +404,6 @@ class _Cutter:
                 (found.parts,),
                 f"{node.name}_all",
             )
-        if found.is_input and self.values[node].is_floating_point():
-            layout = next(iter(self._inputs.values()))
-            found.whole = self._new(
-                reader, "call_function", EnterWhole(layout), (found.whole,), f"{node.name}_in"
-            )
-            found.is_input = False
         return found.whole
 
     def _join(self, node: fx.Node, reader: fx.Node, reason: str) -> fx.Node:
@@ -393,7 +425,7 @@ class _Cutter:
             found.parts = self._new(
                 reader,
                 "call_function",
-                CutWhole(found.likely, found.is_input),
+                CutWhole(found.likely),
                 (found.whole,),
                 f"{node.name}_cut",
             )
@@ -424,11 +456,6 @@ class _Cutter:
             assert found.whole is not None
             layout = next(iter(self._inputs.values()))
             whole = found.whole
-            if found.is_input:
-                whole = self._new(
-                    reader, "call_function", EnterWhole(layout), (whole,), f"{whole.name}_in"
-                )
-                found.whole, found.is_input = whole, False
             found.spread = self._new(
                 reader, "call_function", SpreadWhole(layout), (whole,), f"{whole.name}_each"
             )
@@ -452,6 +479,22 @@ def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
     for node in program.graph.nodes:
         if isinstance(node.target, InSpace):
             yield node, node.target
+
+
+def shard_class(program: Program, shard: int) -> Hashable:
+    """What the memory of a shard depends on: shards of one class differ in nothing that is counted."""
+    found: list[Hashable] = []
+    for _, operation in nodes_in_space(program):
+        found.append(sizes(operation.layout.boxes[shard]))
+        if isinstance(operation, RunInWindows):
+            windows = operation.windows
+            for window in windows.windows:
+                pieces = window.pieces.items()
+                found.append(tuple(sizes(box) for (_, target), box in pieces if target == shard))
+                found.append(tuple(sizes(box) for (source, _), box in pieces if source == shard))
+            out = windows.outputs[shard]
+            found.append(out if is_empty(out) else sizes(windows.operator.source(out)))
+    return tuple(found)
 
 
 def count_windows(program: Program) -> int:

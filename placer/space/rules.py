@@ -6,7 +6,6 @@ gathered, it runs on the whole, and what reads the result cuts it again: slower,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -85,9 +84,7 @@ _Maker: TypeAlias = Callable[[Call], Rule]
 
 def find_rule(call: Call) -> Rule:
     """How ``call`` runs on parts, or why it does not."""
-    if call.module is not None and (
-        not is_torch_leaf(call.module) or must_stay_whole(call.module)
-    ):
+    if call.module is not None and (not is_torch_leaf(call.module) or must_stay_whole(call.module)):
         return "it has hooks, or is one operation of the graph"
     if len({len(layout.dims) for layout in call.layouts.values()}) > 1:
         return "its inputs are cut in different ways"
@@ -232,15 +229,13 @@ def _reduce(call: Call) -> Rule:
     if not set(dims) & set(layout.dims):
         keep = call.argument(2, "keepdim", False)
         return Local(
-            layout.dims
-            if keep
-            else tuple(d - sum(gone < d for gone in dims) for d in layout.dims)
+            layout.dims if keep else tuple(d - sum(gone < d for gone in dims) for d in layout.dims)
         )
     if not set(layout.dims) <= set(dims) or not call.values[call.inputs[0]].is_floating_point():
         return "it reduces some of the dimensions that are cut"
-    divisor = math.prod(layout.shape[d] for d in dims) if call.name == "mean" else 1
     keepdim = bool(call.argument(2, "keepdim", False))
-    return Replace(SumParts(layout, tuple(dims), keepdim, divisor), (call.inputs[0],))
+    total = SumParts(layout, tuple(dims), keepdim, call.name == "mean")
+    return Replace(total, (call.inputs[0],))
 
 
 # -- operators in windows ---------------------------------------------------------------------------
@@ -260,9 +255,7 @@ def _windowed(
     borders = isinstance(operator, Convolution) and (any(operator.padding) or operator.transposed)
     if takes != "tensors" and not borders and call.count == 1 and needs_no_window(given):
         return Local(dims)
-    return Replace(
-        RunInWindows(given, takes), tuple(inputs), parameters, takes == "module", dims
-    )
+    return Replace(RunInWindows(given, takes), tuple(inputs), parameters, takes == "module", dims)
 
 
 def _sizes(value: Any, count: int) -> tuple[int, ...]:
@@ -388,7 +381,7 @@ def _adaptive(call: Call) -> Rule:
     spatial = layout.shape[FIRST:]
     if set(output) == {1} and {dim - FIRST for dim in layout.dims} <= set(range(rank)):
         dims = tuple(range(FIRST, rank + FIRST))
-        return Replace(SumParts(layout, dims, True, math.prod(spatial)), (call.inputs[0],))
+        return Replace(SumParts(layout, dims, keepdim=True, is_mean=True), (call.inputs[0],))
     if any(length % size for length, size in zip(spatial, output, strict=True)):
         return "its windows overlap"
     kernel = tuple(length // size for length, size in zip(spatial, output, strict=True))
@@ -511,9 +504,7 @@ _RULES: dict[str, _Maker] = {
     **{f"{name}{n}d": _pool(False) for n in "123" for name in ("MaxPool", "max_pool")},
     **{f"{name}{n}d": _pool(True) for n in "123" for name in ("AvgPool", "avg_pool")},
     **{
-        f"{name}{n}d": _adaptive
-        for n in "123"
-        for name in ("AdaptiveAvgPool", "adaptive_avg_pool")
+        f"{name}{n}d": _adaptive for n in "123" for name in ("AdaptiveAvgPool", "adaptive_avg_pool")
     },
     **dict.fromkeys(("Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), _resize),
     "interpolate": _resize,

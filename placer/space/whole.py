@@ -14,22 +14,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from placer.space.exchange import Exchange
-from placer.space.layout import Layout, is_empty, sizes
+from placer.space.layout import Layout, is_empty
 from placer.space.windowed import cut
 
 
 class Cut(torch.autograd.Function):
-    """The local parts of a whole value.
-
-    With ``whole_gradient`` every process gets all of its gradient: for what the caller has.
-    """
+    """The local parts of a whole value."""
 
     @staticmethod
-    def forward(
-        ctx: Any, exchange: Exchange, layout: Layout, whole_gradient: bool, x: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.layout, ctx.whole_gradient = exchange, layout, whole_gradient
-        ctx.dtype = x.dtype
+    def forward(ctx: Any, exchange: Exchange, layout: Layout, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.layout = exchange, layout
         return tuple(
             exchange.move(cut(x, layout.boxes[shard], layout.whole), shard)
             for shard in exchange.local
@@ -38,11 +32,7 @@ class Cut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if ctx.whole_gradient:
-            whole = _gather(ctx.exchange, ctx.layout, gradients)
-        else:
-            whole = _assemble(ctx.exchange, ctx.layout, gradients, {})
-        return None, None, None, whole
+        return None, None, _assemble(ctx.exchange, ctx.layout, gradients, {})
 
 
 class Gather(torch.autograd.Function):
@@ -66,7 +56,7 @@ class Gather(torch.autograd.Function):
             if not is_empty(boxes[shard])
         }
         wanted = {
-            (other, shard): sizes(boxes[shard])
+            (other, shard): layout.shape_of(boxes[shard], gradient.shape)
             for other in exchange.leads
             for shard in exchange.local
             if other != lead and not is_empty(boxes[shard])
@@ -98,20 +88,6 @@ class Spread(torch.autograd.Function):
         return None, total
 
 
-class Enter(torch.autograd.Function):
-    """An input of the caller that is not cut. Every process gets all of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.sum_processes(gradient)
-
-
 class Total(torch.autograd.Function):
     """The sum of a tensor of each shard, once per process."""
 
@@ -136,7 +112,7 @@ def _gather(exchange: Exchange, layout: Layout, parts: tuple[Tensor, ...]) -> Te
         if other != lead and part.numel()
     }
     wanted = {
-        (shard, lead): sizes(boxes[shard])
+        (shard, lead): layout.shape_of(boxes[shard], parts[0].shape)
         for shard in range(exchange.shards)
         if shard not in exchange.local and not is_empty(boxes[shard])
     }
@@ -153,7 +129,8 @@ def _assemble(
     lead = exchange.local[0]
     have = {*exchange.local, *(shard for shard, _ in pieces)}
     everything = all(is_empty(box) or shard in have for shard, box in enumerate(layout.boxes))
-    whole = parts[0].new_zeros(layout.shape) if not everything else parts[0].new_empty(layout.shape)
+    shape = layout.shape_of(layout.whole, parts[0].shape)
+    whole = parts[0].new_empty(shape) if everything else parts[0].new_zeros(shape)
     for shard, part in zip(exchange.local, parts, strict=True):
         box = layout.boxes[shard]
         if not is_empty(box):

@@ -113,8 +113,13 @@ class _Run:
             for (source, target), box in window.pieces.items()
             if source in own
         }
-        wanted = {key: sizes(box) for key, box in window.pieces.items() if key[1] in own}
-        return self.exchange.swap(given, wanted, self.inputs[0][number])
+        like = self.inputs[0][number]
+        wanted = {
+            key: window.layout.shape_of(box, like.shape)
+            for key, box in window.pieces.items()
+            if key[1] in own
+        }
+        return self.exchange.swap(given, wanted, like)
 
     def result(self, at: int) -> Tensor:
         """The part of the output of local shard number ``at``."""
@@ -130,7 +135,9 @@ class _Run:
             cut_spatial(result, part, box).copy_(made)
             del made
         if result is None:  # an empty part
-            result = self.inputs[at][0].new_empty(sizes(given.output.boxes[shard]))
+            x = self.inputs[at][0]
+            shape = (x.size(0), *sizes(given.output.boxes[shard])[1:])
+            result = x.new_empty(shape)
         return result
 
     def _padded(self, at: int, part: Box) -> Tensor:
@@ -212,7 +219,8 @@ class _Run:
                     continue
                 key = (shard, sender)
                 if key not in back[number]:
-                    back[number][key] = total.new_zeros(sizes(piece))
+                    shape = window.layout.shape_of(piece, total.shape)
+                    back[number][key] = total.new_zeros(shape)
                 cut_spatial(back[number][key], there, piece[FIRST:]).add_(
                     cut_spatial(of_input, there, source)
                 )
@@ -223,19 +231,19 @@ class _Run:
         """Send the gradients of pieces back to the shards that they came from, which add them."""
         local = self.exchange.local
         wanted = {
-            (target, source): sizes(box)
+            (target, source): window.layout.shape_of(box, like.shape)
             for (source, target), box in window.pieces.items()
             if source in local
         }
         for target, source in window.pieces:  # also what no chunk has read
             if source in local and (source, target) not in back:
-                shape = sizes(window.pieces[target, source])
-                back[source, target] = like.new_zeros(shape)
-        for (target, source), piece in self.exchange.swap(back, wanted, like).items():
+                piece = window.pieces[target, source]
+                back[source, target] = like.new_zeros(window.layout.shape_of(piece, like.shape))
+        for (target, source), came in self.exchange.swap(back, wanted, like).items():
             total = totals[local.index(source)]
             assert total is not None
             box = window.layout.boxes[source]
-            cut(total, window.pieces[source, target], box).add_(piece)
+            cut(total, window.pieces[source, target], box).add_(came)
 
 
 def cut(x: Tensor, box: Box, within: Box) -> Tensor:
@@ -271,7 +279,8 @@ def _assemble(
             for n in (c - a, b - d)
         ]
         return torch.nn.functional.pad(x, padding[: -2 * FIRST], value=fill)
-    made = x.new_full(sizes(box), fill) if inside != box else x.new_empty(sizes(box))
+    shape = (*x.shape[:FIRST], *sizes(source))
+    made = x.new_full(shape, fill) if inside != box else x.new_empty(shape)
     if not is_empty(mine := meet(box, own)):
         cut(made, mine, box).copy_(cut(x, mine, own))
     for (sender, target), piece in pieces.items():
