@@ -29,9 +29,9 @@ class LayerBytes(NamedTuple):
 class MemoryPoint(NamedTuple):
     """The tensors on a device from a moment on, until the next point.
 
-    ``seconds`` are from the beginning of the step; where times are not known, every task counts as one second.
-    ``kinds`` has bytes by kind, ``layers`` the largest part of them, and ``where`` is
-    what was running last.
+    ``seconds`` are from the beginning of the step; where times are not known, every task counts as one
+    second. ``kinds`` has bytes by kind, ``layers`` the largest part of them, and ``where`` is what was
+    running last.
     """
 
     seconds: float
