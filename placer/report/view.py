@@ -181,7 +181,8 @@ def _runs_as(plan: Plan, number: int) -> str:
 
 
 def _one_replica(plan: Plan) -> Plan:
-    return replace(plan, stages=tuple(replace(s, devices=s.devices[:1]) for s in plan.stages))
+    stages = tuple(replace(stage, devices=plan.devices_of(stage, 0)) for stage in plan.stages)
+    return replace(plan, replicas=1, stages=stages)
 
 
 def _facts(plan: Plan) -> dict[str, str]:
@@ -192,6 +193,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     return {
         "stages": str(len(plan.stages)),
         "replicas": str(plan.replicas),
+        **({"shards": str(plan.shards)} if plan.shards > 1 else {}),
         "micro-batches": str(plan.microbatches),
         "schedule": plan.schedule,
         "processes": "one per device" if plan.processes else "1",
@@ -216,9 +218,9 @@ def _devices(
         key = number % plan.num_devices, replace(device, device=""), predicted.peak
         groups.setdefault(key, []).append(number)
     found = []
-    for (column, _, predicted_peak), numbers in groups.items():
+    for (_, _, predicted_peak), numbers in groups.items():
         name, needs = _runs_as(plan, numbers[0]), judged.devices[numbers[0]]
-        stages = [stage for stage, place in enumerate(plan.device_of) if place == column]
+        stages = [stage.index for stage in plan.stages if needs.device in stage.devices]
         memory = curves.get(name, ())
         kinds: Mapping[str, int] = _stage_kinds([plan.stages[stage].memory for stage in stages])
         if memory:
