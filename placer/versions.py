@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
-
 from placer.errors import VersionError
 
 if TYPE_CHECKING:
@@ -45,6 +43,8 @@ class Range:
         >>> "2.15.0+cu130" in Range(package="torch", lowest="2.11", highest="2.15", below="2.16")
         True
         """
+        from packaging.requirements import Requirement  # `placer doctor` runs without it
+
         return Requirement(self.requirement).specifier.contains(release, prereleases=True)
 
     def __str__(self) -> str:

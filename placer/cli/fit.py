@@ -12,12 +12,12 @@ from rich.console import Console
 from torch import Tensor
 
 from placer.cli.main import EXIT_NO_FIT
-from placer.cli.output import print_json, progress
+from placer.cli.output import print_json
+from placer.cli.progress import progress
 from placer.errors import BudgetError
 from placer.plan.check import host_error
 from placer.plan.types import Plan
 from placer.planner.auto import faster_with_fewer
-from placer.planner.build import PlanMaker
 from placer.planner.remedies import (
     describe_fitting,
     find_largest_node,
@@ -43,12 +43,12 @@ def find_remedies(
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     plan: Plan,
-    make: PlanMaker,
+    make: JudgingPlanner,
 ) -> BudgetError:
     """The error that says why ``plan`` does not fit, with the changes that were tried."""
     if plan.fits_devices:  # the host has too little
         return host_error(plan)
-    with progress(console, "planning changes that may make it fit"):
+    with progress(console, "planning changes that may make it fit", make):
         return misfit_error(program, spec, inputs, plan, make)
 
 
@@ -58,7 +58,7 @@ def report_misfit(
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     plan: Plan,
-    make: PlanMaker,
+    make: JudgingPlanner,
     *,
     error: BudgetError | None = None,
     options: bool = False,
@@ -87,7 +87,7 @@ def report_misfit(
     for tried in error.tried:
         if tried.fits:
             console.print(f"  - {say(describe_fitting(tried))}", markup=False)
-    with progress(console, "planning with other amounts of memory"):
+    with progress(console, "planning with other amounts of memory", make, compare=False):
         needed = memory_needed(spec, make)
     console.print(f"  - {needed}", markup=False)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):

@@ -18,7 +18,8 @@ from placer.cli.options import (
     Target,
     with_loss,
 )
-from placer.cli.output import human_console, origin_of, print_json, progress
+from placer.cli.output import human_console, origin_of, print_json
+from placer.cli.progress import progress
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Save the plan here (JSON).")
@@ -76,7 +77,7 @@ def plan(
     program, leaves = loaded.record(console, wanted)
     check_kind_file(profile, wanted, program)
     make = JudgingPlanner(program, leaves, processes=processes)
-    with progress(console, "planning"):
+    with progress(console, "planning", make):
         made = make(wanted)
         made = with_comparisons(made, wanted, make)
     console.print(plan_table(made))

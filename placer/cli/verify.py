@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
-from placer.cli.output import human_console, print_json, progress
+from placer.cli.output import human_console, print_json
+from placer.cli.progress import progress
 from placer.errors import PlacerError, first_few
 from placer.tables import Table
 

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from placer.plan.types import DevicePeak, Plan
-from placer.quantities import format_bytes, format_seconds
+from placer.quantities import BYTES, SECONDS, format_bytes
 from placer.report.layers import compact_layers, some_names
 from placer.report.view import DeviceGroup, View, relative_difference, view
 from placer.tables import Cell, Table
@@ -42,12 +42,14 @@ def _plan(shown: View) -> Iterator[RenderableType]:
         yield from ("", table)
     yield Text(f"\n{crossing(shown)}")
     if found := shown.transfers:
-        rows = [
-            (f"{t.source} → {t.target}", format_bytes(t.nbytes), t.value)
-            for t in found[:_TRANSFERS_SHOWN]
-        ]
-        headers = ("stages", "bytes", "value")
-        yield Table(headers=headers, rows=rows, names=("stages",), words=("value",))
+        rows = [(f"{t.source} → {t.target}", t.nbytes, t.value) for t in found[:_TRANSFERS_SHOWN]]
+        yield Table(
+            headers=("stages", "sent", "value"),
+            rows=rows,
+            names=("stages",),
+            words=("value",),
+            units={"sent": BYTES},
+        )
         if len(found) > _TRANSFERS_SHOWN:
             yield f"… and {len(found) - _TRANSFERS_SHOWN} smaller"
         yield ""
@@ -98,22 +100,29 @@ def _stages(shown: View) -> Table:
     rows = []
     for stage, layers in zip(plan.stages, shown.layers, strict=True):
         memory = stage.memory
-        row: list[str | Cell] = [
-            str(stage.index), compact_layers(layers), some_names(stage.devices)
-        ]  # fmt: skip
-        row += [format_bytes(memory.parameters), format_bytes(memory.saved)]
-        row.append(Cell(format_bytes(memory.peak), "" if fits[stage.devices[0]] else "bad"))
-        row.append(_known_bytes(stage.budget))
-        if timed:
-            seconds = (stage.forward_seconds, stage.backward_seconds)
-            row += [format_seconds(each or 0.0) for each in seconds]
-        rows.append(row)
-    optional = ("backward", "forward", "saved", "parameters", "budget", "peak")
-    return Table(headers=headers, rows=rows, words=("layers", "device"), optional=optional)
+        rows.append(
+            [
+                str(stage.index),
+                compact_layers(layers),
+                some_names(stage.devices),
+                memory.parameters,
+                memory.saved,
+                Cell(memory.peak, "" if fits[stage.devices[0]] else "bad"),
+                _known(stage.budget),
+                *(stage.forward_seconds or 0.0, stage.backward_seconds or 0.0)[: 2 * timed],
+            ]
+        )
+    return Table(
+        headers=headers,
+        rows=rows,
+        words=("layers", "device"),
+        optional=("backward", "forward", "saved", "parameters", "budget", "peak"),
+        units=dict.fromkeys(headers[3:7], BYTES) | dict.fromkeys(headers[7:], SECONDS),
+    )
 
 
-def _known_bytes(nbytes: int | None) -> str:
-    return "not known" if nbytes is None else format_bytes(nbytes)
+def _known(nbytes: int | None) -> str | int:
+    return "not known" if nbytes is None else nbytes
 
 
 def _devices(shown: View) -> Table:
@@ -125,9 +134,9 @@ def _devices(shown: View) -> Table:
     rows = []
     for group in shown.devices:
         cells = _needs(group.needs)
-        cells["peak"] = format_bytes(group.predicted)
+        cells["peak"] = group.predicted
         if shown.simulated:
-            cells["simulated"] = format_bytes(group.needs.peak)
+            cells["simulated"] = group.needs.peak
             cells["difference"] = relative_difference(group.predicted, group.needs.peak)
         row = (cells.get(header, "-") for header in figures)
         rows.append([some_names(group.devices), ", ".join(map(str, group.stages)), *row])
@@ -136,20 +145,21 @@ def _devices(shown: View) -> Table:
         rows=rows,
         words=("device", "stages"),
         optional=_LEFT_OUT,
+        units=dict.fromkeys(set(figures) - {"difference", "of budget"}, BYTES),
     )
 
 
-def _needs(device: DevicePeak) -> dict[str, str | Cell]:
+def _needs(device: DevicePeak) -> dict[str, str | float | Cell]:
     """Header -> what is known of it for the device."""
-    cells: dict[str, str | Cell] = {"budget": _known_bytes(device.budget)}
+    cells: dict[str, str | float | Cell] = {"budget": _known(device.budget)}
     if device.reserved is not None:
-        cells["workspaces"] = format_bytes(device.workspaces)
-        cells["reserved"] = format_bytes(device.reserved)
-        cells["context"] = format_bytes(device.context)
+        cells["workspaces"] = device.workspaces
+        cells["reserved"] = device.reserved
+        cells["context"] = device.context
     if device.headroom is not None and device.share is not None:
         state: Literal["good", "bad"] = "good" if device.fits else "bad"
-        cells["kept free"] = format_bytes(device.reserve)
-        cells["headroom"] = Cell(format_bytes(device.headroom), state)
+        cells["kept free"] = device.reserve
+        cells["headroom"] = Cell(device.headroom, state)
         cells["of budget"] = Cell(f"{device.share:.0%}", state)
     return cells
 
@@ -166,7 +176,7 @@ def _largest(tensors: Sequence[Mapping[str, Any]]) -> Table:
     """The largest tensors that are alive at the peak of a device in the simulation."""
     rows = [
         (
-            format_bytes(tensor["bytes"]),
+            tensor["bytes"],
             tensor["layer"] or "the model",
             tensor["kind"],
             tensor["name"].rpartition(".")[2],
@@ -176,7 +186,11 @@ def _largest(tensors: Sequence[Mapping[str, Any]]) -> Table:
     ]
     words = ("layer", "made in", "name", "shape")
     return Table(
-        headers=("bytes", *words), rows=rows, words=words, optional=("name", "made in", "shape")
+        headers=("size", *words),
+        rows=rows,
+        words=words,
+        optional=("name", "made in", "shape"),
+        units={"size": BYTES},
     )
 
 
