@@ -512,7 +512,8 @@ def test_auto_asks_for_the_kind_where_it_must_choose_by_time(placer: Run) -> Non
 
 def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
     result = placer("plan", "net.py:Net", "tight.json", *X)
-    lines = result.stderr.splitlines()
+    # On a slow machine, lines with more about each follow.
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("  ")]
     assert [line.endswith(" …") for line in lines] == [True] * len(lines)
     assert "recording the operations of the model …" in lines
     assert "planning changes that may make it fit …" in lines
@@ -542,7 +543,7 @@ def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
     assert result.exit_code == 3
     tried = [t for t in json.loads(result.stdout)["tried"] if t["fits"]]
     assert len(tried) >= 3 and all(t["headroom"] > 0 for t in tried)
-    said = " ".join(result.stderr.split())
+    said = " ".join(result.stderr.partition("what would make it fit:")[2].split())
     assert said.count(" MiB headroom") == len(tried)
     assert any(t["change"].startswith('"replicas": 2: another is on cuda:1, ') for t in tried)
     seconds = [t["step_seconds"] for t in tried]
