@@ -28,7 +28,7 @@ class Together:
 
     def __init__(self, operation: InSpace) -> None:
         self._operation = operation
-        self.__name__ = self.__qualname__ = operation.__name__
+        self.__name__ = self.__qualname__ = operation.name
         self.__module__ = __name__
 
     def __call__(self, *arguments: tuple[Any, ...]) -> Any:

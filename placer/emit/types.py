@@ -20,8 +20,8 @@ class SegmentCode:
     list, which the function clears. Values have the names of the nodes that compute them.
     ``recompute`` and ``offload`` say what happens to the activations that autograd saves
     (`placer.regions.RegionKey`); with neither, they are kept on the device. ``overlapped``: offloaded
-    tensors are copied while kernels run. With several ``shards``, the list begins with the tree and the device
-    of every shard after the first.
+    tensors are copied while kernels run. With several ``shards``, the list begins with the tree and the
+    device of every shard after the first.
     """
 
     inputs: tuple[str, ...]

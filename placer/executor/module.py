@@ -351,7 +351,7 @@ def _restore(
     model: nn.Module,
     plan: Plan,
     call: ExampleCall,
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[Sequence[Place]]],
     signature: tuple[tuple[str, ...], ...],
     state_stage: Any,
 ) -> PlacedModule:

@@ -404,7 +404,8 @@ def capture_for_plan(
     """The stages of ``plan`` for another program of its model, which has perhaps been changed since.
 
     ``state_stage`` says which stage each planned weight is on, where it stays, and ``batch_dims`` how inputs
-    of these names are split. ``together`` is that of `emit_stages`. The other four are as for `lower`. Raises ``CaptureError``.
+    of these names are split. ``together`` is that of `emit_stages`, and the other four are as for `lower`.
+    Raises ``CaptureError``.
     """
     program = lower(
         model,

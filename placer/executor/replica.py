@@ -26,8 +26,8 @@ class Replica:
 
     A stage that is not split in space has one shard. ``exchange`` is what the shards of several processes
     use; within one, everything is copied. The model has its weights on ``homes``, the places of replica 0's
-    stages; on other places this replica reads copies of them. If ``statistics`` is given, it collects the statistics of norms, and
-    running statistics are not updated by the stages.
+    stages; on other places this replica reads copies of them. If ``statistics`` is given, it collects the
+    statistics of norms, and running statistics are not updated by the stages.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class Replica:
         self.shards = tuple(map(tuple, shards))
         self.places = tuple(row[0] for row in self.shards)
         self._exchange = exchange
-        self._exchanges = [LocalExchange(row) if len(row) > 1 else exchange for row in self.shards]
+        self._exchanges: list[Exchange | None] = [
+            LocalExchange(row) if len(row) > 1 else exchange for row in self.shards
+        ]
         self.homes = tuple(homes)
         self.precision = precision
         self.statistics = statistics

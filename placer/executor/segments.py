@@ -36,8 +36,8 @@ def run_segments(
     """The outputs of ``stage`` for ``inputs``, which must be on its place; the list is emptied.
 
     ``trees`` and ``places`` are those of the shards that run here, most often one. Operations in space use
-    ``exchange``. A value is freed after its last reader. Without gradients nothing is recomputed or offloaded, nor
-    under ``torch.func``, which does not allow saved-tensor hooks.
+    ``exchange``. A value is freed after its last reader. Without gradients nothing is recomputed or
+    offloaded, nor under ``torch.func``, which does not allow saved-tensor hooks.
     """
     if len(stage.segments) == 1 and stage.segments[0].inputs == stage.inputs:
         (segment,) = stage.segments

@@ -1,13 +1,13 @@
 """What shards exchange inside a stage: pieces of values, and sums. The runtimes have classes for it.
 
-A process runs one shard or several, ``local``; the first of them is its *lead*. A value that is not cut exists
-once per process, on the device of its lead. Every gradient of such a value, and of a weight, is the part
-that comes from the process's own shards: the gradient of the whole model is the sum over processes.
+A process runs one shard or several, ``local``; the first of them is its *lead*. A value that is not cut
+exists once per process, on the device of its lead. Every gradient of such a value, and of a weight, is the
+part that comes from the process's own shards: the gradient of the whole model is the sum over processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
@@ -19,14 +19,19 @@ Pieces: TypeAlias = dict[tuple[int, int], Tensor]
 
 
 class Exchange(Protocol):
-    """Moves pieces between the ``shards`` of a stage, for the ``local`` ones of this process.
+    """Moves pieces between the shards of a stage, for the local ones of this process."""
 
-    ``leads`` has the first shard of every process.
-    """
+    @property
+    def shards(self) -> int:
+        """The number of shards."""
 
-    shards: int
-    local: Sequence[int]
-    leads: Sequence[int]
+    @property
+    def local(self) -> Sequence[int]:
+        """The shards of this process."""
+
+    @property
+    def leads(self) -> Sequence[int]:
+        """The first shard of every process."""
 
     def swap(
         self, given: Pieces, wanted: Mapping[tuple[int, int], Sequence[int]], like: Tensor
@@ -48,20 +53,29 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """One shard without the others, to count its bytes on fake tensors: pieces are made from their shapes."""
+    """One shard without the others, to count its bytes on fake tensors: pieces are made from their shapes.
 
-    def __init__(self, shards: int, shard: int) -> None:
+    ``note_sent`` is called with the bytes that the shard would send.
+    """
+
+    def __init__(
+        self, shards: int, shard: int, note_sent: Callable[[int], object] = lambda nbytes: None
+    ) -> None:
         self.shards, self.local, self.leads = shards, (shard,), tuple(range(shards))
+        self._note_sent = note_sent
 
     def swap(
         self, given: Pieces, wanted: Mapping[tuple[int, int], Sequence[int]], like: Tensor
     ) -> Pieces:
+        self._note_sent(sum(piece.nbytes for piece in given.values()))
         return {key: like.new_empty(shape) for key, shape in wanted.items()}
 
     def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return [part.clone() for part in parts]
+        return [self.sum_processes(part) for part in parts]
 
     def sum_processes(self, value: Tensor) -> Tensor:
+        # In a ring, each sends its share once to sum the parts, and once to spread the sums.
+        self._note_sent(2 * value.nbytes * (self.shards - 1) // self.shards)
         return value.clone()
 
     def move(self, value: Tensor, shard: int) -> Tensor:

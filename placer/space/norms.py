@@ -37,12 +37,6 @@ class Groups:
         factor = rows if self.number is None else channels // self.number
         return [math.prod(sizes(box)[2:]) * factor for box in self.layout.boxes]
 
-    @property
-    def number_of_statistics(self) -> int:
-        """The number of means."""
-        rows, channels = self.layout.shape[:2]
-        return channels if self.number is None else rows * self.number
-
     def statistics(self, x: Tensor) -> int:
         """The number of statistics of ``x``."""
         return x.size(1) if self.number is None else x.size(0) * self.number

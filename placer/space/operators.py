@@ -27,7 +27,9 @@ Gradients = tuple[Tensor | None, Sequence[Tensor | None]]
 class Operator(Protocol):
     """An operator on one tensor, with parameters. Where it reads outside of that, it reads ``fill``."""
 
-    fill: float
+    @property
+    def fill(self) -> float:
+        """What padding is filled with."""
 
     def source(self, out: Box) -> Box:
         """The spans of the input that the non-empty part ``out`` of the output reads, padding included."""
@@ -81,7 +83,10 @@ class Convolution:
     output_padding: tuple[int, ...]
     groups: int
     transposed: bool
-    fill = 0.0
+
+    @property
+    def fill(self) -> float:
+        return 0.0
 
     def _window(self, dim: int, out: Box) -> Window:
         axis = Axis(
@@ -193,7 +198,8 @@ class Pool(_ByAutograd):
         average: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
         mean = average(x, self.kernel, self.stride)
         if self.divisor is not None:
-            return mean * (math.prod(self.kernel) / self.divisor)
+            scaled: Tensor = mean * (math.prod(self.kernel) / self.divisor)
+            return scaled
         for dim, span in enumerate(out):
             counts = self._counts(dim, span)
             if set(counts) == {self.kernel[dim]}:
@@ -201,15 +207,15 @@ class Pool(_ByAutograd):
             shape = [-1 if i == dim else 1 for i in range(dims)]
             share = [self.kernel[dim] / count for count in counts]
             mean = mean * mean.new_tensor(share).view(shape)
-        return mean  # type: ignore[no-any-return]
+        found: Tensor = mean
+        return found
 
     def _counts(self, dim: int, span: tuple[int, int]) -> list[int]:
         """How many positions the average of each output counts along ``dim``."""
         length, padding = self.lengths[dim], self.padding[dim]
-        found = []
-        for first in range(span[0] * self.stride[dim] - padding, 10**12, self.stride[dim]):
-            if len(found) == span[1] - span[0]:
-                break
+        found: list[int] = []
+        for position in range(*span):
+            first = position * self.stride[dim] - padding
             end = min(first + self.kernel[dim], length + padding)
             inside = min(end, length) - max(first, 0)
             found.append(end - first if self.include_pad else inside)
@@ -230,7 +236,10 @@ class Resize(_ByAutograd):
     nearest: bool
     align_corners: bool
     factors: tuple[float | None, ...]
-    fill = 0.0
+
+    @property
+    def fill(self) -> float:
+        return 0.0
 
     def source(self, out: Box) -> Box:
         found = []
@@ -246,7 +255,7 @@ class Resize(_ByAutograd):
         """For each output the two positions that it is between, and the weight of the second."""
         length, output, factor = self.lengths[dim], self.outputs[dim], self.factors[dim]
         scale = 1 / factor if factor else length / output
-        found = []
+        found: list[tuple[int, int, float]] = []
         for position in range(*span):
             if self.nearest:
                 at = min(int(position * scale), length - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -54,9 +55,9 @@ def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
 def split_in_space(program: Program, settings: Mapping[str, JsonValue]) -> Program:
     """Let every shard have a part of each value: windows, norms, sums and gathers are nodes of the program.
 
-    ``settings`` are ``shards``, and perhaps the ``grid``, ``dims`` of the inputs (of all, or by name),
-    patterns of ``layers`` outside of which nothing is cut, and the number of ``chunks``. Raises ``SpecError`` if
-    no input can be cut so, and ``CaptureError`` if forward writes to its inputs.
+    ``settings`` are ``shards``, and perhaps the ``grid``, ``dims`` of the inputs, patterns of ``layers``
+    outside of which nothing is cut, and the number of ``chunks``. Raises ``SpecError`` if no input can be cut
+    so, and ``CaptureError`` if forward writes to its inputs.
     """
     if program.written_inputs:
         raise CaptureError(
@@ -144,29 +145,29 @@ class _Cutter:
             rank = len(each.shape)
             batch = each.batch_dim
             free = [d for d in range(_SPATIAL, rank) if d != batch]
-            names = dict(zip(_NAMES[-len(free) :], free, strict=False))
-            dims = [names.get(d, d) for d in asked] if asked else free
-            numbers = [d for d in dims if isinstance(d, int) and d < rank]
+            names: dict[int | str, int] = dict(zip(_NAMES[-len(free) :], free, strict=False))
+            dims: list[int | str] = [names.get(d, d) for d in asked] if asked else [*free]
+            numbers = [d for d in dims if isinstance(d, int) and -rank <= d < rank]
             if dims and len(numbers) == len(dims) and each.dtype.is_floating_point:
                 named[node.name] = each, [d % rank for d in numbers]
         if not named:
             raise self._error(
                 "no input has dimensions to cut: floating-point inputs of rows x channels x space are"
             )
-        first, dims = next(iter(named.values()))
-        lengths = [first.shape[d] for d in dims]
+        first, own = next(iter(named.values()))
+        lengths = [first.shape[d] for d in own]
         if grid is None:
             grid = list(even_grid(shards, lengths))
         shape = tuple(cast("list[int]", grid))
-        if len(shape) > len(dims):
-            raise self._error(f"the grid has {len(shape)} axes, and {first.name} {len(dims)} dims")
-        shape += (1,) * (len(dims) - len(shape))
+        if len(shape) > len(own):
+            raise self._error(f"the grid has {len(shape)} axes, and {first.name} {len(own)} dims")
+        shape += (1,) * (len(own) - len(shape))
         kept = [k for k, parts in enumerate(shape) if parts > 1] or [0]
         cuts = Cuts(tuple(shape[k] for k in kept), tuple(lengths[k] for k in kept))
         found = {}
-        for name, (each, own) in named.items():
-            if len(own) == len(dims):
-                found[name] = Layout(cuts, tuple(each.shape), tuple(own[k] for k in kept))
+        for name, (each, others) in named.items():
+            if len(others) == len(own):
+                found[name] = Layout(cuts, tuple(each.shape), tuple(others[k] for k in kept))
         layout = next(iter(found.values()))
         if not layout.can_be_cut:
             sizes = "x".join(map(str, lengths))
@@ -191,8 +192,8 @@ class _Cutter:
         self._of, self._rules, self._uncut = {}, {}, whole
         for node in self.program.graph.nodes:
             if node.op == "output":
-                leaves = fx.node.map_arg(node.args[0], lambda x: self._whole(x, node, ""))
-                self._graph.output(leaves)
+                read = partial(self._whole, reader=node, reason="")
+                self._graph.output(fx.node.map_arg(node.args[0], read))
             elif node.op == "placeholder":
                 self._enter(node)
             elif self._is_fact(node):
@@ -335,6 +336,9 @@ class _Cutter:
             target = str(node.target)
             given.append(self._new(node, "get_attr", target, (), f"{node.name}_layer"))
         given += fx.node.map_arg(list(rule.parameters), lambda x: self._state(x, node))
+        for x, layout in rule.layouts.items():
+            if not self._is_cut(x):
+                self._of[x].likely = layout
         given += [self._parts(x, node) for x in rule.inputs]
         made = self._new(node, "call_function", rule.operation, tuple(given), node.name)
         if rule.operation.is_whole:
@@ -356,7 +360,7 @@ class _Cutter:
         return Layout(cuts, shapes[0], tuple(dims))
 
     def _like_an_input(self, node: fx.Node) -> Layout | None:
-        """How the result of a node that ran on whole values is cut again: like an input of the same lengths."""
+        """How a result that was made of whole values is cut again: like an input of the same lengths."""
         result = self.values[node]
         if not isinstance(result, Tensor):
             return None
@@ -400,7 +404,12 @@ class _Cutter:
             found.whole = self._new(
                 node,
                 "call_function",
-                GatherParts(found.layout, reader.name if reason else "", reason),
+                GatherParts(
+                    found.layout,
+                    reader.name if reason else "",
+                    reason,
+                    self.values[node].numel() * self.values[node].element_size(),
+                ),
                 (found.parts,),
                 f"{node.name}_all",
             )
@@ -439,12 +448,11 @@ class _Cutter:
         if found.layout is not None or found.likely is not None:
             return self._parts(node, reader)
         value = self.values[node]
-        if not isinstance(value, Tensor) or not value.dim():
-            return found.whole if found.is_state or not isinstance(value, Tensor) else self._spread(found, reader)  # fmt: skip
+        if not isinstance(value, Tensor):
+            return found.whole
         shift = len(layout.shape) - value.dim()
         dims = [d - shift for d in layout.dims]
-        long = [d >= 0 and value.shape[d] == layout.shape[d + shift] > 1 for d in dims]
-        if all(long):
+        if all(d >= 0 and value.shape[d] == layout.shape[d + shift] > 1 for d in dims):
             found.likely = Layout(layout.cuts, tuple(value.shape), tuple(dims))
             return self._parts(node, reader)
         if found.is_state:
@@ -479,6 +487,40 @@ def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
     for node in program.graph.nodes:
         if isinstance(node.target, InSpace):
             yield node, node.target
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A value that is put together, because ``reader``, a node of ``layer``, cannot run on parts: ``reason``.
+
+    ``nbytes`` are those of the whole value in the captured call.
+    """
+
+    value: str
+    reader: str
+    layer: str
+    reason: str
+    nbytes: int
+
+
+def find_gathered(program: Program) -> list[Gathered]:
+    """What is gathered in ``program``, besides its results."""
+    return [
+        Gathered(
+            value=node.all_input_nodes[0].name,
+            reader=operation.reader,
+            layer=program.layers.get(operation.reader, ""),
+            reason=operation.reason,
+            nbytes=operation.whole_nbytes,
+        )
+        for node, operation in nodes_in_space(program)
+        if isinstance(operation, GatherParts) and operation.reason
+    ]
+
+
+def cuts_of(program: Program) -> Cuts | None:
+    """How ``program`` is split in space; None if it is not."""
+    return next((operation.layout.cuts for _, operation in nodes_in_space(program)), None)
 
 
 def shard_class(program: Program, shard: int) -> Hashable:

@@ -263,7 +263,7 @@ def cut_spatial(x: Tensor, box: Box, within: Box) -> Tensor:
 def _assemble(
     window: Window, shard: int, x: Tensor, pieces: Mapping[Any, Tensor], source: Box, fill: float
 ) -> Tensor:
-    """The spatial part ``source`` of what a shard reads: its own part, pieces, and ``fill`` around the value."""
+    """The spatial part ``source`` of a value for a shard: its own part, pieces, and ``fill`` outside."""
     box: Box = (*window.layout.whole[:FIRST], *source)
     own = window.layout.boxes[shard]
     if box == own:
@@ -293,11 +293,6 @@ def _assemble(
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return more if total is None else total if more is None else total.add_(more)
-
-
-def piece_nbytes(given: Windows, shard: int, itemsize: int) -> int:
-    """Bytes that a shard receives in forward; in backward it sends as many."""
-    return itemsize * sum(window.received(shard) for window in given.windows)
 
 
 def needs_no_window(given: Windows) -> bool:

@@ -187,10 +187,10 @@ class CallCheck:
     ) -> None:
         """Raise ``PlacerError`` if the replica would compute with rows of different batches.
 
-        ``ranks`` are those of the replica, of which those at the positions ``reading`` read the input. The error
-        is certain if ranks that read the input have different values of it, or if the rank that computes
-        losses has another input and another target than a rank that reads the input. (A tensor with only
-        one value may be a placeholder for an input that the rank does not use, so it is not compared.)
+        ``ranks`` are those of the replica, of which those at the positions ``reading`` read the input. The
+        error is certain if ranks that read the input have different values of it, or if the rank that
+        computes losses has another input and another target than a rank that reads the input. (A tensor with
+        only one value may be a placeholder for an input that the rank does not use, so it is not compared.)
         """
         readers = [ranks[position] for position in reading]
         if not readers:
