@@ -78,7 +78,7 @@ def verify(
     loaded = model_options.load(console, allocate=True, double=double, seed=seed)
     from placer.verification import verify as compare
 
-    with progress(console, "calling the placed model and the plain model"):
+    with progress(console, "calling the placed model and the plain model") as told:
         result = compare(
             loaded.model,
             wanted,
@@ -88,6 +88,7 @@ def verify(
             seed=seed,
             tolerance=tolerance,
             ignore_device_moves=model_options.ignore_device_moves,
+            each_situation=told.doing,
         )
     console.print(_table(result))
     console.print()
