@@ -44,7 +44,7 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGroup:
-    """Devices that run the same stages, in their replicas, and need the same bytes.
+    """Devices that run the same stages, in other replicas or for other shards, and need the same bytes.
 
     ``needs`` are the bytes of one of them, by the simulation if there is one; ``predicted`` is the plan's
     peak. ``parts`` has bytes by kind, which add up to ``needs.needed``. The lane and the memory over time,
@@ -213,14 +213,17 @@ def _devices(
     data = _as_json(simulation)["devices"]
     reports = () if simulation is None or isinstance(simulation, Mapping) else simulation.devices
     curves = {device.device: device.memory_over_time for device in reports}
-    groups: dict[tuple[int, DevicePeak, int], list[int]] = {}
+    stages_of: dict[str, tuple[int, ...]] = {}
+    for stage in plan.stages:
+        for name in stage.devices:
+            stages_of[name] = (*stages_of.get(name, ()), stage.index)
+    groups: dict[tuple[tuple[int, ...], DevicePeak, int], list[int]] = {}
     for number, (predicted, device) in enumerate(zip(plan.devices, judged.devices, strict=True)):
-        key = number % plan.num_devices, replace(device, device=""), predicted.peak
+        key = stages_of.get(device.device, ()), replace(device, device=""), predicted.peak
         groups.setdefault(key, []).append(number)
     found = []
-    for (_, _, predicted_peak), numbers in groups.items():
+    for (stages, _, predicted_peak), numbers in groups.items():
         name, needs = _runs_as(plan, numbers[0]), judged.devices[numbers[0]]
-        stages = [stage.index for stage in plan.stages if needs.device in stage.devices]
         memory = curves.get(name, ())
         kinds: Mapping[str, int] = _stage_kinds([plan.stages[stage].memory for stage in stages])
         if memory:

@@ -161,6 +161,12 @@ def test_many_devices_are_rows_of_equal_ones(stages: int, replicas: int) -> None
         assert f"{stages - 16} more rows, all with more headroom" in words
 
 
+def test_shards_of_a_stage_that_need_the_same_are_one_row() -> None:
+    text = page(dataclasses.replace(_wide(2, 4), replicas=1, shards=4))
+    assert text.count('<div class="row">') == text.count('<div class="lane">') == 2
+    assert "cuda:1 \N{MULTIPLICATION SIGN} 4" in shown(text) and "shards 4" in shown(text)
+
+
 def _simulated(peak: int) -> dict[str, Any]:
     tensor = {
         "bytes": 2**20,
