@@ -18,7 +18,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 def _chunk_notes(program: Program, spec: PlacementSpec) -> list[str]:
     """What the spec's ``chunks`` do."""
-    if spec.chunks in (1, "auto") or spec.space.shards > 1:
+    if spec.chunks in (1, "auto") or spec.space.number > 1:
         return []
     count = count_chunked(program)
     if not count:

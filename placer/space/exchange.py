@@ -8,7 +8,7 @@ part that comes from the process's own shards: the gradient of the whole model i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -51,6 +51,9 @@ class Exchange(Protocol):
     def move(self, value: Tensor, shard: int) -> Tensor:
         """``value`` on the device of a local shard, as a tensor of its own."""
 
+    def at(self, shard: int) -> AbstractContextManager[object]:
+        """A block in which operations run on the device of a local shard."""
+
 
 class Alone:
     """One shard without the others, to count its bytes on fake tensors: pieces are made from their shapes.
@@ -80,6 +83,9 @@ class Alone:
 
     def move(self, value: Tensor, shard: int) -> Tensor:
         return value.clone()
+
+    def at(self, shard: int) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 _current: list[Exchange] = []  # not a context variable: autograd's threads see it too

@@ -40,9 +40,9 @@ _SPATIAL = 2  # the first spatial dimension of an input that the spec does not d
 def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
     """The rewrites that ``spec`` asks for: a split in space, or convolutions in chunks."""
     space = spec.space
-    if space.shards == 1:
+    if space.number == 1:
         return chunk_rewrites(spec.chunks)
-    settings: dict[str, JsonValue] = {"shards": space.shards}
+    settings: dict[str, JsonValue] = {"shards": space.number}
     if isinstance(spec.chunks, int) and spec.chunks > 1:
         settings["chunks"] = spec.chunks
     for name in ("grid", "dims", "layers"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -54,3 +55,6 @@ class GroupExchange:
 
     def move(self, value: Tensor, shard: int) -> Tensor:
         return value.clone(memory_format=torch.contiguous_format)
+
+    def at(self, shard: int) -> AbstractContextManager[object]:
+        return nullcontext()
