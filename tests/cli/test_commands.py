@@ -40,17 +40,21 @@ def test_plan_json_is_only_json(placer: Run, tmp_path: Path) -> None:
     assert {t["from"] for t in data["transfers"]} == {0}
     assert "cuda:0" in result.stderr
     text = page.read_text(encoding="utf-8")
-    assert 'class="bar' in text and "net.py:Net, input 8x64" in text
+    assert "<b>net.py:Net</b> with 8x64, on 2 devices" in text and 'class="plot"' in text
+    assert "&#34;reserve&#34;: 0" in text  # the spec
 
 
-def test_a_plan_that_does_not_fit_says_what_would(placer: Run) -> None:
-    result = placer("plan", "net.py:Net", "tight.json", *X)
+def test_a_plan_that_does_not_fit_says_what_would(placer: Run, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = placer("plan", "net.py:Net", "tight.json", *X, "--html", str(page))
     assert result.exit_code == 3
     assert "does not fit: cpu:0 is" in result.stdout
     assert "KiB over" in result.stdout
     assert "what would make it fit:" in result.stdout
     assert "like cpu:1 (cpu:2" in result.stdout
     assert "devices of" in result.stdout
+    text = page.read_text(encoding="utf-8")
+    assert "What would make it fit" in text and "like cpu:1 (cpu:2" in text
 
 
 def test_a_plan_that_does_not_fit_is_still_json(placer: Run) -> None:
@@ -450,7 +454,7 @@ def test_report(placer: Run, tmp_path: Path) -> None:
     peaks.write_text(simulated.stdout, encoding="utf-8")
     result = placer("report", str(saved), "-o", str(page), "--simulation", str(peaks))
     assert result.exit_code == 0
-    assert "simulated" in page.read_text(encoding="utf-8")
+    assert "Alive at the peak" in page.read_text(encoding="utf-8")
     bad = placer("report", str(saved), "-o", str(page), "--simulation", str(saved))
     assert bad.exit_code == 2
     assert "does not hold simulated peaks" in bad.stderr
@@ -490,7 +494,7 @@ def test_times_are_known_where_the_kind_is(placer: Run, tmp_path: Path) -> None:
     assert 'give --kind, or "kind" in the spec; nearest by memory: rtx3070 (7.57 GiB)' in said
     known = placer(*plan, "--trace", str(trace), "--kind", "H100", "--json")
     assert known.exit_code == 0 and json.loads(known.stdout)["step_seconds"] > 0
-    assert json.loads(trace.read_text())["traceEvents"]
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == set("MXC")
     on_cpus = placer("plan", "net.py:Net", "tight.json", *X, "--kind", "h100")
     assert "error: --kind: the kinds of all devices in the spec are known" in on_cpus.stderr
 
@@ -508,7 +512,8 @@ def test_auto_asks_for_the_kind_where_it_must_choose_by_time(placer: Run) -> Non
 
 def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
     result = placer("plan", "net.py:Net", "tight.json", *X)
-    lines = result.stderr.splitlines()
+    # On a slow machine, lines with more about each follow.
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("  ")]
     assert [line.endswith(" …") for line in lines] == [True] * len(lines)
     assert "recording the operations of the model …" in lines
     assert "planning changes that may make it fit …" in lines
@@ -538,7 +543,7 @@ def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
     assert result.exit_code == 3
     tried = [t for t in json.loads(result.stdout)["tried"] if t["fits"]]
     assert len(tried) >= 3 and all(t["headroom"] > 0 for t in tried)
-    said = " ".join(result.stderr.split())
+    said = " ".join(result.stderr.partition("what would make it fit:")[2].split())
     assert said.count(" MiB headroom") == len(tried)
     assert any(t["change"].startswith('"replicas": 2: another is on cuda:1, ') for t in tried)
     seconds = [t["step_seconds"] for t in tried]
