@@ -70,7 +70,7 @@ class StagePlan:
     """
 
     index: Index
-    devices: tuple[str, ...]  # one per replica
+    devices: tuple[str, ...]  # one per replica, or of each replica one per shard
     layers: tuple[str, ...]  # modules entirely or partly on this stage, in program order
     nodes: tuple[str, ...]
     memory: StageMemory
@@ -85,6 +85,8 @@ class StagePlan:
     # and back in backward. Copies that do not overlap are part of the seconds above.
     host_copy_seconds: Seconds = 0.0
     host_copy_nbytes: Bytes = 0
+    # What each shard sends to the others in forward and backward of a micro-batch, recomputation not counted
+    exchanged_nbytes: Bytes = 0
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
     def __repr__(self) -> str:
@@ -276,6 +278,7 @@ class Plan:
     extra_seconds: Seconds  # of a micro-batch, in all stages, by the choice of "auto"
     boundaries: tuple[Boundary, ...]
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
+    shards: Count = 1  # of every stage in space
     # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.
     example_microbatches: Count | None = None
     host: HostPeak | None = None  # None: nothing is offloaded
@@ -299,12 +302,16 @@ class Plan:
     @property
     def grid(self) -> Grid:
         """The grid of the devices, one rank each."""
-        return Grid(replicas=self.replicas, devices=max(self.device_of) + 1)
+        return Grid(replicas=self.replicas, devices=max(self.device_of) + 1, shards=self.shards)
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of a replica."""
-        return self.grid.devices
+        """The number of devices of a replica, all shards together."""
+        return self.grid.devices * self.shards
+
+    def devices_of(self, stage: StagePlan, replica: int) -> tuple[str, ...]:
+        """The devices of the shards of ``stage`` in a replica."""
+        return stage.devices[replica * self.shards : (replica + 1) * self.shards]
 
     @property
     def tightest(self) -> DevicePeak:
