@@ -15,7 +15,6 @@ from placer.report import verdict
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import load_spec
 
-pytestmark = pytest.mark.xdist_group("elsewhere")  # they share a capture
 
 
 @pytest.fixture(scope="module")

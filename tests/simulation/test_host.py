@@ -19,7 +19,6 @@ from placer.plan.check import check_pinned
 from placer.plan.store import plan_from_json, plan_to_json
 from placer.timeline import PINNED, Block, HostUsage, Recorder, host_usage
 
-pytestmark = pytest.mark.xdist_group("host")  # they share captures
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,7 +24,6 @@ from placer.simulation import judge
 from placer.simulation.simulate import dry_run
 
 X = torch.empty(2, 8, 16, 16, device="meta")
-pytestmark = pytest.mark.xdist_group("judge")  # they share a capture
 SHARE = 0.1  # how much too low, or too high, the estimates of these tests are
 
 
