@@ -24,7 +24,6 @@ from examples.demo.brain import (
 from examples.demo.run import run_demo
 
 
-
 @pytest.fixture(scope="module")
 def brain() -> Brain:
     return load_brain()

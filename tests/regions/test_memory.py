@@ -15,7 +15,6 @@ from unet3d import unet3d
 import placer
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def _one_capture() -> Iterator[None]:
     with captured_once():

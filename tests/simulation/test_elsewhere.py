@@ -16,7 +16,6 @@ from placer.simulation.judge import JudgingPlanner
 from placer.spec import load_spec
 
 
-
 @pytest.fixture(scope="module")
 def planner() -> Callable[[bool], JudgingPlanner]:
     """A planner for processes or not. Under the zero-bubble schedule, a rank keeps gradients for longer."""

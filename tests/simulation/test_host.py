@@ -20,7 +20,6 @@ from placer.plan.store import plan_from_json, plan_to_json
 from placer.timeline import PINNED, Block, HostUsage, Recorder, host_usage
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def _one_capture() -> Iterator[None]:
     with captured_once():

@@ -50,7 +50,7 @@ def _random_case(seed: int) -> tuple[nn.Module, list[Tensor], int]:
     return module, parts, draw.choice((1, 2, 3, 5, 40))
 
 
-@pytest.mark.matrix(20)
+@pytest.mark.matrix(10)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 @pytest.mark.parametrize("seed", range(400))
 def test_random_convolutions(seed: int) -> None:
