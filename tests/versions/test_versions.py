@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,7 @@ _BASES: tuple[object, ...] = (  # of placer's classes
 )
 
 
+@cache
 def _is_of_torch(name: str) -> bool:
     return any(hasattr(base, name) for base in _BASES)
 
