@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,9 +126,10 @@ def compile(
     program, plan = plan_here()
     _check_one_process(plan)
     places = map_devices(plan, run_on)
-    if any(place.device.type == "cuda" for place in itertools.chain(*places)):
+    used = [place for replica in places for shards in replica for place in shards]
+    if any(place.device.type == "cuda" for place in used):
         check_pinned(plan, machine_memory())
-    prepare_allocator(plan, itertools.chain(*places))
+    prepare_allocator(plan, used)
     return place_model(model, program, plan, places, weights=file, initialize=initialize)
 
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from placer.emit.boxed import BoxedCodeGen, compile_graph
 from placer.emit.names import ReadPath, WithKeywords, is_plain, is_plain_path
+from placer.emit.shards import expand_shards
 from placer.emit.types import SegmentCode, StageCode, StagedModel
 from placer.errors import PlanError
 from placer.plan.types import Plan
@@ -26,19 +27,25 @@ _DEVICE, _TREE = "stage_device", "stage_layers"
 _latest: WeakKeyDictionary[fx.Graph, tuple[Any, tuple[StageCode, ...]]] = WeakKeyDictionary()
 
 
-def emit_stages(program: Program, plan: Plan) -> StagedModel:
+def emit_stages(program: Program, plan: Plan, *, together: bool = True) -> StagedModel:
     """Code for all stages of ``plan``, whose nodes are those of ``program``.
+
+    If stages are split in space, the code is that of all shards ``together``, or of any one of them.
 
     A stage runs its nodes in the plan's order, which its peak memory depends on. A value that a later
     stage reads is an output of its stage and an input of every stage that reads it. The last stage
     returns all results of the model, so that they are on one device. Raises ``PlanError`` if a node
     comes before a node that it reads.
     """
-    made_from = tuple((stage.nodes, stage.regions) for stage in plan.stages)
-    key, stages = _latest.get(program.graph, (None, ()))
+    made_from = together, tuple((stage.nodes, stage.regions) for stage in plan.stages)
+    source, shard_of = program.graph, dict[str, int]()
+    if together and plan.shards > 1:
+        expanded = expand_shards(program, plan)
+        program, plan, shard_of = expanded.program, expanded.plan, dict(expanded.shard_of)
+    key, stages = _latest.get(source, (None, ()))
     if key != made_from:
-        stages = _emit_all(program, plan)
-        _latest[program.graph] = made_from, stages
+        stages = _emit_all(program, plan, shard_of)
+        _latest[source] = made_from, stages
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
     return StagedModel(
         stages=stages,
@@ -53,10 +60,13 @@ def emit_stages(program: Program, plan: Plan) -> StagedModel:
         constant_paths=program.captured.constant_paths,
         call=program.call,
         conditions=program.captured.conditions,
+        together=together,
+        shard_of=shard_of,
+        layers=program.layers,
     )
 
 
-def _emit_all(program: Program, plan: Plan) -> tuple[StageCode, ...]:
+def _emit_all(program: Program, plan: Plan, shard_of: Mapping[str, int]) -> tuple[StageCode, ...]:
     """The code of all stages."""
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
     num_stages = len(plan.stages)
@@ -91,6 +101,7 @@ def _emit_all(program: Program, plan: Plan) -> tuple[StageCode, ...]:
                 tuple(reads[index]),
                 outputs,
                 planned.regions,
+                shard_of,
             )
         )
     return tuple(stages)
@@ -140,6 +151,7 @@ def _emit_stage(
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
     regions: Sequence[Region],
+    shard_of: Mapping[str, int],
 ) -> StageCode:
     """Generate the segments of a stage with the nodes ``own``, from the last one to the first."""
     needed = set(outputs)  # values that later segments or stages read
@@ -150,7 +162,7 @@ def _emit_stage(
         taken = tuple(name for name in reads if name not in inside)
         given = tuple(node.name for node in part if node.name in needed)
         released = frozenset(taken) - needed
-        segments.insert(0, _emit_segment(program, part, taken, given, released, region))
+        segments.insert(0, _emit_segment(program, part, taken, given, released, region, shard_of))
         needed |= set(taken)
     modules = dict.fromkeys(name for segment in segments for name in segment.modules)
     attributes = dict.fromkeys(name for segment in segments for name in segment.attributes)
@@ -192,23 +204,35 @@ def _emit_segment(
     outputs: tuple[str, ...],
     released: frozenset[str],
     region: Region | None,
+    shard_of: Mapping[str, int],
 ) -> SegmentCode:
-    """Generate the function of a segment with the nodes ``own``."""
+    """Generate the function of a segment with the nodes ``own``.
+
+    Nodes of ``shard_of`` read the modules and the device of their shard, which come first among the inputs.
+    """
     graph = fx.Graph()
     graph.set_codegen(BoxedCodeGen(_TREE))
     device = graph.placeholder(_DEVICE)
     tree = None if all(map(_is_plain, own)) else graph.placeholder(_TREE)
+    others = {
+        shard: (graph.placeholder(f"{_TREE}_{shard}"), graph.placeholder(f"{_DEVICE}_{shard}"))
+        for shard in range(1, 1 + max((shard_of.get(node.name, 0) for node in own), default=0))
+    }
     values: dict[str, fx.Node] = {name: graph.placeholder(name) for name in inputs}
     modules: dict[str, None] = {}
     attributes: dict[str, None] = {}
     containers: dict[str, fx.Node] = {}
     taken = {*inputs, *(node.name for node in own)}
     for node in own:
-        if tree is None or _is_plain(node):
+        where = device
+        if node.name in shard_of:
+            own_tree, where = others[shard_of[node.name]]
+            copied = _copy_without_names(graph, node, values, own_tree)
+        elif tree is None or _is_plain(node):
             copied = _copy(graph, node, values, containers, taken)
         else:
             copied = _copy_without_names(graph, node, values, tree)
-        values[node.name] = _follow_stage_device(node, copied, device)
+        values[node.name] = _follow_stage_device(node, copied, where)
         if node.op == "call_module":
             modules[str(node.target)] = None
         elif node.op == "get_attr":  # a tensor, or a module that is passed to a function
@@ -227,6 +251,7 @@ def _emit_segment(
         recompute=region is not None and region.recompute,
         offload=region is not None and region.offload,
         overlapped=region is not None and region.overlapped,
+        shards=1 + len(others),
         forward=forward,
         source=source,
     )

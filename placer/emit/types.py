@@ -20,7 +20,8 @@ class SegmentCode:
     list, which the function clears. Values have the names of the nodes that compute them.
     ``recompute`` and ``offload`` say what happens to the activations that autograd saves
     (`placer.regions.RegionKey`); with neither, they are kept on the device. ``overlapped``: offloaded
-    tensors are copied while kernels run.
+    tensors are copied while kernels run. With several ``shards``, the list begins with the tree and the
+    device of every shard after the first.
     """
 
     inputs: tuple[str, ...]
@@ -32,6 +33,7 @@ class SegmentCode:
     recompute: bool
     offload: bool
     overlapped: bool
+    shards: int
     forward: Callable[..., tuple[Any, ...]]
     source: str  # the generated Python code
 
@@ -58,7 +60,8 @@ class StagedModel:
     ``("value", node)`` or ``("constant", object)``, followed by the values that forward stores, which
     ``stored`` describes. ``rows`` says how each of them depends on the rows of the batch. ``state_stage`` is
     the stage that owns each parameter and buffer: the first one that reads it. Later stages that read it get
-    a copy.
+    a copy. ``shard_of`` has the values that are on the devices of shards after the first, if the code is that
+    of all shards; ``layers`` the layer of each node.
     """
 
     stages: tuple[StageCode, ...]
@@ -73,6 +76,9 @@ class StagedModel:
     constant_paths: Mapping[str, Path]  # paths of the constants in attributes of modules
     call: CallFormat
     conditions: Conditions  # the conditions under which the stages compute what the model does
+    together: bool  # is it the code of all shards?
+    shard_of: Mapping[str, int]
+    layers: Mapping[str, str]
 
     def stored_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Those of the result's ``leaves`` that forward stores."""

@@ -16,8 +16,8 @@ class SimulatedDeviceWarning(UserWarning):
     """This machine lacks the plan's devices, so their stages run on the CPU instead."""
 
 
-def map_devices(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
-    """The place of each stage of each replica, as ``result[replica][stage]``.
+def map_devices(plan: Plan, run_on: str | None = None) -> list[list[list[Place]]]:
+    """The place of each shard of each stage of each replica, as ``result[replica][stage][shard]``.
 
     ``cpu:N`` is always the CPU. If the machine has no device of some type, the CPU stands for it,
     with a ``SimulatedDeviceWarning``. With ``run_on`` all stages run on that device, and there is no
@@ -40,7 +40,10 @@ def map_devices(plan: Plan, run_on: str | None = None) -> list[list[Place]]:
             )
     cpu = torch.device("cpu")
     return [
-        [Place(stage.devices[r], found[stage.devices[r]] or cpu) for stage in plan.stages]
+        [
+            [Place(name, found[name] or cpu) for name in plan.devices_of(stage, r)]
+            for stage in plan.stages
+        ]
         for r in range(plan.replicas)
     ]
 

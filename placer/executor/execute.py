@@ -36,7 +36,7 @@ TensorKey = tuple[str, int]  # the name of a value, and the index of one of its 
 class PlacedMicrobatch:
     """One micro-batch, and the stages that run it.
 
-    ``trees`` has for each stage the object from which its code reads modules and weights. ``leaves``
+    ``trees`` has for each stage the objects from which its shards' code reads modules and weights. ``leaves``
     are all inputs of the model, ``inputs`` those that the stages read, by name. ``input_places`` has the
     places of inputs that a stage there reads without a copy. Every other input belongs to the caller
     and is copied. ``counted`` is what the loss's normalizer counts in ``target``. ``numbers`` are leaves of
@@ -44,7 +44,7 @@ class PlacedMicrobatch:
     """
 
     replica: Replica
-    trees: Sequence[Any]
+    trees: Sequence[Sequence[Any]]
     leaves: Sequence[torch.Tensor]
     inputs: Mapping[str, Any]
     input_places: Mapping[str, Place] = field(default_factory=dict)
@@ -218,7 +218,7 @@ class MicrobatchRun:
         arguments = []
         for name in stage.inputs:
             if name in staged.constants:
-                arguments.append(replica.constant(name, place))
+                arguments.append(replica.constant(name, replica.place_of(index, name)))
                 continue
             arguments.append(self._read(name, index))
             if self._last_read[name] == index:
@@ -236,7 +236,7 @@ class MicrobatchRun:
             return
         for name, value in outputs.items():
             if name in self._last_read:
-                self._values[name], self._places[name] = value, place
+                self._values[name], self._places[name] = value, replica.place_of(index, name)
         if self._cuts_graph:
             self._roots[index] = self._make_roots(index, outputs)
         self.outputs = outputs
@@ -246,8 +246,8 @@ class MicrobatchRun:
         self, index: int, outputs: Mapping[str, Any]
     ) -> dict[TensorKey, torch.Tensor | GradientEdge]:
         """Where the backward of stage ``index`` will start: one root per tensor of its ``outputs``."""
-        place = self._replica.places[index]
         for name, value in outputs.items():
+            place = self._replica.place_of(index, name)
             self._gradients.update(self._pending_gradients(name, value, place))
         return {
             (name, position): self._root(index, (name, position), leaf)
@@ -268,12 +268,12 @@ class MicrobatchRun:
     ) -> torch.Tensor | GradientEdge:
         if index in self._split:
             return get_gradient_edge(tensor)
-        with on(self._replica.places[index]):
+        with on(self._replica.place_of(index, key[0])):
             return gradient_root(tensor, self._gradients[key])
 
     def _read(self, name: str, index: int) -> Any:
         """The value on the place of stage ``index``; its gradient is kept there until it is needed."""
-        place, home = self._replica.places[index], self._places[name]
+        place, home = self._replica.place_of(index, name), self._places[name]
         if not self._cuts_graph:
             # The gradient of a caller's input goes to its own device at once.
             from_stage = name not in self._inputs

@@ -209,7 +209,7 @@ class PlacedModule(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         runtime = runtime_of(self)
-        places = [replica.places for replica in runtime.replicas]
+        places = [replica.shards for replica in runtime.replicas]
         call, state_stage = example_call(runtime.staged), dict(runtime.staged.state_stage)
         if model_signature(runtime.tree) != runtime.signature:
             args, kwargs = rebuild_call(runtime.programs.call, runtime.programs.latest)
@@ -351,7 +351,7 @@ def _restore(
     model: nn.Module,
     plan: Plan,
     call: ExampleCall,
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[Sequence[Place]]],
     signature: tuple[tuple[str, ...], ...],
     state_stage: Any,
 ) -> PlacedModule:
@@ -368,4 +368,6 @@ def _restore(
 def devices_of(module: PlacedModule) -> tuple[torch.device, ...]:
     """The devices on which the stages of its replicas run."""
     replicas = runtime_of(module).replicas
-    return tuple(dict.fromkeys(p.device for replica in replicas for p in replica.places))
+    return tuple(
+        dict.fromkeys(p.device for replica in replicas for row in replica.shards for p in row)
+    )

@@ -22,17 +22,17 @@ def place_model(
     model: nn.Module,
     program: Program,
     plan: Plan,
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[Sequence[Place]]],
     *,
     weights: Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
 ) -> PlacedModule:
-    """A copy of ``model`` whose stages run on ``places`` (``[replica][stage]``), with weights there.
+    """A copy of ``model`` whose stages run on ``places`` (``[replica][stage][shard]``), with weights there.
 
     ``weights`` and ``initialize`` are as for `placer.compile`.
     """
     staged = emit_stages(program, plan)
-    homes = {name: places[0][stage].device for name, stage in staged.state_stage.items()}
+    homes = {name: places[0][stage][0].device for name, stage in staged.state_stage.items()}
     with torch.inference_mode(False):  # weights that are made under it could not be trained
         own = materialize(model, homes, weights=weights, initialize=initialize)
     return make_placed(PlacedModule, Runtime(own, plan=plan, staged=staged, places=places))

@@ -382,6 +382,7 @@ class ProgramCache:
             numbers=numbers,
             changing=example_numbers(captured.call) if changing is None else changing,
             method=method or captured.call.method,
+            together=captured.together,
         )
 
 
@@ -398,11 +399,13 @@ def capture_for_plan(
     numbers: Sequence[StateInput] = (),
     changing: Collection[str] = (),
     method: str = "forward",
+    together: bool = True,
 ) -> StagedModel:
     """The stages of ``plan`` for another program of its model, which has perhaps been changed since.
 
     ``state_stage`` says which stage each planned weight is on, where it stays, and ``batch_dims`` how inputs
-    of these names are split. The last four are as for `lower`. Raises ``CaptureError``.
+    of these names are split. ``together`` is that of `emit_stages`, and the other four are as for `lower`.
+    Raises ``CaptureError``.
     """
     program = lower(
         model,
@@ -416,7 +419,7 @@ def capture_for_plan(
         changing=changing,
         method=method,
     )
-    staged = emit_stages(program, follow_plan(plan, program))
+    staged = emit_stages(program, follow_plan(plan, program), together=together)
     # Weights stay where they are; a weight that a parametrization added since goes to its reader.
     return replace(staged, state_stage={**staged.state_stage, **state_stage})
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from placer.emit import StageCode, StagedModel
+from placer.executor.exchange import LocalExchange
 from placer.executor.parameter_copies import ParameterCopies
 from placer.executor.place import CALLER, Place, on
 from placer.executor.segments import run_segments, tensors_at
@@ -17,26 +18,34 @@ from placer.executor.transfer import copy_to
 from placer.executor.tree import build_tree
 from placer.precision import precision_context
 from placer.program import find_tensor, is_inside
+from placer.space import Exchange
 
 
 class Replica:
-    """The stages of ``staged`` on ``places`` (one per stage), for one replica.
+    """The stages of ``staged`` on ``shards`` (for each stage the places of its shards), for one replica.
 
-    The model has its weights on ``homes``, the places of replica 0's stages; on other places this
-    replica reads copies of them. If ``statistics`` is given, it collects the statistics of norms, and
-    running statistics are not updated by the stages.
+    A stage that is not split in space has one shard. ``exchange`` is what the shards of several processes
+    use; within one, everything is copied. The model has its weights on ``homes``, the places of replica 0's
+    stages; on other places this replica reads copies of them. If ``statistics`` is given, it collects the
+    statistics of norms, and running statistics are not updated by the stages.
     """
 
     def __init__(
         self,
         staged: StagedModel,
-        places: Sequence[Place],
+        shards: Sequence[Sequence[Place]],
         homes: Sequence[Place],
         precision: str = "fp32",
         statistics: DeferredStatistics | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.staged = staged
-        self.places = tuple(places)
+        self.shards = tuple(map(tuple, shards))
+        self.places = tuple(row[0] for row in self.shards)
+        self._exchange = exchange
+        self._exchanges: list[Exchange | None] = [
+            LocalExchange(row) if len(row) > 1 else exchange for row in self.shards
+        ]
         self.homes = tuple(homes)
         self.precision = precision
         self.statistics = statistics
@@ -49,11 +58,17 @@ class Replica:
             for stage, place in zip(staged.stages, self.places, strict=True)
         )
 
+    def place_of(self, index: int, name: str) -> Place:
+        """The place of a value in stage ``index``."""
+        return self.shards[index][self.staged.shard_of.get(name, 0)]
+
     def with_program(self, staged: StagedModel) -> Replica:
         """The same replica, but with the stages of ``staged``."""
         if staged is self.staged:
             return self
-        return Replica(staged, self.places, self.homes, self.precision, self.statistics)
+        return Replica(
+            staged, self.shards, self.homes, self.precision, self.statistics, self._exchange
+        )
 
     def last_reads(self, local: frozenset[int]) -> Mapping[str, int]:
         """For every value that ``local`` stages read, the last of them that reads it."""
@@ -68,17 +83,20 @@ class Replica:
         """The place of the last stage."""
         return self.places[-1]
 
-    def trees(self, model: nn.Module, copies: ParameterCopies) -> list[Any]:
-        """For each stage an object with the modules and tensors that it reads, on the stage's place.
+    def trees(self, model: nn.Module, copies: ParameterCopies) -> list[list[Any]]:
+        """For each shard of each stage an object with the modules and tensors that it reads, on its place.
 
         ``copies`` are those of this replica for the present call.
         """
         self.follow_attributes(model)
-        return [self._tree(model, stage, copies) for stage in self.staged.stages]
+        return [
+            [self._tree(model, stage, shard, copies) for shard in range(len(row))]
+            for stage, row in zip(self.staged.stages, self.shards, strict=True)
+        ]
 
-    def _tree(self, model: nn.Module, stage: StageCode, copies: ParameterCopies) -> Any:
-        place = self.places[stage.index]
-        if self._at_home[stage.index]:
+    def _tree(self, model: nn.Module, stage: StageCode, shard: int, copies: ParameterCopies) -> Any:
+        place = self.shards[stage.index][shard]
+        if self._at_home[stage.index] and not shard:
             return model
 
         def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -99,16 +117,22 @@ class Replica:
             s.index for s in self.staged.stages if is_inside((*s.modules, *s.attributes), name)
         )
 
-    def run_stage(self, tree: Any, stage: StageCode, inputs: list[Any]) -> tuple[Any, ...]:
-        """The stage's outputs; ``inputs`` must be on its place, and the list is emptied to free them."""
-        place = self.places[stage.index]
+    def run_stage(
+        self, trees: Sequence[Any], stage: StageCode, inputs: list[Any]
+    ) -> tuple[Any, ...]:
+        """The stage's outputs; ``inputs`` must be on their places, and the list is emptied to free them.
+
+        ``trees`` are those of its shards.
+        """
+        place, row = self.places[stage.index], self.shards[stage.index]
+        exchange = self._exchanges[stage.index]
         precision = precision_context(self.precision, place.device.type)
         with on(place), precision:
             if self.statistics is None:
-                return run_segments(stage, tree, place, inputs)
+                return run_segments(stage, trees, row, inputs, exchange)
             written = [name for segment in stage.segments for name in segment.written]
-            with self.statistics.gathering(dict(tensors_at(tree, written)), place):
-                return run_segments(stage, tree, place, inputs)
+            with self.statistics.gathering(dict(tensors_at(trees[0], written)), place):
+                return run_segments(stage, trees, row, inputs, exchange)
 
     def follow_attributes(self, model: nn.Module) -> None:
         """Update constants of the program that are attributes of ``model`` to their present values."""

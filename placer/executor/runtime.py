@@ -56,6 +56,7 @@ from placer.program import (
     unmarked,
 )
 from placer.schedule import one_process_order
+from placer.space import Exchange
 
 
 class Runtime:
@@ -64,7 +65,7 @@ class Runtime:
     ``tree`` is the model with its weights on the places of the first replica. Other replicas read copies
     of them. Gradients of all replicas are summed into the one ``.grad``; buffers of the other replicas are
     dropped after each call, as ``nn.DataParallel`` does. ``module`` is the placed module that users have; it
-    shares all attributes with ``tree``.
+    shares all attributes with ``tree``. ``places`` are those of the shards of each stage of each replica.
     """
 
     def __init__(
@@ -73,15 +74,17 @@ class Runtime:
         *,
         plan: Plan,
         staged: StagedModel,
-        places: Sequence[Sequence[Place]],
+        places: Sequence[Sequence[Sequence[Place]]],
+        exchange: Exchange | None = None,
     ) -> None:
         self.tree = tree
         self._module: weakref.ref[nn.Module] = weakref.ref(tree)
         self.plan = plan
         self.staged = staged
         self.statistics = DeferredStatistics() if defers_statistics(plan) else None
+        homes = [shards[0] for shards in places[0]]
         self.replicas = tuple(
-            Replica(staged, row, places[0], plan.precision, self.statistics) for row in places
+            Replica(staged, row, homes, plan.precision, self.statistics, exchange) for row in places
         )
         self.calls = CallCache(ProgramCache(tree, plan, staged, planned_autocast(plan.precision)))
         self.signature = model_signature(tree)  # of the model that was planned
@@ -232,8 +235,8 @@ class Runtime:
     def _write_back(self, runs: list[PlacedMicrobatch]) -> None:
         """Store in the model what modules of the first replica's ``runs`` wrote to buffers and attributes."""
         for run in runs:
-            for tree in run.trees:
-                write_back(tree)
+            for lead, *_ in run.trees:
+                write_back(lead)
 
     @contextmanager
     def _deferred_statistics(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from placer.emit import SegmentCode, StageCode
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place, on
 from placer.generators import random_state, set_random_state
+from placer.space import Exchange, exchanging
 
 _CPU = torch.device("cpu")
 
@@ -25,16 +26,23 @@ _CPU = torch.device("cpu")
 _random_states_lock = threading.RLock()
 
 
-def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
-    """The outputs of ``stage`` for ``inputs``, which must be on ``place``; the list is emptied.
+def run_segments(
+    stage: StageCode,
+    trees: Sequence[Any],
+    places: Sequence[Place],
+    inputs: list[Any],
+    exchange: Exchange | None = None,
+) -> tuple[Any, ...]:
+    """The outputs of ``stage`` for ``inputs``, which must be on its place; the list is emptied.
 
-    A value is freed after its last reader. Without gradients nothing is recomputed or offloaded, nor
-    under ``torch.func``, which does not allow saved-tensor hooks.
+    ``trees`` and ``places`` are those of the shards that run here, most often one. Operations in space use
+    ``exchange``. A value is freed after its last reader. Without gradients nothing is recomputed or
+    offloaded, nor under ``torch.func``, which does not allow saved-tensor hooks.
     """
     if len(stage.segments) == 1 and stage.segments[0].inputs == stage.inputs:
         (segment,) = stage.segments
         if segment.outputs == stage.outputs:
-            return _run(segment, tree, place, inputs)
+            return _run(segment, trees, places, inputs, exchange)
     values = dict(zip(stage.inputs, inputs, strict=True))
     inputs.clear()
     for segment in stage.segments:
@@ -42,24 +50,42 @@ def run_segments(stage: StageCode, tree: Any, place: Place, inputs: list[Any]) -
             values.pop(name) if name in segment.released else values[name]
             for name in segment.inputs
         ]
-        values.update(zip(segment.outputs, _run(segment, tree, place, arguments), strict=True))
+        made = _run(segment, trees, places, arguments, exchange)
+        values.update(zip(segment.outputs, made, strict=True))
+        del made
     return tuple(values[name] for name in stage.outputs)
 
 
-def _run(segment: SegmentCode, tree: Any, place: Place, inputs: list[Any]) -> tuple[Any, ...]:
+def _run(
+    segment: SegmentCode,
+    trees: Sequence[Any],
+    places: Sequence[Place],
+    inputs: list[Any],
+    exchange: Exchange | None,
+) -> tuple[Any, ...]:
+    tree, place = trees[0], places[0]
+    if segment.shards > 1:
+        further = zip(trees[1 : segment.shards], places[1 : segment.shards], strict=True)
+        inputs[:0] = [x for own, there in further for x in (own, there.device)]
     if not torch.is_grad_enabled() or is_transformed():
-        return segment.forward(tree, place.device, inputs)
+        with exchanging(exchange):
+            return segment.forward(tree, place.device, inputs)
     offloading: AbstractContextManager[Any] = nullcontext()
     if segment.offload:
         offloading = offload_saved(_state(segment, tree), place, overlapped=segment.overlapped)
     with offloading:
         if segment.recompute:
-            return _run_recomputed(segment, tree, place, inputs)
-        return segment.forward(tree, place.device, inputs)
+            return _run_recomputed(segment, tree, places, inputs, exchange)
+        with exchanging(exchange):
+            return segment.forward(tree, place.device, inputs)
 
 
 def _run_recomputed(
-    segment: SegmentCode, tree: Any, place: Place, inputs: list[Any]
+    segment: SegmentCode,
+    tree: Any,
+    places: Sequence[Place],
+    inputs: list[Any],
+    exchange: Exchange | None,
 ) -> tuple[Any, ...]:
     """Run the segment under ``torch.utils.checkpoint``, so that backward runs it again.
 
@@ -70,7 +96,8 @@ def _run_recomputed(
     generator in the state of one of the recomputations.
     """
     before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
-    states = {device: random_state(device) for device in (_CPU, place.device)}
+    place = places[0]
+    states = {device: random_state(device) for device in (_CPU, *(p.device for p in places))}
     modes = function_modes()
     training = {module: module.training for module in _modules(segment, tree)}
     runs = 0
@@ -80,6 +107,7 @@ def _run_recomputed(
         runs += 1
         with ExitStack() as stack:
             stack.enter_context(on(place))
+            stack.enter_context(exchanging(exchange))
             if runs > 1:
                 for mode in modes:
                     stack.enter_context(mode)

@@ -28,16 +28,29 @@ def step_spans(plan: Plan) -> tuple[Span, ...]:
     """
     if plan.step_seconds is None:
         return ()
-    return lay_out_step(
+    spans = lay_out_step(
         plan.stages,
         plan.transfers,
-        list(zip(*(stage.devices for stage in plan.stages), strict=True)),
+        [[plan.devices_of(s, r)[0] for s in plan.stages] for r in range(plan.replicas)],
         schedule=plan.schedule,
         microbatches=plan.example_microbatches or plan.microbatches,
         training=plan.training,
         processes=plan.processes,
         optimizer_seconds=plan.optimizer_seconds or 0,
     )
+    return tuple(span for shard in range(plan.shards) for span in _of_shard(spans, plan, shard))
+
+
+def _of_shard(spans: Sequence[Span], plan: Plan, shard: int) -> Iterator[Span]:
+    """The same on the devices of another shard: all shards of a stage work at the same time."""
+    if not shard:
+        yield from spans
+        return
+    rows = [plan.devices_of(s, r) for s in plan.stages for r in range(plan.replicas)]
+    there = {row[0]: row[shard] for row in rows}
+    for span in spans:
+        if set(span.on) & there.keys():
+            yield span._replace(on=tuple(there.get(name, name) for name in span.on))
 
 
 def lay_out_step(

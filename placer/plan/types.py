@@ -70,7 +70,7 @@ class StagePlan:
     """
 
     index: Index
-    devices: tuple[str, ...]  # one per replica
+    devices: tuple[str, ...]  # one per replica, or of each replica one per shard
     layers: tuple[str, ...]  # modules entirely or partly on this stage, in program order
     nodes: tuple[str, ...]
     memory: StageMemory
@@ -258,6 +258,7 @@ class Plan:
     processes: bool  # made for one process per device
     replicas: Count
     microbatches: Count
+    shards: Count  # of every stage in space
     schedule: ScheduleName
     precision: Precision
     batch_norm: BatchNormMode
@@ -299,12 +300,16 @@ class Plan:
     @property
     def grid(self) -> Grid:
         """The grid of the devices, one rank each."""
-        return Grid(replicas=self.replicas, devices=max(self.device_of) + 1)
+        return Grid(replicas=self.replicas, devices=max(self.device_of) + 1, shards=self.shards)
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of a replica."""
-        return self.grid.devices
+        """The number of devices of a replica, all shards together."""
+        return self.grid.devices * self.shards
+
+    def devices_of(self, stage: StagePlan, replica: int) -> tuple[str, ...]:
+        """The devices of the shards of ``stage`` in a replica."""
+        return stage.devices[replica * self.shards : (replica + 1) * self.shards]
 
     @property
     def tightest(self) -> DevicePeak:

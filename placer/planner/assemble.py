@@ -35,9 +35,10 @@ def assemble_plan(
     costs, partition = choice.costs, choice.partition
     counted = planned_loss(loss, costs) if spec.training else None
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
-    peaks = _device_peaks(partition, rows, index_of)
+    peaks = _device_peaks(partition, rows, index_of, spec)
     unknown = unknown_kinds(spec)
-    host = _host_peak(choice, spec, options, copies=len(rows) if options.processes else 1)
+    copies = spec.space.shards * (len(rows) if options.processes else 1)
+    host = _host_peak(choice, spec, options, copies=copies)
     plan = Plan(
         rank_time=partition.seconds,
         fits=everything_fits(peaks, host),
@@ -45,6 +46,7 @@ def assemble_plan(
         processes=options.processes,
         replicas=len(rows),
         microbatches=microbatches,
+        shards=spec.space.shards,
         schedule=spec.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,
@@ -59,7 +61,9 @@ def assemble_plan(
         stages=tuple(
             replace(
                 stage,
-                devices=tuple(row[index_of[slot.name]] for row in rows),
+                devices=tuple(
+                    name for row in rows for name in _shards(row, index_of[slot.name], spec)
+                ),
                 regions=with_overlap(stage.regions) if spec.offload_overlap else stage.regions,
             )
             for stage, slot in zip(partition.stages, partition.slots, strict=True)
@@ -116,8 +120,17 @@ def _labels(keys: Sequence[RegionKey | None], policy: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chosen))
 
 
+def _shards(row: Sequence[str], index: int, spec: PlacementSpec) -> Sequence[str]:
+    """The devices of the shards of the stage device number ``index`` in a replica's ``row``."""
+    shards = spec.space.shards
+    return row[index * shards : (index + 1) * shards]
+
+
 def _device_peaks(
-    partition: Partition, rows: Sequence[Sequence[str]], index_of: Mapping[str, int]
+    partition: Partition,
+    rows: Sequence[Sequence[str]],
+    index_of: Mapping[str, int],
+    spec: PlacementSpec,
 ) -> tuple[DevicePeak, ...]:
     slots = {slot.name: slot for slot in partition.slots}
     peaks = []
@@ -125,16 +138,17 @@ def _device_peaks(
         table = partition.peaks if number == 0 else partition.replica_peaks
         for name, peak in table.items():
             slot = slots[name]
-            peaks.append(
+            peaks += [
                 DevicePeak(
-                    device=row[index_of[name]],
+                    device=device,
                     peak=peak,
                     budget=slot.budget,
                     reserve=slot.reserve,
                     context=slot.context,
                     allocator=slot.allocator,
                 )
-            )
+                for device in _shards(row, index_of[name], spec)
+            ]
     return tuple(peaks)
 
 

@@ -31,6 +31,7 @@ from placer.planner.devices import (
     fields_that_need_memory,
     likely_kernels,
     with_known_memory,
+    with_lead_devices,
 )
 from placer.planner.host_memory import HOST_NAME
 from placer.planner.resolve import (
@@ -112,6 +113,9 @@ def build_plan(
     if stop_at_share:
         spec = spec.model_copy(update={"objective": "memory"})
     replicas = count_replicas(spec)
+    rows = spec.device_rows(replicas)
+    corrections = _by_stage(corrections or {}, spec)
+    spec = with_lead_devices(spec)
     pins = {**wanted_devices(program, spec), **(pins or {})}
     keys = wanted_regions(program, spec)
     estimate = estimate or CostEstimates(program)
@@ -131,7 +135,8 @@ def build_plan(
                 keys=keys,
                 estimate=estimate,
                 processes=processes,
-                corrections=corrections or {},
+                corrections=corrections,
+                rows=rows,
                 tables=tables,
                 stop_at_share=stop_at_share,
                 loss=loss,
@@ -158,11 +163,12 @@ def _plan_for(
     estimate: Estimate,
     processes: bool,
     corrections: Mapping[str, int],
+    rows: Sequence[Sequence[str]],
     tables: TableCache,
     stop_at_share: float,
     loss: Loss,
 ) -> Plan:
-    """The plan for these numbers of replicas and micro-batches."""
+    """The plan for these numbers of replicas and micro-batches, on the devices of ``rows``."""
     slots = [
         replace(device_slot(device, spec), correction=corrections.get(device.name, 0))
         for device in spec.devices
@@ -211,8 +217,18 @@ def _plan_for(
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(kernels, placed)
-    rows = spec.device_rows(replicas)
     return assemble_plan(program, spec, light, options, rows, microbatches, loss)
+
+
+def _by_stage(corrections: Mapping[str, int], spec: PlacementSpec) -> dict[str, int]:
+    """The largest correction of the devices of each stage, by the first of them."""
+    found: dict[str, int] = {}
+    index_of = {device.name: i for i, device in enumerate(spec.devices)}
+    for name, nbytes in corrections.items():
+        if name in index_of:
+            name = spec.devices[index_of[name] // spec.space.shards * spec.space.shards].name
+        found[name] = max(found.get(name, 0), nbytes)
+    return found
 
 
 def _choose(

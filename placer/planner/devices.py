@@ -38,6 +38,27 @@ def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
     )
 
 
+def with_lead_devices(spec: PlacementSpec) -> PlacementSpec:
+    """``spec`` with one device for each stage that is split in space, which stands for all of its shards.
+
+    That is the shard with the least memory, under the name of the first one. Layers may name any of them.
+    """
+    shards = spec.space.shards
+    if shards == 1:
+        return spec
+    lead_of: dict[str, str] = {}
+    leads = []
+    for start in range(0, len(spec.devices), shards):
+        row = spec.devices[start : start + shards]
+        lead_of.update({device.name: row[0].name for device in row})
+        rooms = [device_slot(device, spec).room for device in row]
+        known = [room for room in rooms if room is not None]
+        least = row[rooms.index(min(known))] if known else row[0]
+        leads.append(least.model_copy(update={"name": row[0].name}))
+    layers = {pattern: lead_of[name] for pattern, name in spec.layers.items()}
+    return spec.with_devices(leads).with_layers(layers)
+
+
 def check_kinds(spec: PlacementSpec, fingerprint: str) -> None:
     """Raise ``SpecError`` for devices whose kind is of another type of device, or of another model.
 

@@ -22,7 +22,7 @@ from placer.program import Program, rewritten
 from placer.quantities import format_bytes
 from placer.simulation.simulate import DryRun, dry_run
 from placer.simulation.usage import bytes_without_starvation, measure_host
-from placer.space import MOST_CHUNKS, chunk_rewrites
+from placer.space import MOST_CHUNKS, spec_rewrites
 from placer.spec import LossSpec, PlacementSpec
 from placer.spec.rewrite import Rewrite
 from placer.timeline import HostUsage
@@ -165,7 +165,7 @@ class JudgingPlanner:
         self, spec: PlacementSpec, *, rough: bool = False, **options: Any
     ) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
-        known = self._known((*self._base.rewrites, *chunk_rewrites(spec.chunks)))
+        known = self._known((*self._base.rewrites, *spec_rewrites(spec)))
         return partial(
             build_plan,
             known.program,

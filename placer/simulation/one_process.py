@@ -22,12 +22,15 @@ from placer.timeline import Timeline
 def run_process(call: FakeCall) -> Timeline:
     """The timeline of the plan's steps on all its devices."""
     plan, program, cpu = call.plan, call.program, torch.device("cpu")
-    rows = [[Place(stage.devices[r], cpu) for stage in plan.stages] for r in range(plan.replicas)]
+    rows = [
+        [[Place(name, cpu) for name in plan.devices_of(stage, r)] for stage in plan.stages]
+        for r in range(plan.replicas)
+    ]
     with call.running():
         placed = place_model(call.model, program, plan, rows)
         runtime = runtime_of(placed)
-        home = {name: rows[0][stage] for name, stage in runtime.staged.state_stage.items()}
-        attribution = Attribution(runtime.staged.stages, program.layers)
+        home = {name: rows[0][stage][0] for name, stage in runtime.staged.state_stage.items()}
+        attribution = Attribution(runtime.staged.stages, runtime.staged.layers)
         ledger = Ledger(attribution.where, kernels=lambda place: device_type(call.run_on or place))
         for kind, named in (
             ("parameter", placed.named_parameters(remove_duplicate=False)),

@@ -34,6 +34,7 @@ from placer.simulation.ledger import Ledger
 from placer.simulation.roles import Role, find_role
 from placer.simulation.steps import FakeCall, Process, running_kernels
 from placer.simulation.usage import DeviceTimeline
+from placer.space import Alone, shard_class
 from placer.timeline import Moment, StepPosition, Timeline, rename_nodes
 
 _CPU = torch.device("cpu")
@@ -93,7 +94,8 @@ def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
     replica, plan = _FakeReplica(call), call.plan
     ran: dict[Hashable, tuple[Role, Timeline]] = {}
     found = []
-    for index, name in enumerate(dict.fromkeys(stage.devices[0] for stage in plan.stages)):
+    rows = dict.fromkeys(plan.devices_of(stage, 0) for stage in plan.stages)
+    for index, name in enumerate(name for row in rows for name in row):
         job = Job(rank=index, world_size=plan.grid.size, local_rank=0)
         assignment, device = assign_rank(plan, job), call.run_on or name
         role = replica.find_role(assignment, device)
@@ -117,7 +119,7 @@ class _FakeReplica:
 
     def __init__(self, call: FakeCall) -> None:
         self._call, self._plan = call, call.plan
-        self._staged = staged = emit_stages(call.program, call.plan)
+        self._staged = staged = emit_stages(call.program, call.plan, together=False)
         refuse_held_tensors(staged)
         self._ownership = find_ownership(call.model, staged, call.plan.device_of)
         with call.running():
@@ -134,7 +136,7 @@ class _FakeReplica:
         self._finder = cache(self._make_finder)
         self._find_messages = cache(self._messages)
 
-    def _make_finder(self, kind: str) -> CrossingFinder:
+    def _make_finder(self, kind: str, shard: int) -> CrossingFinder:
         """Finds the values that cross between stages, as a rank on a device of type ``kind`` does."""
         finder = CrossingFinder(
             self._call.program.model,
@@ -143,20 +145,21 @@ class _FakeReplica:
             part=self._call.model,
             ownership=self._ownership,
             device=_CPU,
+            shard=shard,
         )
         finder.follow()
         return finder
 
-    def _find_crossings(self, kind: str) -> list[Crossings]:
+    def _find_crossings(self, kind: str, shard: int) -> list[Crossings]:
         """The values that cross between stages, for every micro-batch."""
-        finder = self._finder(kind)
+        finder = self._finder(kind, shard)
         call = Call(finder.calls.captured, [], None)
         with running_kernels(self._plan, kind):
             return [finder.find(call, s, grad=self._plan.training) for s in self._slices]
 
     def _messages(self, kind: str) -> tuple[Sequence[Action], Sequence[Message]]:
         """The actions and messages of all ranks in a step, or for inference in a forward."""
-        plan, crossings = self._plan, self._find_crossings(kind)
+        plan, crossings = self._plan, self._find_crossings(kind, 0)
         schedule = plan.schedule if plan.training else "GPipe"
         order = [
             action
@@ -175,10 +178,11 @@ class _FakeReplica:
                 self._staged,
                 self._ownership,
                 assignment,
-                self._find_crossings(kind),
+                self._find_crossings(kind, assignment.shard_index),
                 *self._find_messages(kind),
             )
-        return replace(found, key=(kind, found.key))
+        alike = shard_class(self._call.program, assignment.shard_index)
+        return replace(found, key=(kind, alike, found.key))
 
     def run_rank(self, assignment: RankAssignment, device: str) -> Timeline:
         """The timeline of one rank with the kernels of ``device``.
@@ -204,11 +208,16 @@ class _FakeReplica:
                     target=target,
                 )
                 for position, (slice_, crossings, target) in enumerate(
-                    zip(slices, self._find_crossings(kind), self._targets, strict=True)
+                    zip(
+                        slices,
+                        self._find_crossings(kind, assignment.shard_index),
+                        self._targets,
+                        strict=True,
+                    )
                 )
             ]
             trained = [p for p in part.parameters() if p.requires_grad]
-            group_of = cache(lambda devices: _NoSum(plan.replicas * len(devices)))
+            group_of = cache(lambda devices: _NoSum(plan.replicas * plan.shards * len(devices)))
             reducer = _FakeReducer(
                 find_shared_parameters(
                     part, staged, self._ownership, assignment.stage_indices, group_of
@@ -216,7 +225,7 @@ class _FakeReplica:
             )
 
             def infer() -> None:
-                finder = self._finder(kind)
+                finder = self._finder(kind, assignment.shard_index)
                 gather_result(
                     self._batch,
                     pipeline.run(microbatches, None),
@@ -248,10 +257,12 @@ def _pipeline(
     plan: Plan, staged: StagedModel, part: nn.Module, assignment: RankAssignment
 ) -> Pipeline:
     """The pipeline of one rank, whose messages are not sent."""
-    places = [Place(_RANK, _CPU)] * len(plan.stages)
+    place = Place(_RANK, _CPU)
+    homes, shards = [place] * len(plan.stages), [[place]] * len(plan.stages)
     statistics = DeferredStatistics() if defers_statistics(plan) else None
+    exchange = Alone(plan.shards, assignment.shard_index) if plan.shards > 1 else None
     return Pipeline(
-        Replica(staged, places, places, plan.precision, statistics),
+        Replica(staged, shards, homes, plan.precision, statistics, exchange),
         part,
         schedule=plan.schedule,
         microbatches=plan.microbatches,

@@ -1,9 +1,41 @@
-"""Operators that look at neighbours in space, run on a part of their output at a time.
+"""Splits a program in space: every shard of a stage has a part of each value.
 
-``windows`` says which planes of its input a part of the output reads (integers only); ``chunked`` runs a
-convolution in chunks of planes; ``chunks`` is the rewrite that puts such convolutions into a program.
+========================  ===========================================================================
+layout                    which part of a value each shard has, and pieces of others (integers only)
+windows, operators        which input a part of an operator's output reads, and how it is run
+exchange                  what moves pieces between shards, and sums over them
+windowed, norms, whole    the differentiable operations over shards
+nodes                     the same as what stands in a graph
+rules, rewrite            which operations can be cut; the pass from a program to one of parts
+chunked, chunks           convolutions of a concatenation in chunks of planes, on one device
+========================  ===========================================================================
 """
 
-from placer.space.chunks import MOST_CHUNKS, chunk_rewrites, count_chunked, find_joins
+from placer.space.chunks import MOST_CHUNKS, count_chunked, find_joins
+from placer.space.exchange import Alone, Exchange, Pieces, exchanging, innermost_exchange
+from placer.space.nodes import GatherParts, InSpace
+from placer.space.rewrite import (
+    count_windows,
+    nodes_in_space,
+    parts_in,
+    shard_class,
+    spec_rewrites,
+)
 
-__all__ = ["MOST_CHUNKS", "chunk_rewrites", "count_chunked", "find_joins"]
+__all__ = [
+    "MOST_CHUNKS",
+    "Alone",
+    "Exchange",
+    "GatherParts",
+    "InSpace",
+    "Pieces",
+    "count_chunked",
+    "count_windows",
+    "exchanging",
+    "find_joins",
+    "innermost_exchange",
+    "nodes_in_space",
+    "parts_in",
+    "shard_class",
+    "spec_rewrites",
+]

@@ -56,7 +56,7 @@ def chunk_convolutions(program: Program, settings: Mapping[str, JsonValue]) -> P
         if not isinstance(join, fx.Node) or join not in joins:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
-        parts = [copies[part] for part in _parts(join)]
+        parts = [copies[part] for part in parts_of_join(join)]
         layer = graph.create_node("get_attr", str(node.target), name=f"{node.name}_layer")
         target = ChunkedConvolution(count)
         copies[node] = graph.create_node("call_function", target, (layer, *parts), name=node.name)
@@ -80,14 +80,14 @@ def find_joins(program: Program) -> set[fx.Node]:
         and all(
             last_use.get(part.name, -1) < position[node.name]
             and part.name not in program.written_inputs
-            for part in _parts(node)
+            for part in parts_of_join(node)
         )
     }
 
 
 def _is_join(node: fx.Node, model: nn.Module) -> bool:
     """Does ``node`` join tensors by their channels, and do only convolutions in chunks read the result?"""
-    if node.target not in _JOINS or len(_parts(node)) < 2:
+    if node.target not in _JOINS or len(parts_of_join(node)) < 2:
         return False
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     if dim != 1:
@@ -101,7 +101,8 @@ def _is_join(node: fx.Node, model: nn.Module) -> bool:
     )
 
 
-def _parts(join: fx.Node) -> list[fx.Node]:
+def parts_of_join(join: fx.Node) -> list[fx.Node]:
+    """The tensors that a concatenation joins."""
     tensors = join.args[0] if join.args else ()
     return (
         [x for x in tensors if isinstance(x, fx.Node)] if isinstance(tensors, list | tuple) else []

@@ -22,7 +22,35 @@ def cross_problems(data: Any) -> list[Problem]:
     names = _names(data.get("devices"))
     problems = _twice(names, "/devices", "a device holds one list entry")
     problems += _unknown_targets(data.get("layers"), names)
-    return problems + _rows(data, names)
+    return problems + _rows(data, names) + _shards(data, names)
+
+
+def _shards(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
+    """Problems of ``space`` with the number of devices, and with fields that it cannot be combined with."""
+    space = data.get("space", 1)
+    shards = space.get("shards") if isinstance(space, Mapping) else getattr(space, "shards", space)
+    if not isinstance(shards, int) or shards < 2 or not names:
+        return []
+    problems = []
+    if len(names) % shards:
+        few, many = len(names) // shards * shards, -(-len(names) // shards) * shards
+        wanted = f"{few} or {many}" if few else f"{many}"
+        problems.append(
+            (
+                "/devices",
+                f"{format_count(len(names), 'device')} for stages of {shards} devices each",
+                f'list {wanted} devices, stage by stage, or change "space"',
+            )
+        )
+    if data.get("batch_norm", "per_microbatch") != "per_microbatch":
+        problems.append(
+            (
+                "/batch_norm",
+                f'{data["batch_norm"]!r} cannot be combined with "space"',
+                "use 'per_microbatch': a micro-batch has its statistics over all shards",
+            )
+        )
+    return problems
 
 
 def _names(devices: Any) -> list[str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -29,6 +30,7 @@ from placer.quantities import format_bytes, spell_bytes
 from placer.spec.check import cross_problems, shift_clashes
 from placer.spec.explain import explain_errors
 from placer.spec.fields import (
+    MOST,
     OPTIMIZERS,
     AllocatorName,
     BatchNormMode,
@@ -118,6 +120,59 @@ class InputSplit(BaseModel):
     batch_dim: StrictInt = Field(
         description="The dimension along which the input has a row per sample; -1 is the last one."
     )
+
+
+class SpaceSpec(BaseModel):
+    """How stages are split in space."""
+
+    model_config = _MODEL
+
+    shards: StrictInt = Field(ge=1, le=MOST, description="The number of devices of a stage.")
+    grid: tuple[StrictInt, ...] = Field(
+        default=(),
+        description="The number of parts along each of the dims; their product is the number of shards. By "
+        "default placer chooses the grid of the least faces between parts.",
+    )
+    dims: tuple[StrictInt | Literal["depth", "height", "width"], ...] = Field(
+        default=(),
+        description="The dimensions of the inputs that are cut, as numbers or, for inputs of rows x channels "
+        "x space, names. By default all after the first two.",
+    )
+    layers: tuple[str, ...] = Field(
+        default=(),
+        description="Patterns of the layers that are cut; others run whole on every shard. By default all "
+        "are cut that can be.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: Any) -> Any:
+        return {"shards": value} if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _agree(self) -> SpaceSpec:
+        if self.grid and (min(self.grid) < 1 or math.prod(self.grid) != self.shards):
+            parts = "x".join(map(str, self.grid))
+            raise ValueError(
+                f"grid {parts} has {math.prod(self.grid)} parts, not {self.shards}; its numbers must "
+                "multiply to the number of shards"
+            )
+        if self.dims and len(self.grid) > len(self.dims):
+            raise ValueError(f"grid has {len(self.grid)} numbers for {len(self.dims)} dims")
+        return self
+
+    @model_serializer
+    def _shortest(self) -> int | dict[str, Any]:
+        given = {"grid": self.grid, "dims": self.dims, "layers": self.layers}
+        fields = {key: list(value) for key, value in given.items() if value}
+        return {"shards": self.shards, **fields} if fields else self.shards
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        return {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST}, schema]}
 
 
 def _optimizer(value: Any) -> str | OptimizerBytes:
@@ -222,6 +277,12 @@ class PlacementSpec(BaseModel):
         description="Number of chunks in which a convolution runs that reads a concatenation of channels, as "
         "of the skip of a U-Net: only a chunk of that is made at a time. 'auto': several if the model does "
         "not fit otherwise.",
+    )
+    space: SpaceSpec = Field(
+        default=SpaceSpec(shards=1),
+        description="Number of devices over which every stage is split in space: each has a part of all "
+        "values, and neighbours exchange what a convolution looks at. The devices of a stage follow one "
+        "another in the device list. An object says which dims and layers are cut, and how.",
     )
     offload_overlap: StrictBool = Field(
         default=False,

@@ -62,13 +62,14 @@ def launch(
         assignment = assign_rank(plan, job)
         device = choose_device(plan, job, run_on)
         # Before ranks talk to each other: a process group with only NCCL does that in the GPU's memory.
-        own = plan.stages[assignment.stage_indices[0]].devices[assignment.replica_index]
+        row = plan.devices_of(plan.stages[assignment.stage_indices[0]], assignment.replica_index)
+        own = row[assignment.shard_index]
         prepare_allocator(plan, [Place(own, device)])
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
         failures.limit = default_timeout(device)
         name = compare_plans(plan, model, failures)
-        staged = emit_stages(program, plan)
+        staged = emit_stages(program, plan, together=False)
         if plan.num_devices > 1 or plan.replicas > 1:
             refuse_held_tensors(staged)
         ownership = find_ownership(model, staged, assignment.device_of)

@@ -98,7 +98,7 @@ class PartialModule(PlacedModule):
         runtime = runtime_of_rank(self)
         assignment = runtime.assignment
         ranks = [
-            assignment.grid.rank(dp=assignment.replica_index, pp=index)
+            assignment.grid.rank(dp=assignment.replica_index, pp=index, sp=assignment.shard_index)
             for index, names in enumerate(runtime.ownership.names)
             if any(f"{name}.".startswith(f"{path}.") for name in names)
         ]

@@ -38,6 +38,7 @@ from placer.executor.distributed.messages.batch import (
     take_share,
 )
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, find_pairs
+from placer.executor.distributed.messages.exchange import GroupExchange
 from placer.executor.distributed.messages.pipeline import LossOf, Microbatch, Pipeline, Results
 from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.randomness import own_random_state
@@ -89,17 +90,27 @@ class DistributedRuntime(Runtime):
         name: str,
     ) -> None:
         place = Place(str(device), device)
-        super().__init__(part, plan=plan, staged=staged, places=[[place] * len(staged.stages)])
+        groups = make_groups(mesh, assignment.grid, ownership, device)
+        exchange = None
+        if groups.sp is not None:
+            exchange = GroupExchange(groups.sp)
+        places = [[[place]] * len(staged.stages)]
+        super().__init__(part, plan=plan, staged=staged, places=places, exchange=exchange)
         self.assignment = assignment
         self.device = device
         self.mesh = mesh
         self.ownership = ownership
         self.finder = CrossingFinder(
-            program.model, plan, staged, part=part, ownership=ownership, device=device
+            program.model,
+            plan,
+            staged,
+            part=part,
+            ownership=ownership,
+            device=device,
+            shard=assignment.shard_index,
         )
         # Those of the whole model; this rank's part cannot be captured.
         self.calls = self.finder.calls
-        groups = make_groups(mesh, assignment.grid, ownership, device)
         connect(groups, find_pairs(staged, assignment.device_of), device)
         self._connection = Connection(
             groups,
@@ -112,8 +123,8 @@ class DistributedRuntime(Runtime):
         )
         if plan.batch_norm == "sync" and plan.replicas > 1:
             synchronise_norms(part, groups.dp)
-        # Norms that are synchronised, by the plan or by the user.
-        self._communicates_in_forward = any(
+        # Shards, and norms that are synchronised, by the plan or by the user.
+        self._communicates_in_forward = exchange is not None or any(
             getattr(module, "process_group", None) for module in part.modules()
         )
         self._readers: tuple[StagedModel, Mapping[str, Sequence[int]]] | None = None
@@ -170,7 +181,7 @@ class DistributedRuntime(Runtime):
     def owned_names(self) -> frozenset[str]:
         """The first names of the tensors that this rank saves; each has one owner in the job."""
         index, holders = self.assignment.device_index, self.ownership.holders
-        if self.replica_index:
+        if self.replica_index or self.assignment.shard_index:
             return frozenset()
         return frozenset(name for name, found in holders.items() if found[0] == index)
 
@@ -178,6 +189,11 @@ class DistributedRuntime(Runtime):
     def _last_device(self) -> int:
         """The index in a replica of the device that runs the last stage."""
         return self.assignment.device_of[-1]
+
+    @property
+    def _loss_rank(self) -> int:
+        """The rank of the first replica whose losses count."""
+        return self.assignment.grid.rank(pp=self._last_device)
 
     @property
     def _has_losses(self) -> bool:
@@ -262,7 +278,9 @@ class DistributedRuntime(Runtime):
                 own_rows=own_rows,
                 grad=True,
             )
+            # Every shard computes the loss; gradients are sums over shards.
             scale = 1.0 if scaler is None else scale_of(scaler, self.device)
+            scale /= self.plan.shards
             reducer = self._current_reducer(trained)
             with hooks_run_once(
                 parameters.values(), keep=reducer.hook_ids, explain=self._hook_failure
@@ -272,9 +290,9 @@ class DistributedRuntime(Runtime):
                 begin()  # also where no losses are computed
                 reducer.send_rest()  # before the next messages, which use the same groups
                 losses = LossReduction(
-                    results.losses,
+                    [] if self.assignment.shard_index else results.losses,
                     loss_of=loss_of,
-                    source=self._last_device if self.num_replicas == 1 else None,
+                    source=self._loss_rank if self.num_replicas == 1 else None,
                     world=groups.world,
                     device=self.device,
                 )
@@ -288,7 +306,7 @@ class DistributedRuntime(Runtime):
             sum_input_gradients(
                 leaves,
                 [dim is not None for dim in programs.call.batch_dims],
-                row=groups.pp,
+                row=groups.row,
                 world=groups.world,
                 own_rows=own_rows,
                 device=self.device,
@@ -310,7 +328,7 @@ class DistributedRuntime(Runtime):
         self, call: Call, share: Share, results: Results, *, own_rows: bool, grad: bool
     ) -> tuple[StagedModel, list[Any]]:
         """The leaves of the result for the rows that the ranks were given, on every rank."""
-        group = self.process_groups.pp if own_rows else self.process_groups.world
+        group = self.process_groups.row if own_rows else self.process_groups.world
         return gather_result(
             share.batch,
             results,
@@ -397,7 +415,7 @@ class DistributedRuntime(Runtime):
             room=len(self.staged.graph_inputs) + _MORE_INPUTS,
             replicas=self.assignment.replicas,
             readers=readers,
-            last_device=self._last_device,
+            last=self.assignment.positions(self._last_device)[0],
             world=self.process_groups.world,
             device=self.device,
             count=count,

@@ -44,9 +44,19 @@ class RankAssignment:
         return self.grid.coordinates(self.rank).pp
 
     @cached_property
+    def shard_index(self) -> int:
+        """The shard of its stages that the rank has."""
+        return self.grid.coordinates(self.rank).sp
+
+    @cached_property
     def replicas(self) -> list[tuple[int, ...]]:
-        """The ranks of each replica, in the order of its devices."""
-        return self.grid.groups("pp")
+        """The ranks of each replica, in the order of its devices, and of their shards."""
+        return self.grid.groups("pp", "sp")
+
+    def positions(self, device: int) -> list[int]:
+        """Where the ranks of a device, with all its shards, are among those of a replica."""
+        first = self.replicas[0]
+        return [first.index(self.grid.rank(pp=device, sp=s)) for s in range(self.grid.shards)]
 
     @property
     def num_devices(self) -> int:
@@ -89,7 +99,7 @@ def assign_rank(plan: Plan, job: Job) -> RankAssignment:
         raise PlacerError(
             "world size",
             f"the job has {job.world_size} processes, the plan needs {grid.size}: {grid.replicas} "
-            f"replicas x {grid.devices} devices, one process each",
+            f"replicas x {plan.num_devices} devices, one process each",
             f"torchrun with {grid.size} processes in all (--nproc-per-node, --nnodes), or change "
             "devices and replicas of the spec",
         )

@@ -72,8 +72,8 @@ class CallCheck:
     must be the same on all ranks, or with ``own_rows`` on all ranks of a replica. ``replicas`` has the ranks
     of each replica.
 
-    ``readers`` has for each of the model's inputs the devices of a replica whose stages read it;
-    ``last_device`` is the device that computes losses. The values of inputs are compared by a sample; the
+    ``readers`` has for each of the model's inputs which ranks of a replica have stages that read it;
+    ``last`` says which one computes losses. The values of inputs are compared by a sample; the
     message has ``room`` for those of so many inputs, and the last has that of all further ones. Different
     values are an error if a replica would compute with rows of different batches, otherwise a warning: a
     rank may be given anything for an input that it does not read, and random augmentations may differ.
@@ -86,7 +86,7 @@ class CallCheck:
         room: int,
         replicas: Sequence[Sequence[int]],
         readers: Mapping[str, Sequence[int]],
-        last_device: int,
+        last: int,
         world: dist.ProcessGroup,
         device: torch.device,
         count: Callable[[Sequence[int]], int | None] | None = None,
@@ -94,10 +94,10 @@ class CallCheck:
         self._called = called
         self._replicas = replicas
         self._everyone = range(sum(map(len, replicas)))
-        self._last_device = last_device
+        self._last = last
         self._world = world
         self._count = count
-        # The inputs that share a number, and the devices that read any of them.
+        # The inputs that share a number, and the ranks of a replica that read any of them.
         names = list(called.inputs)
         self._slots = [[name] for name in names[: room - 1]] + [names[room - 1 :]] * (
             room <= len(names)
@@ -187,16 +187,16 @@ class CallCheck:
     ) -> None:
         """Raise ``PlacerError`` if the replica would compute with rows of different batches.
 
-        ``ranks`` are those of the replica's devices, of which those ``reading`` read the input. The error
-        is certain if ranks that read the input have different values of it, or if the rank that computes
-        losses has another input and another target than a rank that reads the input. (A tensor with only
-        one value may be a placeholder for an input that the rank does not use, so it is not compared.)
+        ``ranks`` are those of the replica, of which those at the positions ``reading`` read the input. The
+        error is certain if ranks that read the input have different values of it, or if the rank that
+        computes losses has another input and another target than a rank that reads the input. (A tensor with
+        only one value may be a placeholder for an input that the rank does not use, so it is not compared.)
         """
-        readers = [ranks[device] for device in reading]
+        readers = [ranks[position] for position in reading]
         if not readers:
             return
         odd = [rank for rank in readers if samples[rank] != samples[readers[0]]]
-        last = ranks[self._last_device]
+        last = ranks[self._last]
         if last not in readers and all(
             given[last] != given[readers[0]] and _varies(given[last]) and _varies(given[readers[0]])
             for given in (samples, targets)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import abort_group, default_timeout
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.ownership import Ownership
-from placer.grid import Grid
+from placer.grid import AXES, Grid
 
 _T = TypeVar("_T")
 _UNUSED_TAG = 2**31 - 1  # the tag of a message that nobody sends
@@ -27,13 +27,16 @@ CLOSED_BY_TIMEOUT = "timeout caused pair closure"  # gloo's error text for a tim
 class Groups:
     """The process groups in which a rank communicates.
 
-    ``dp`` has the ranks with the same stages in all replicas, ``pp`` the ranks of the same replica, and
+    ``dp`` has the ranks with the same stages in all replicas and shards, ``pp`` those of the same replica and
+    shard, ``sp`` the shards of a stage (None if there is one), ``row`` the ranks of the same replica, and
     ``world`` all ranks. ``tied`` has, for each set of devices that share a tensor, the group of these
-    devices in all replicas.
+    devices in all replicas and shards.
     """
 
     dp: dist.ProcessGroup
     pp: dist.ProcessGroup
+    sp: dist.ProcessGroup | None
+    row: dist.ProcessGroup
     world: dist.ProcessGroup
     tied: Mapping[tuple[int, ...], dist.ProcessGroup]
 
@@ -43,17 +46,18 @@ class Groups:
 
     def each(self) -> list[dist.ProcessGroup]:
         """All groups, each once."""
-        return list(dict.fromkeys((self.world, self.pp, self.dp, *self.tied.values())))
+        found = self.world, self.pp, self.dp, self.row, self.sp, *self.tied.values()
+        return list(dict.fromkeys(group for group in found if group is not None))
 
 
 def make_mesh(assignment: RankAssignment, device: torch.device) -> DeviceMesh:
-    """The mesh of replicas x devices; a collective call."""
+    """The mesh of replicas x devices, or of replicas x devices x shards; a collective call."""
     grid = assignment.grid
-    columns = {ranks: _make_group(ranks, device) for ranks in grid.groups("dp")}
-    rows = {ranks: _make_group(ranks, device) for ranks in grid.groups("pp")}
-    own = [columns[grid.group(assignment.rank, "dp")], rows[grid.group(assignment.rank, "pp")]]
-    ranks = torch.arange(grid.size).view(grid.replicas, grid.devices)
-    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=("dp", "pp"))
+    axes = AXES if grid.shards > 1 else AXES[:2]
+    own = [_make_groups(grid.groups(axis), assignment.rank, device) for axis in axes]
+    shape = (grid.replicas, grid.devices, grid.shards)[: len(axes)]
+    ranks = torch.arange(grid.size).view(shape)
+    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=axes)
 
 
 def make_groups(mesh: DeviceMesh, grid: Grid, ownership: Ownership, device: torch.device) -> Groups:
@@ -62,15 +66,20 @@ def make_groups(mesh: DeviceMesh, grid: Grid, ownership: Ownership, device: torc
     If the mesh has only one row or column, that is also the world group, which saves threads.
     """
     dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
+    sp, row, rank = None, pp, dist.get_rank()
+    if grid.shards > 1:
+        sp = mesh.get_group("sp")
+        dp = sp if grid.replicas == 1 else _make_groups(grid.groups("dp", "sp"), rank, device)
+        row = sp if grid.devices == 1 else _make_groups(grid.groups("pp", "sp"), rank, device)
     if grid.devices == 1:
         world = dp
     elif grid.replicas == 1:
-        world = pp
+        world = row
     else:
         world = _make_group(range(grid.size), device)
     shared = sorted({holders for holders in ownership.holders.values() if len(holders) > 1})
     tied = {holders: _make_group(grid.ranks_of(holders), device) for holders in shared}
-    return Groups(dp=dp, pp=pp, world=world, tied=tied)
+    return Groups(dp=dp, pp=pp, sp=sp, row=row, world=world, tied=tied)
 
 
 def connect(groups: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
@@ -143,6 +152,14 @@ def _probe_connections(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[
                 assert work is not None  # this rank is in the group
                 works.append(work)
     return works, refused
+
+
+def _make_groups(
+    groups: Sequence[Sequence[int]], rank: int, device: torch.device
+) -> dist.ProcessGroup:
+    """The group of ``rank`` among ``groups``, which all ranks make."""
+    made = [(_make_group(ranks, device), rank in ranks) for ranks in groups]
+    return next(group for group, is_own in made if is_own)
 
 
 def _make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:

@@ -135,14 +135,19 @@ def take_share(
 
 
 def find_input_readers(staged: StagedModel, assignment: RankAssignment) -> dict[str, list[int]]:
-    """For each of the model's inputs, the devices of a replica whose stages read or return it."""
+    """For each of the model's inputs, which ranks of a replica have stages that read or return it."""
     device_of = assignment.device_of
     needed = [
         _inputs_needed(staged, [s for s, found in enumerate(device_of) if found == device])
         for device in range(assignment.num_devices)
     ]
     return {
-        name: [device for device, names in enumerate(needed) if name in names]
+        name: [
+            position
+            for device, names in enumerate(needed)
+            if name in names
+            for position in assignment.positions(device)
+        ]
         for name in staged.graph_inputs
     }
 

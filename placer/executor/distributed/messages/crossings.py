@@ -37,6 +37,7 @@ from placer.program import (
     unflatten,
 )
 from placer.schedule import Flow
+from placer.space import Alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,7 @@ class CrossingFinder:
         part: nn.Module,
         ownership: Ownership,
         device: torch.device,
+        shard: int = 0,
     ) -> None:
         self._converter = FakeConverter()
         self.device = device
@@ -175,8 +177,10 @@ class CrossingFinder:
         programs = ProgramCache(self._shadow, plan, staged, planned_autocast(plan.precision))
         self.calls = CallCache(programs, before_capture=self.follow)
         places = [self._place] * len(staged.stages)
+        shards = [[place] for place in places]
+        exchange = Alone(plan.shards, shard) if plan.shards > 1 else None
         self._statistics = DeferredStatistics() if defers_statistics(plan) else None
-        self._replica = Replica(staged, places, places, plan.precision, self._statistics)
+        self._replica = Replica(staged, shards, places, plan.precision, self._statistics, exchange)
         self._modes: tuple[bool, ...] = ()  # training flags that were copied last
         self._found: dict[Any, Crossings] = {}
 
@@ -261,7 +265,7 @@ class CrossingFinder:
                     for n in stage.inputs
                 ]
                 try:
-                    outputs = replica.run_stage(part, stage, inputs)
+                    outputs = replica.run_stage([part], stage, inputs)
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:
                     raise PlacerError(
                         f"stage {stage.index}",

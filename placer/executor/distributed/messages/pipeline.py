@@ -160,7 +160,7 @@ class Pipeline:
         place = replica.places[0]
         return PlacedMicrobatch(
             replica=replica,
-            trees=[self._part] * len(staged.stages),
+            trees=[[self._part]] * len(staged.stages),
             leaves=given.leaves,
             inputs=given.inputs,
             # A stage that writes to an input gets a copy; the caller's tensor is written at the end.

@@ -1,0 +1,105 @@
+"""What shards exchange inside a stage: pieces of values, and sums. The runtimes have classes for it.
+
+A process runs one shard or several, ``local``; the first of them is its *lead*. A value that is not cut
+exists once per process, on the device of its lead. Every gradient of such a value, and of a weight, is the
+part that comes from the process's own shards: the gradient of the whole model is the sum over processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+Pieces: TypeAlias = dict[tuple[int, int], Tensor]
+"""``(from, to)`` -> a piece of a value that one shard sends to another."""
+
+
+class Exchange(Protocol):
+    """Moves pieces between the shards of a stage, for the local ones of this process."""
+
+    @property
+    def shards(self) -> int:
+        """The number of shards."""
+
+    @property
+    def local(self) -> Sequence[int]:
+        """The shards of this process."""
+
+    @property
+    def leads(self) -> Sequence[int]:
+        """The first shard of every process."""
+
+    def swap(
+        self, given: Pieces, wanted: Mapping[tuple[int, int], Sequence[int]], like: Tensor
+    ) -> Pieces:
+        """Send ``given`` pieces and receive ``wanted`` ones, of these shapes and the dtype of ``like``.
+
+        Every piece has the same keys on both sides. Received pieces are on the devices of their shards, and
+        nobody else refers to them.
+        """
+
+    def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The sum over all shards, for each local shard; ``parts`` are those of the local shards."""
+
+    def sum_processes(self, value: Tensor) -> Tensor:
+        """The sum over processes of a tensor that each of them has once."""
+
+    def move(self, value: Tensor, shard: int) -> Tensor:
+        """``value`` on the device of a local shard, as a tensor of its own."""
+
+
+class Alone:
+    """One shard without the others, to count its bytes on fake tensors: pieces are made from their shapes."""
+
+    def __init__(self, shards: int, shard: int) -> None:
+        self.shards, self.local, self.leads = shards, (shard,), tuple(range(shards))
+
+    def swap(
+        self, given: Pieces, wanted: Mapping[tuple[int, int], Sequence[int]], like: Tensor
+    ) -> Pieces:
+        return {key: like.new_empty(shape) for key, shape in wanted.items()}
+
+    def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [part.clone() for part in parts]
+
+    def sum_processes(self, value: Tensor) -> Tensor:
+        return value.clone()
+
+    def move(self, value: Tensor, shard: int) -> Tensor:
+        return value.clone()
+
+
+_current: list[Exchange] = []  # not a context variable: autograd's threads see it too
+
+
+@contextmanager
+def exchanging(exchange: Exchange | None) -> Iterator[None]:
+    """In this block, operations in space use ``exchange``."""
+    if exchange is None:
+        yield
+        return
+    _current.append(exchange)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def innermost_exchange() -> Exchange:
+    """The exchange of the innermost `exchanging` block, which there must be."""
+    return _current[-1]
+
+
+def current_exchange(shards: int, likely: int, tensor: Tensor | None) -> Exchange:
+    """The exchange of the innermost `exchanging` block.
+
+    Outside of one there are fake tensors only: then it is that of shard ``likely`` alone.
+    """
+    if _current:
+        return _current[-1]
+    assert tensor is None or isinstance(tensor, FakeTensor) or tensor.is_meta, "no exchange is set"
+    return Alone(shards, likely)

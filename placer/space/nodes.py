@@ -1,0 +1,215 @@
+"""What stands in the graph of a program whose values are cut: callables for `placer.space.rewrite`.
+
+Every one is called with the arguments of a shard. Where a process runs several shards, the emitted code calls
+``together`` with those of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from placer.errors import PlacerError
+from placer.program import must_stay_whole
+from placer.space.exchange import Exchange, current_exchange
+from placer.space.layout import Layout
+from placer.space.norms import Groups, Normalize, update_running
+from placer.space.whole import Cut, Gather, Spread, Total
+from placer.space.windowed import RunWindowed, Windows, piece_nbytes
+
+Arguments: TypeAlias = Sequence[Sequence[Any]]
+"""The arguments of each local shard."""
+
+
+class InSpace:
+    """An operation over the shards of a stage.
+
+    ``is_whole`` says whether the result is one value per process, not one part per shard. ``layout`` has the
+    parts of its input or result.
+    """
+
+    is_whole = False
+    layout: Layout
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        """The results, one per local shard, or a single whole one."""
+        raise NotImplementedError
+
+    def nbytes(self, itemsize: int) -> int:
+        """The most bytes that a shard receives in forward."""
+        return 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        tensor = next((x for x in arguments if isinstance(x, Tensor)), None)
+        exchange = current_exchange(self.layout.cuts.shards, self.likely, tensor)
+        return self.together(exchange, [arguments])[0]
+
+    @property
+    def likely(self) -> int:
+        """The shard that is run where only one is, on fake tensors: one in the middle of the grid."""
+        return self.layout.cuts.middle
+
+    @property
+    def name(self) -> str:
+        """The name of the operation in generated code."""
+        return type(self).__name__.lower()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__name__", "__qualname__"):  # fx writes functions by it
+            return self.name
+        raise AttributeError(name)
+
+
+@dataclass(frozen=True)
+class CutWhole(InSpace):
+    """Cuts a whole value into ``layout``."""
+
+    layout: Layout
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        return Cut.apply(exchange, self.layout, arguments[0][0])  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class GatherParts(InSpace):
+    """Puts the parts of a value together, because ``reader`` has no rule for parts: ``reason``.
+
+    Both are empty for a result of the model.
+    """
+
+    layout: Layout
+    reader: str = ""
+    reason: str = ""
+    is_whole = True
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        return [Gather.apply(exchange, self.layout, *(x for (x,) in arguments))]
+
+    def nbytes(self, itemsize: int) -> int:
+        return itemsize * self.layout.numel
+
+
+@dataclass(frozen=True)
+class SpreadWhole(InSpace):
+    """Copies a whole value to every shard's device; ``layout`` is that of what it is used with."""
+
+    layout: Layout
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        value = arguments[0][0]
+        return [value] if len(exchange.local) == 1 else Spread.apply(exchange, value)
+
+
+@dataclass(frozen=True)
+class RunInWindows(InSpace):
+    """An operator in windows. ``takes`` says what comes before its inputs.
+
+    That is "module", the layer with its weight and bias, "tensors", these two themselves, or nothing, "".
+    """
+
+    windows: Windows
+    takes: str = ""
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        return self.windows.output
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        rows = [self._row(own) for own in arguments]
+        kind = rows[0][-1].device.type
+        if not torch.is_autocast_enabled(kind) or not self.takes:
+            return self._run(exchange, rows)
+        dtype = torch.get_autocast_dtype(kind)  # cast here, so that what is sent and kept is cast
+        cast = [[None if x is None else x.to(dtype) for x in row] for row in rows]
+        with torch.autocast(kind, enabled=False):
+            return self._run(exchange, cast)
+
+    def _row(self, arguments: Sequence[Any]) -> list[Any]:
+        if self.takes != "module":
+            return list(arguments)
+        module, *inputs = arguments
+        _refuse_hooks(module)
+        return [module.weight, module.bias, *inputs]
+
+    def _run(self, exchange: Exchange, rows: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        parameters = len(rows[0]) - len(self.windows.inputs)
+        flat = [x for row in rows for x in row]
+        return RunWindowed.apply(exchange, self.windows, parameters, *flat)  # type: ignore[no-any-return]
+
+    def nbytes(self, itemsize: int) -> int:
+        return piece_nbytes(self.windows, self.likely, itemsize)
+
+
+@dataclass(frozen=True)
+class NormalizeParts(InSpace):
+    """A batch, instance or group norm, called with the layer and a part of its input."""
+
+    groups: Groups
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        return self.groups.layout
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        flat = []
+        for module, x in arguments:
+            _refuse_hooks(module)
+            flat += [module.weight, module.bias, x]
+        first = arguments[0][0]
+        kind = flat[2].device.type
+        if self.groups.number is not None and torch.is_autocast_enabled(kind):
+            flat = [x if x is None else x.float() for x in flat]  # as autocast does for these norms
+        with torch.autocast(kind, enabled=False):
+            mean, var, *results = Normalize.apply(exchange, self.groups, first.eps, *flat)
+        if self.groups.number is None:
+            rows = arguments[0][1].size(0)
+            update_running(first, mean, var, sum(self.groups.counts(rows)))
+        parts: Sequence[Any] = results
+        return parts
+
+    def nbytes(self, itemsize: int) -> int:
+        return 2 * self.layout.cuts.shards * self.groups.number_of_statistics * itemsize
+
+
+@dataclass(frozen=True)
+class SumParts(InSpace):
+    """The sum, or the mean, of a value over ``dims``, all cut ones among them."""
+
+    layout: Layout
+    dims: tuple[int, ...]
+    keepdim: bool
+    is_mean: bool
+    is_whole = True
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        parts = [x.sum(self.dims, keepdim=self.keepdim) for (x,) in arguments]
+        total = Total.apply(exchange, *parts)
+        shape = self.layout.shape_of(self.layout.whole, arguments[0][0].shape)
+        count = math.prod(shape[dim] for dim in self.dims)
+        return [total / count if self.is_mean else total]
+
+
+@dataclass(frozen=True)
+class WholeShape(InSpace):
+    """The shape of a whole value, of whose parts each shard has one."""
+
+    layout: Layout
+    is_whole = True
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        shape = arguments[0][0].shape
+        return [torch.Size(self.layout.shape_of(self.layout.whole, shape))]
+
+
+def _refuse_hooks(module: Any) -> None:
+    if must_stay_whole(module):
+        raise PlacerError(
+            f"layer {type(module).__name__}({module.extra_repr()})",
+            "has hooks or parametrizations that were added after it was placed, and runs in parts",
+            "add them before placer.compile, which then keeps the layer whole",
+        )

@@ -1,0 +1,502 @@
+"""The rewrite that splits a program in space: every shard of a stage has a part of each value."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor, fx
+
+from placer.errors import CaptureError, SpecError
+from placer.operands import tensors_of_tree
+from placer.program import FakeConverter, Program, read_state, register_rewrite, with_graph
+from placer.program.rows import name_of
+from placer.program.targets import UnderModes
+from placer.space.chunks import chunk_rewrites, find_joins, parts_of_join
+from placer.space.layout import Cuts, Layout, even_grid, is_empty, sizes
+from placer.space.nodes import (
+    CutWhole,
+    GatherParts,
+    InSpace,
+    RunInWindows,
+    SpreadWhole,
+    WholeShape,
+)
+from placer.space.rules import Call, Local, Replace, Rule, find_rule
+from placer.spec import PlacementSpec
+from placer.spec.layers import match_paths
+from placer.spec.rewrite import Rewrite
+
+SPACE = "space"
+_NAMES = ("depth", "height", "width")  # of the last dimensions
+_SPATIAL = 2  # the first spatial dimension of an input that the spec does not describe
+
+
+def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
+    """The rewrites that ``spec`` asks for: a split in space, or convolutions in chunks."""
+    space = spec.space
+    if space.shards == 1:
+        return chunk_rewrites(spec.chunks)
+    settings: dict[str, JsonValue] = {"shards": space.shards}
+    if isinstance(spec.chunks, int) and spec.chunks > 1:
+        settings["chunks"] = spec.chunks
+    for name in ("grid", "dims", "layers"):
+        if given := getattr(space, name):
+            settings[name] = list(given)
+    return (Rewrite(name=SPACE, settings=settings),)
+
+
+@register_rewrite(SPACE)
+def split_in_space(program: Program, settings: Mapping[str, JsonValue]) -> Program:
+    """Let every shard have a part of each value: windows, norms, sums and gathers are nodes of the program.
+
+    ``settings`` are ``shards``, and perhaps the ``grid``, ``dims`` of the inputs, patterns of ``layers``
+    outside of which nothing is cut, and the number of ``chunks``. Raises ``SpecError`` if no input can be cut
+    so, and ``CaptureError`` if forward writes to its inputs.
+    """
+    if program.written_inputs:
+        raise CaptureError(
+            f"input {program.written_inputs[0]}",
+            "is changed in place by forward, which cannot be split in space",
+            'leave out "space"',
+        )
+    values = whole_values(program)
+    cutter = _Cutter(program, values, settings)
+    whole: set[fx.Node] = set()
+    while True:  # nodes that share memory that is written are all cut, or none is
+        graph, layer_of = cutter.cut(whole)
+        more = cutter.torn(whole)
+        if not more:
+            break
+        whole |= more
+    return with_graph(program, graph, layer_of)
+
+
+def whole_values(program: Program) -> dict[fx.Node, Any]:
+    """The value of every node of the graph, on fake tensors, for the captured call."""
+    captured = program.captured
+    converter = FakeConverter()
+    found: dict[fx.Node, Any] = {}
+    constants = {name: converter.tensor(t) for name, t in captured.constants.items()}
+
+    class Keep(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            found[n] = constants[n.name] if n.name in constants else super().run_node(n)
+            return found[n]
+
+    inputs = [each.on_meta() for each in captured.call.inputs]
+    given = [
+        x if isinstance(x, int | float) else converter.inputs([x])[0]
+        for x in (*inputs, *read_state(captured, None))
+    ]
+    model = converter.module(captured.model)
+    with torch.no_grad(), converter.running(captured.conditions.guess):
+        Keep(model, garbage_collect_values=False, graph=program.graph).run(*given)
+    return found
+
+
+@dataclass
+class _Values:
+    """The nodes that stand for one value of the original graph, each made when it is first read."""
+
+    whole: fx.Node | None = None
+    parts: fx.Node | None = None
+    layout: Layout | None = None  # of ``parts``
+    likely: Layout | None = None  # how to cut ``whole`` where a reader can run on parts
+    is_state: bool = False  # a parameter or buffer, which every shard has
+    spread: fx.Node | None = None
+
+
+@dataclass
+class _Cutter:
+    """Writes the graph of a program whose values are cut."""
+
+    program: Program
+    values: Mapping[fx.Node, Any]
+    settings: Mapping[str, JsonValue]
+    _of: dict[fx.Node, _Values] = field(default_factory=dict)
+    _rules: dict[str, Rule] = field(default_factory=dict)
+    _uncut: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._modules = dict(self.program.model.named_modules(remove_duplicate=False))
+        self._inputs = self._input_layouts()
+        patterns = cast("list[str]", self.settings.get("layers") or ["**"])
+        paths = ["", *self._modules]
+        inside = {path for pattern in patterns for path in match_paths(pattern, paths)}
+        self._chosen = inside | {""} if patterns == ["**"] else inside
+        self._joins = find_joins(self.program)
+        self._parts_of = {join: parts_of_join(join) for join in self._joins}
+
+    # -- the grid ---------------------------------------------------------------------------------------
+
+    def _input_layouts(self) -> dict[str, Layout]:
+        """How each input is cut, by its placeholder."""
+        shards = cast(int, self.settings["shards"])
+        asked = cast("list[int | str]", self.settings.get("dims", []))
+        grid = self.settings.get("grid")
+        named = {}
+        for node, each in zip(self._placeholders(), self.program.call.inputs, strict=False):
+            rank = len(each.shape)
+            batch = each.batch_dim
+            free = [d for d in range(_SPATIAL, rank) if d != batch]
+            names: dict[int | str, int] = dict(zip(_NAMES[-len(free) :], free, strict=False))
+            dims: list[int | str] = [names.get(d, d) for d in asked] if asked else [*free]
+            numbers = [d for d in dims if isinstance(d, int) and -rank <= d < rank]
+            if dims and len(numbers) == len(dims) and each.dtype.is_floating_point:
+                named[node.name] = each, [d % rank for d in numbers]
+        if not named:
+            raise self._error(
+                "no input has dimensions to cut: floating-point inputs of rows x channels x space are"
+            )
+        first, own = next(iter(named.values()))
+        lengths = [first.shape[d] for d in own]
+        if grid is None:
+            grid = list(even_grid(shards, lengths))
+        shape = tuple(cast("list[int]", grid))
+        if len(shape) > len(own):
+            raise self._error(f"the grid has {len(shape)} axes, and {first.name} {len(own)} dims")
+        shape += (1,) * (len(own) - len(shape))
+        kept = [k for k, parts in enumerate(shape) if parts > 1] or [0]
+        cuts = Cuts(tuple(shape[k] for k in kept), tuple(lengths[k] for k in kept))
+        found = {}
+        for name, (each, others) in named.items():
+            if len(others) == len(own):
+                found[name] = Layout(cuts, tuple(each.shape), tuple(others[k] for k in kept))
+        layout = next(iter(found.values()))
+        if not layout.can_be_cut:
+            sizes = "x".join(map(str, lengths))
+            raise self._error(
+                f"{first.name} has {sizes} positions in space, too few for a grid of "
+                f"{'x'.join(map(str, shape))}"
+            )
+        return found
+
+    def _error(self, problem: str) -> SpecError:
+        remedy = 'write fewer "shards", another "grid", or the "dims" of the inputs that are space'
+        return SpecError(SpecError.UNNAMED, [("/space", problem, remedy)])
+
+    def _placeholders(self) -> list[fx.Node]:
+        return [node for node in self.program.graph.nodes if node.op == "placeholder"]
+
+    # -- the graph --------------------------------------------------------------------------------------
+
+    def cut(self, whole: set[fx.Node]) -> tuple[fx.Graph, dict[str, str]]:
+        """The graph, and the layer of each node; nodes of ``whole`` run on whole values."""
+        self._graph, self._layer_of = fx.Graph(), dict(self.program.layers)
+        self._of, self._rules, self._uncut = {}, {}, whole
+        for node in self.program.graph.nodes:
+            if node.op == "output":
+                read = partial(self._whole, reader=node, reason="")
+                self._graph.output(fx.node.map_arg(node.args[0], read))
+            elif node.op == "placeholder":
+                self._enter(node)
+            elif self._is_fact(node):
+                self._write_fact(node)
+            elif node in self._joins and self._is_read_in_parts(node):
+                pass
+            else:
+                self._write(node)
+        layers = {
+            node.name: self._layer_of[node.name]
+            for node in self._graph.nodes
+            if node.op not in ("placeholder", "output")
+        }
+        return self._graph, layers
+
+    def torn(self, whole: set[fx.Node]) -> set[fx.Node]:
+        """The nodes that share memory that is written, of which only some are cut."""
+        node_of = {node.name: node for node in self.program.graph.nodes}
+        found: set[fx.Node] = set()
+        for group in self.program.colocated:
+            known = [name for name in group if name in self._rules]
+            cut = [name for name in known if not isinstance(self._rules[name], str)]
+            if cut and len(cut) < len(known):
+                found |= {node_of[name] for name in group}
+        return found - whole
+
+    def _enter(self, node: fx.Node) -> None:
+        copied = self._graph.node_copy(node)
+        self._of[node] = _Values(
+            whole=copied,
+            likely=self._inputs.get(node.name),
+        )
+
+    def _write_fact(self, node: fx.Node) -> None:
+        """A size, which may depend on the number of rows, is asked of the parts; others are constants."""
+        name, source = name_of(node), node.all_input_nodes[0]
+        is_shape = name == "size" or (name == "getattr" and node.args[1] == "shape")
+        layout = self._of[source].layout
+        if not is_shape or layout is None:
+            if is_shape:  # of a whole value
+                whole = self._copy(node, lambda x: self._of[x].whole)
+                self._of[node] = _Values(whole=whole)
+            return
+        target = WholeShape(layout)
+        part = self._parts(source, node)
+        given = [*node.args[1:], *node.kwargs.values()] if name == "size" else []
+        name = f"{node.name}_shape" if given else node.name
+        made = self._new(node, "call_function", target, (part,), name)
+        if given:
+            index = fx.node.map_arg(given[0], lambda x: self._whole(x, node, ""))
+            made = self._new(node, "call_function", operator.getitem, (made, index), node.name)
+        self._of[node] = _Values(whole=made)
+
+    def _is_fact(self, node: fx.Node) -> bool:
+        """Is it a size, a type or a device of a value that is cut?"""
+        if any(True for _ in tensors_of_tree(self.values[node])) or node.op == "get_attr":
+            return False
+        known = (int, float, bool, str, torch.Size, torch.dtype, torch.device, type(None))
+        return isinstance(self.values[node], known) and any(
+            self._is_cut(x) for x in node.all_input_nodes
+        )
+
+    def _is_cut(self, node: fx.Node) -> bool:
+        found = self._of.get(node)
+        return found is not None and (found.layout is not None or found.likely is not None)
+
+    def _is_read_in_parts(self, join: fx.Node) -> bool:
+        """Are all tensors that ``join`` joins cut alike, so that its readers can take them?"""
+        found = [self._of.get(part) for part in self._parts_of[join]]
+        layouts = [x.layout or x.likely for x in found if x is not None]
+        dims = {layout.dims for layout in layouts if layout is not None}
+        return (
+            len(dims) == 1
+            and None not in layouts
+            and all(isinstance(self._rule(user), Replace) for user in join.users)
+        )
+
+    def _write(self, node: fx.Node) -> None:
+        if not any(self._is_cut(x) for x in self._read(node)):
+            self._of[node] = _Values(
+                whole=self._copy(node, lambda x: self._whole(x, node, "")),
+                is_state=node.op == "get_attr",
+            )
+            return
+        self._rules[node.name] = rule = self._rule(node)
+        if isinstance(rule, str):
+            made = self._copy(node, lambda x: self._whole(x, node, rule))
+            self._of[node] = _Values(whole=made, likely=self._like_an_input(node))
+        elif isinstance(rule, Local):
+            layout = self._layout(node, rule.dims)
+            made = self._copy(node, lambda x: self._aligned(x, node, layout))
+            self._of[node] = _Values(parts=made, layout=layout)
+        else:
+            self._replace(node, rule)
+
+    def _read(self, node: fx.Node) -> list[fx.Node]:
+        """What ``node`` reads; for a concatenation that is not made, what it joins."""
+        return [
+            part
+            for x in node.all_input_nodes
+            for part in (self._parts_of[x] if x in self._joins and x not in self._of else (x,))
+        ]
+
+    def _rule(self, node: fx.Node) -> Rule:
+        if node in self._uncut:
+            return "it shares memory that is written with what is not cut"
+        if isinstance(node.target, UnderModes):
+            return "it runs under other modes"
+        layer = self.program.layers[node.name]
+        if layer not in self._chosen:
+            return 'it is not among the "layers" that are cut'
+        module = self._modules[str(node.target)] if node.op == "call_module" else None
+        name = type(module).__name__ if module is not None else name_of(node)
+        layouts = {}
+        for x in self._read(node):
+            found = self._of.get(x)
+            layout = None if found is None else found.layout or found.likely
+            if layout is not None:
+                layouts[x] = layout
+        parts_of = {x: y for x, y in self._parts_of.items() if x not in self._of}
+        count = cast(int, self.settings.get("chunks", 1))
+        call = Call(node, name, module, self.values, layouts, parts_of, count)
+        rule = find_rule(call)
+        if isinstance(rule, Local) and not self._can_be_read(node, rule):
+            return "an input that is not cut cannot be cut like the others"
+        return rule
+
+    def _can_be_read(self, node: fx.Node, rule: Local) -> bool:
+        """Is every tensor among the inputs cut, or can it be?"""
+        return all(
+            self._of[x].layout is not None
+            or not isinstance(self.values[x], Tensor)
+            or isinstance(self.values[node], Tensor)
+            for x in node.all_input_nodes
+        )
+
+    def _replace(self, node: fx.Node, rule: Replace) -> None:
+        given: list[Any] = []
+        if rule.takes_layer:
+            target = str(node.target)
+            given.append(self._new(node, "get_attr", target, (), f"{node.name}_layer"))
+        given += fx.node.map_arg(list(rule.parameters), lambda x: self._state(x, node))
+        given += [self._parts(x, node) for x in rule.inputs]
+        made = self._new(node, "call_function", rule.operation, tuple(given), node.name)
+        if rule.operation.is_whole:
+            self._of[node] = _Values(whole=made)
+        else:
+            self._of[node] = _Values(parts=made, layout=self._layout(node, rule.dims))
+
+    def _state(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """A weight, as every shard has it."""
+        found = self._of[node]
+        assert found.whole is not None
+        if found.is_state:
+            return found.whole
+        return self._spread(found, reader)
+
+    def _layout(self, node: fx.Node, dims: Sequence[int]) -> Layout:
+        cuts = next(iter(self._inputs.values())).cuts
+        shapes = [tuple(x.shape) for x in tensors_of_tree(self.values[node])]
+        return Layout(cuts, shapes[0], tuple(dims))
+
+    def _like_an_input(self, node: fx.Node) -> Layout | None:
+        """How a result that was made of whole values is cut again: like an input of the same lengths."""
+        result = self.values[node]
+        if not isinstance(result, Tensor):
+            return None
+        for x in node.all_input_nodes:
+            layout = self._of[x].layout or self._of[x].likely if x in self._of else None
+            if layout is None or len(layout.shape) != result.dim():
+                continue
+            if all(layout.shape[d] == result.shape[d] for d in layout.dims):
+                return Layout(layout.cuts, tuple(result.shape), layout.dims)
+        return None
+
+    # -- the forms of a value ---------------------------------------------------------------------------
+
+    def _copy(self, node: fx.Node, read: Any) -> fx.Node:
+        return self._graph.node_copy(node, read)
+
+    def _new(
+        self, reader: fx.Node, op: str, target: Any, arguments: tuple[Any, ...], name: str
+    ) -> fx.Node:
+        """A node of the layer that ``reader`` belongs to."""
+        made = self._graph.create_node(op, target, arguments, name=name)
+        layer = self.program.layers.get(reader.name, "")
+        self._layer_of[made.name] = layer
+        return made
+
+    def _whole(self, node: fx.Node, reader: fx.Node, reason: str) -> Any:
+        """The whole value of ``node``; a number, if it is one that is known."""
+        found = self._of.get(node)
+        if found is None:
+            if node in self._joins:
+                return self._join(node, reader, reason)
+            return self._known(node)
+        if found.whole is None:
+            assert found.parts is not None and found.layout is not None
+            if not isinstance(self.values[node], Tensor):
+                raise CaptureError(
+                    f"layer {self.program.layers[node.name]}",
+                    f"{node.name} makes several tensors in parts, and {reader.name} reads them whole",
+                    'name the layers to cut in "space": {"layers": […]}',
+                )
+            found.whole = self._new(
+                node,
+                "call_function",
+                GatherParts(found.layout, reader.name if reason else "", reason),
+                (found.parts,),
+                f"{node.name}_all",
+            )
+        return found.whole
+
+    def _join(self, node: fx.Node, reader: fx.Node, reason: str) -> fx.Node:
+        """A concatenation after all."""
+        made = self._copy(node, lambda x: self._whole(x, reader, reason))
+        self._of[node] = _Values(whole=made)
+        return made
+
+    def _known(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        return tuple(value) if isinstance(value, torch.Size) else value
+
+    def _parts(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The parts of a value that is cut, or may be."""
+        found = self._of[node]
+        if found.parts is None:
+            assert found.likely is not None and found.whole is not None
+            found.layout = found.likely
+            found.parts = self._new(
+                reader,
+                "call_function",
+                CutWhole(found.likely),
+                (found.whole,),
+                f"{node.name}_cut",
+            )
+        return found.parts
+
+    def _aligned(self, node: fx.Node, reader: fx.Node, layout: Layout) -> Any:
+        """``node`` for an operation on parts, whose result has this ``layout``."""
+        found = self._of.get(node)
+        if found is None:
+            return self._known(node)
+        if found.layout is not None or found.likely is not None:
+            return self._parts(node, reader)
+        value = self.values[node]
+        if not isinstance(value, Tensor):
+            return found.whole
+        shift = len(layout.shape) - value.dim()
+        dims = [d - shift for d in layout.dims]
+        if all(d >= 0 and value.shape[d] == layout.shape[d + shift] > 1 for d in dims):
+            found.likely = Layout(layout.cuts, tuple(value.shape), tuple(dims))
+            return self._parts(node, reader)
+        if found.is_state:
+            return found.whole
+        return self._spread(found, reader)
+
+    def _spread(self, found: _Values, reader: fx.Node) -> fx.Node:
+        if found.spread is None:
+            assert found.whole is not None
+            layout = next(iter(self._inputs.values()))
+            whole = found.whole
+            found.spread = self._new(
+                reader, "call_function", SpreadWhole(layout), (whole,), f"{whole.name}_each"
+            )
+        return found.spread
+
+
+def parts_in(graph: fx.Graph) -> set[str]:
+    """The nodes of which every shard has a part of its own, by name."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, InSpace):
+            if not node.target.is_whole:
+                found.add(node.name)
+        elif any(x.name in found for x in node.all_input_nodes) and node.op != "output":
+            found.add(node.name)
+    return found
+
+
+def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
+    """The nodes of ``program`` that are operations over shards."""
+    for node in program.graph.nodes:
+        if isinstance(node.target, InSpace):
+            yield node, node.target
+
+
+def shard_class(program: Program, shard: int) -> Hashable:
+    """What the memory of a shard depends on: shards of one class differ in nothing that is counted."""
+    found: list[Hashable] = []
+    for _, operation in nodes_in_space(program):
+        found.append(sizes(operation.layout.boxes[shard]))
+        if isinstance(operation, RunInWindows):
+            windows = operation.windows
+            for window in windows.windows:
+                pieces = window.pieces.items()
+                found.append(tuple(sizes(box) for (_, target), box in pieces if target == shard))
+                found.append(tuple(sizes(box) for (source, _), box in pieces if source == shard))
+            out = windows.outputs[shard]
+            found.append(out if is_empty(out) else sizes(windows.operator.source(out)))
+    return tuple(found)
+
+
+def count_windows(program: Program) -> int:
+    """How many operations of ``program`` run in windows."""
+    return sum(isinstance(op, RunInWindows) for _, op in nodes_in_space(program))
