@@ -151,6 +151,17 @@ def _compile_all(
     return trained
 
 
+def count_exchanged(name: str, plan: placer.Plan) -> int:
+    """The bytes that this rank sends to other shards in a step."""
+    model, args, kwargs = make_case(name, 8)
+    (placed,) = _compile_all(model, [plan], capture_case(name, 8))
+    exchange = runtime_of_rank(placed).exchange
+    assert exchange is not None
+    before = exchange.sent_nbytes
+    placed.step(*args, **kwargs, loss_fn=lambda output: mean_square(output))
+    return exchange.sent_nbytes - before
+
+
 def _given(program: Program, plan: placer.Plan) -> tuple[Program, placer.Plan]:
     return rewritten(program, plan.rewrites), plan
 

@@ -24,6 +24,7 @@ from placer.precision import precision_context
 from placer.program import FakeConverter, Program, first_names, named_state, read_state, rows_of
 from placer.program.alias import NodeFailure
 from placer.program.call import describe_shapes
+from placer.space import cuts_of
 
 
 class CostOptions(TypedDict, total=False):
@@ -168,6 +169,7 @@ def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
                 loss=key.loss,
                 unflatten=program.call.result.unflatten,
                 rows=rows,
+                cuts=cuts_of(program),
             )
     except NodeFailure as failure:
         raise _does_not_run(program, failure, inputs, key.precision) from failure.__cause__
@@ -273,6 +275,7 @@ def _table(
             program.order,
             [mine.forward for mine in recording.operations],
             [mine.backward for mine in recording.operations],
+            [(mine.forward_sent, mine.backward_sent) for mine in recording.operations],
         ),
     )
 

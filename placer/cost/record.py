@@ -32,6 +32,7 @@ from placer.operands import nbytes_of, tensors_of_tree
 from placer.program.alias import NodeFailure
 from placer.program.fake_mode import detach_fake
 from placer.program.row_gradients import row_gradient
+from placer.space import Alone, Cuts, exchanging
 from placer.timeline import Timeline
 
 # In the error of torch.func's transforms when they are called under saved-tensor hooks.
@@ -74,6 +75,7 @@ def record_run(
     unflatten: Callable[[Sequence[Any]], Any],
     rows: int | None,
     offloads: bool = False,
+    cuts: Cuts | None = None,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model``; all tensors are fake.
 
@@ -82,8 +84,9 @@ def record_run(
     precision). ``kernels`` are device types, per node and for the loss, whose kernels run: "cpu",
     "cuda", or "" for CPU kernels without their workspaces. ``loss`` gets the result, which ``unflatten``
     makes of the graph's leaves, and a target for so many ``rows``. With ``offloads``, nothing is kept for
-    backward, as if all saved tensors went to the host at once, and no backward is run. Raises ``NodeFailure``
-    if a node fails, and ``CaptureError`` if the loss or the backward fails.
+    backward, as if all saved tensors went to the host at once, and no backward is run. ``cuts`` are those of
+    a program that is split in space; a shard in the middle is run. Raises ``NodeFailure`` if a node fails,
+    and ``CaptureError`` if the loss or the backward fails.
     """
     recorder = StorageRecorder(order, kernels)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
@@ -96,7 +99,8 @@ def record_run(
     chosen: AbstractContextManager[Any] = nullcontext()
     if "cuda" in kernels:
         chosen = device_kernels(lambda: kernels[recorder.position], half=half)
-    with torch.set_grad_enabled(training), recorder, saving, chosen:
+    exchange = None if cuts is None else Alone(cuts.shards, cuts.middle, recorder.note_sent)
+    with torch.set_grad_enabled(training), recorder, saving, chosen, exchanging(exchange):
         result = unflatten(run.forward(inputs))
         name = loss.name_for(result)
         value = run.loss(loss, result, rows) if training else torch.zeros(())

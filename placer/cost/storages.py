@@ -39,6 +39,9 @@ class NodeOperations:
 
     forward: list[Operation] = field(default_factory=list)
     backward: list[Operation] = field(default_factory=list)
+    # Bytes that a shard sends to the others, if the program is split in space:
+    forward_sent: int = 0
+    backward_sent: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,14 @@ class StorageRecorder(TimelineMode):
         """The backward of the loss runs from now on."""
         self.backward = True
         self.start_node(self.position)
+
+    def note_sent(self, nbytes: int) -> None:
+        """The running node sends so many bytes to other shards."""
+        mine = self.operations[self.position]
+        if self.backward:
+            mine.backward_sent += nbytes
+        else:
+            mine.forward_sent += nbytes
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and record the storages that it reads, and makes."""

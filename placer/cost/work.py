@@ -32,6 +32,10 @@ class PassSeconds:
     device: Vector
     host: Vector
 
+    def with_sent(self, seconds: Vector) -> PassSeconds:
+        """The same with so many more seconds on the device, which waits for other shards."""
+        return replace(self, device=self.device + seconds) if seconds.any() else self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
@@ -49,8 +53,12 @@ class Work:
         names: Sequence[str],
         forward: Sequence[Sequence[Operation]],
         backward: Sequence[Sequence[Operation]],
+        sent: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._names = (*names, "loss")
+        # Bytes that each node sends to the other shards of its stage, in forward and in backward
+        columns = zip(*sent, strict=True) if sent else ([0] * len(self._names),) * 2
+        self.sent = tuple(np.array(column, dtype=np.float64) for column in columns)
         self._passes = (_Pass.of(forward), _Pass.of(backward))
         self._again: tuple[int, ...] = ()  # nodes whose forward runs again in backward
         self._known: dict[DeviceKind, Seconds] = {}
@@ -58,7 +66,10 @@ class Work:
     def seconds(self, kind: DeviceKind) -> Seconds:
         """Seconds of every node on a device of this kind; measured seconds where its profile has them."""
         if kind not in self._known:
-            found = [p.seconds(kind.rates, len(self._names)) for p in self._passes]
+            found = [
+                p.seconds(kind.rates, len(self._names)).with_sent(sent / kind.link_bandwidth)
+                for p, sent in zip(self._passes, self.sent, strict=True)
+            ]
             if kind.profile is not None:
                 found = [
                     self._measured(*each)
@@ -97,15 +108,16 @@ class Work:
 
     def with_repeated(self, nodes: Sequence[int]) -> Work:
         """A copy in which the forward of ``nodes`` runs again in backward."""
-        return self._copy(self._passes, tuple(nodes))
+        return self._copy(self._passes, tuple(nodes), 1.0)
 
     def with_share(self, share: float) -> Work:
         """A copy for a micro-batch with the fraction ``share`` of the rows."""
         shrunk = (self._passes[0].with_share(share), self._passes[1].with_share(share))
-        return self._copy(shrunk, self._again)
+        return self._copy(shrunk, self._again, share)
 
-    def _copy(self, passes: tuple[_Pass, _Pass], again: tuple[int, ...]) -> Work:
+    def _copy(self, passes: tuple[_Pass, _Pass], again: tuple[int, ...], share: float) -> Work:
         made = Work.__new__(Work)
+        made.sent = tuple(sent * share for sent in self.sent)
         made._names, made._passes, made._again, made._known = self._names, passes, again, {}
         return made
 

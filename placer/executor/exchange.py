@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from placer.executor.place import Place
+from placer.executor.place import Place, on
 from placer.executor.transfer import copy_to
 from placer.space.exchange import Pieces
 
@@ -34,3 +35,6 @@ class LocalExchange:
 
     def move(self, value: Tensor, shard: int) -> Tensor:
         return copy_to(self._places[shard], value)
+
+    def at(self, shard: int) -> AbstractContextManager[object]:
+        return on(self._places[shard])

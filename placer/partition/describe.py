@@ -165,6 +165,7 @@ def _stages(
                 backward_launch_seconds=launching[1] if options.training else 0.0,
                 host_copy_seconds=moved / slot.kind.host_bandwidth,
                 host_copy_nbytes=moved,
+                exchanged_nbytes=int(sum(part[list(inside)].sum() for part in costs.work.sent)),
                 regions=find_regions(names, key_of),
             )
         )

@@ -85,6 +85,8 @@ class StagePlan:
     # and back in backward. Copies that do not overlap are part of the seconds above.
     host_copy_seconds: Seconds = 0.0
     host_copy_nbytes: Bytes = 0
+    # What each shard sends to the others in forward and backward of a micro-batch, recomputation not counted
+    exchanged_nbytes: Bytes = 0
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
 
     def __repr__(self) -> str:
@@ -258,7 +260,6 @@ class Plan:
     processes: bool  # made for one process per device
     replicas: Count
     microbatches: Count
-    shards: Count  # of every stage in space
     schedule: ScheduleName
     precision: Precision
     batch_norm: BatchNormMode
@@ -277,6 +278,7 @@ class Plan:
     extra_seconds: Seconds  # of a micro-batch, in all stages, by the choice of "auto"
     boundaries: tuple[Boundary, ...]
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
+    shards: Count = 1  # of every stage in space
     # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.
     example_microbatches: Count | None = None
     host: HostPeak | None = None  # None: nothing is offloaded

@@ -37,7 +37,7 @@ def assemble_plan(
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of, spec)
     unknown = unknown_kinds(spec)
-    copies = spec.space.shards * (len(rows) if options.processes else 1)
+    copies = spec.space.number * (len(rows) if options.processes else 1)
     host = _host_peak(choice, spec, options, copies=copies)
     plan = Plan(
         rank_time=partition.seconds,
@@ -46,7 +46,7 @@ def assemble_plan(
         processes=options.processes,
         replicas=len(rows),
         microbatches=microbatches,
-        shards=spec.space.shards,
+        shards=spec.space.number,
         schedule=spec.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,
@@ -122,7 +122,7 @@ def _labels(keys: Sequence[RegionKey | None], policy: str) -> tuple[str, ...]:
 
 def _shards(row: Sequence[str], index: int, spec: PlacementSpec) -> Sequence[str]:
     """The devices of the shards of the stage device number ``index`` in a replica's ``row``."""
-    shards = spec.space.shards
+    shards = spec.space.number
     return row[index * shards : (index + 1) * shards]
 
 

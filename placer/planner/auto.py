@@ -52,7 +52,7 @@ def choose_spec(
             for spec, plan in good
             if wanted.objective == "memory" or plan.rank_time <= fast
         )
-        return _with_resolved_layers(program, spec, plan, make)
+        return _with_resolved_layers(spec, plan, make)
     closest = min((plan for _, plan in plans), key=lambda plan: plan.overflow_bytes)
     error = misfit_error(program, wanted, inputs, closest, make)
     devices = format_count(len(wanted.devices), "device")
@@ -84,11 +84,15 @@ def faster_with_fewer(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> str:
     return ""
 
 
-def _counts(spec: PlacementSpec) -> range:
-    """The numbers of devices, from the first on, that hold all devices which the spec's layers name."""
+def _counts(spec: PlacementSpec) -> list[int]:
+    """The numbers of devices, from the first on, that hold all devices which the spec's layers name.
+
+    Stages that are split in space have several devices each.
+    """
     pinned = set(spec.layers.values())
     least = max((i for i, d in enumerate(spec.devices, 1) if d.name in pinned), default=1)
-    return range(least, len(spec.devices) + 1)
+    counts = range(least, len(spec.devices) + 1)
+    return [count for count in counts if count % spec.space.number == 0]
 
 
 def _check_kinds_known(wanted: PlacementSpec) -> None:
@@ -110,16 +114,17 @@ def _check_kinds_known(wanted: PlacementSpec) -> None:
     )
 
 
-def _with_resolved_layers(
-    program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker
-) -> PlacementSpec:
+def _with_resolved_layers(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> PlacementSpec:
     """``spec`` with the layers placed as in ``plan``, if planning it again gives a plan that is no worse.
 
     Layers are coarser than nodes, so the position of a boundary inside a layer is left to the compiler. If
     the new plan does not fit, has a higher peak, starves more kernels, or takes longer where time is
     minimised, the result is ``spec`` itself, which gives ``plan`` again.
     """
-    resolved = spec.with_layers({**spec.layers, **whole_layers(program, plan)})
+    if spec.space.shards == "auto":
+        space = spec.space.model_copy(update={"shards": plan.shards})
+        spec = spec.model_copy(update={"space": space})
+    resolved = spec.with_layers({**spec.layers, **whole_layers(plan)})
     again = make(resolved)
     higher = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     slower = spec.objective != "memory" and again.rank_time > plan.rank_time * (1 + 1e-6)
@@ -127,12 +132,11 @@ def _with_resolved_layers(
     return resolved if again.fits and not worse else spec
 
 
-def whole_layers(program: Program, plan: Plan) -> dict[str, str]:
+def whole_layers(plan: Plan) -> dict[str, str]:
     """The outermost modules whose nodes are all on one device, with that device, in program order."""
     device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
     devices: dict[str, set[str]] = {}
-    for node in program.order:
-        layer = program.nodes[node].layer
+    for node, layer in plan.node_layers.items():
         while layer:
             devices.setdefault(layer, set()).add(device_of[node])
             layer = layer.rpartition(".")[0]

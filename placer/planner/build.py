@@ -226,7 +226,7 @@ def _by_stage(corrections: Mapping[str, int], spec: PlacementSpec) -> dict[str, 
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     for name, nbytes in corrections.items():
         if name in index_of:
-            name = spec.devices[index_of[name] // spec.space.shards * spec.space.shards].name
+            name = spec.devices[index_of[name] // spec.space.number * spec.space.number].name
         found[name] = max(found.get(name, 0), nbytes)
     return found
 

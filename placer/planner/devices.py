@@ -43,7 +43,7 @@ def with_lead_devices(spec: PlacementSpec) -> PlacementSpec:
 
     That is the shard with the least memory, under the name of the first one. Layers may name any of them.
     """
-    shards = spec.space.shards
+    shards = spec.space.number
     if shards == 1:
         return spec
     lead_of: dict[str, str] = {}

@@ -8,16 +8,17 @@ from placer.partition import PlanningOptions
 from placer.program import Program
 from placer.quantities import format_count
 from placer.schedule import split_batch
-from placer.space import count_chunked
+from placer.space import count_chunked, count_windows, cuts_of, find_gathered
 from placer.spec import PlacementSpec, resolve_layers
 from placer.spec.rows import shifted_rows
 
+_NAMED = 3  # layers that a note names
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _chunk_notes(program: Program, spec: PlacementSpec) -> list[str]:
     """What the spec's ``chunks`` do."""
-    if spec.chunks in (1, "auto"):
+    if spec.chunks in (1, "auto") or spec.space.number > 1:
         return []
     count = count_chunked(program)
     if not count:
@@ -26,6 +27,27 @@ def _chunk_notes(program: Program, spec: PlacementSpec) -> list[str]:
         ]
     what = format_count(count, "convolution")
     return [f"{what} of concatenated channels run in up to {spec.chunks} chunks of planes."]
+
+
+def _space_notes(program: Program, spec: PlacementSpec) -> list[str]:
+    """How the model is cut, and which values are gathered because their readers cannot be."""
+    cuts = cuts_of(program)
+    if cuts is None:
+        return []
+    grid = "x".join(map(str, cuts.shape))
+    notes = [
+        f"Every stage is split in space over {cuts.shards} devices ({grid}); "
+        f"{format_count(count_windows(program), 'operation')} read what neighbours have."
+    ]
+    gathered = find_gathered(program)
+    reasons: dict[str, list[str]] = {}
+    for each in gathered:
+        reasons.setdefault(each.reason, []).append(each.layer or each.reader)
+    for reason, layers in reasons.items():
+        names = ", ".join(dict.fromkeys(layers[:_NAMED]))
+        more = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""
+        notes.append(f"Gathered, and run whole on every shard: {names}{more} ({reason}).")
+    return notes
 
 
 def placement_notes(
@@ -46,6 +68,7 @@ def placement_notes(
         *_replica_notes(spec, replicas),
         *_shared_notes(program, spec),
         *_chunk_notes(program, spec),
+        *_space_notes(program, spec),
     ]
     is_split = options.microbatches > 1 or replicas > 1
     has_batch_norm = any(isinstance(m, _BATCH_NORMS) for m in program.model.modules())

@@ -26,6 +26,7 @@ _MAX_DEVICES = 8
 _MAX_ROUNDS = 4
 _MICROBATCHES = (2, 4, 8, 16)
 _REPLICAS = (2, 4, 8)
+_SHARDS = (2, 4, 8)
 _FAR = 1.15  # a rough plan with more than so many times a device's room is believed without a plan
 
 
@@ -157,6 +158,7 @@ def try_remedies(program: Program, spec: PlacementSpec, plan: Plan, make: PlanMa
         *_in_chunks(make, spec, program),
         *_lighter(make, spec),
         *_devices(make, spec, plan),
+        *_in_space(make, spec, plan),
         *_replicas(make, spec, rows),
     ]
     changes.sort(key=lambda c: (not c.fits, c.plan.rank_time if c.fits else 0.0))
@@ -266,6 +268,32 @@ def _in_chunks(make: PlanMaker, spec: PlacementSpec, program: Program) -> Iterat
         yield from _try(change, make, _updated(spec, chunks=MOST_CHUNKS))
 
 
+def _in_space(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Change]:
+    """The fewest shards that fit, in one stage: on the given devices, or on more like the last of them."""
+    if not isinstance(spec.space.shards, int) or spec.replica_devices:
+        return
+    devices = list(spec.devices)
+    least = max(spec.space.shards + 1, len(devices), _fewest_devices(plan))
+    for count in (n for n in _SHARDS if n >= least):
+        while len(devices) < count:
+            devices.append(_next_device(devices))
+        more = ", ".join(d.name for d in devices[len(spec.devices) :])
+        change = (
+            f'"space": {count}, "chunks": {MOST_CHUNKS}'
+            + f" and more devices ({more})" * bool(more)
+            + " without 'layers'" * bool(spec.layers)
+            + ": every device has a part of the volume"
+        )
+        space = spec.space.model_copy(update={"shards": count, "grid": ()})
+        wanted = _updated(spec.with_layers({}).with_devices(devices), space=space)
+        tried = next(_try(change, make, _updated(wanted, chunks=MOST_CHUNKS)), None)
+        if tried is None:
+            return  # nothing can be cut, or not in so many parts
+        if tried.fits or count == _SHARDS[-1]:
+            yield tried
+            return
+
+
 def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     if not spec.training:
         return
@@ -312,7 +340,7 @@ def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Chan
     """
     given = len(spec.devices)
     fewest, most = max(given + 1, _fewest_devices(plan)), _MAX_DEVICES
-    if most <= given:
+    if most <= given or spec.space.number > 1:
         return
     fewest = min(fewest, most)
     tried = _with_devices(make, spec, fewest)
@@ -341,7 +369,7 @@ def _replicas(make: PlanMaker, spec: PlacementSpec, rows: int) -> Iterator[_Chan
     given = [device.name for device in spec.devices]
     cut = spec.microbatches if isinstance(spec.microbatches, int) else 1
     alike = len({device.model_copy(update={"name": ""}) for device in spec.devices}) == 1
-    if spec.replicas != 1:
+    if spec.replicas != 1 or spec.space.number > 1:
         return
     for shared in (True, False):
         for count in _REPLICAS:

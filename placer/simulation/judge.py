@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from placer.cost import CostEstimates, Loss, find_loss
+from placer.errors import SpecError
 from placer.garbage import only_new_garbage
 from placer.partition import TableCache
 from placer.plan.summary import describe_runtime
@@ -111,6 +112,8 @@ class JudgingPlanner:
 
     def __call__(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec``; see `PlanMaker`."""
+        if spec.space.shards == "auto":
+            return self._with_any_shards(spec)
         if spec.chunks == "auto":
             first = self(spec.model_copy(update={"chunks": 1}))
             if _is_plain(first):
@@ -121,6 +124,23 @@ class JudgingPlanner:
         both = spec.checkpoint == spec.offload == "auto"
         if spec.training and both and not _is_plain(plans[0]):
             plans += [self._plan(spec.model_copy(update={field: ()})) for field in _REGION_FIELDS]
+        return min(plans, key=partial(_rank, spec.objective))
+
+    def _with_any_shards(self, spec: PlacementSpec) -> Plan:
+        """The plan with the best number of shards; 1 if the model then fits as it is."""
+        plans: list[Plan] = []
+        for shards in range(1, len(spec.devices) + 1):
+            if len(spec.devices) % shards:
+                continue
+            space = spec.space.model_copy(update={"shards": shards})
+            try:
+                plans.append(self(spec.model_copy(update={"space": space})))
+            except SpecError:
+                if shards == 1:
+                    raise
+                continue  # so many parts are too thin, or nothing can be cut
+            if shards == 1 and _is_plain(plans[0]):
+                break
         return min(plans, key=partial(_rank, spec.objective))
 
     def elsewhere(self, spec: PlacementSpec, plan: Plan) -> str:

@@ -8,7 +8,7 @@ fake and on real tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Ledger(TimelineMode):
         self._here = self._where()
         result = func(*args, **kwargs)
         leaves = tensors_in(args, kwargs)
-        place = self._place_of(func, leaves)
+        place = self._place_of(func, leaves, kwargs)
         kernels = self._kernels(place)
         if kernels == "cpu":
             result = cpu_result(func, args, result)
@@ -109,9 +109,10 @@ class Ledger(TimelineMode):
             tensor, place, kind=kind, name=source.name, layer=source.layer, operation=str(func)
         )
 
-    def _place_of(self, func: Any, leaves: Iterable[Tensor]) -> str:
+    def _place_of(self, func: Any, leaves: Iterable[Tensor], kwargs: Mapping[str, Any]) -> str:
         here = current_place()
-        if func is torch.ops.aten._to_copy.default and here is not None:
+        copies = func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None
+        if copies and here is not None:
             return here.name
         found = dict.fromkeys(
             entry.device

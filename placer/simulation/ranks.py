@@ -72,7 +72,7 @@ class RankLedger(Ledger):
     ) -> None:
         super().__init__(where, kernels=kernels)
 
-    def _place_of(self, func: Any, leaves: Iterable[Any]) -> str:
+    def _place_of(self, func: Any, leaves: Iterable[Any], kwargs: Any) -> str:
         return HOST.name if current_place() is HOST else _RANK
 
     def add_state(self, tensors: Iterable[Tensor]) -> None:

@@ -13,9 +13,12 @@ chunked, chunks           convolutions of a concatenation in chunks of planes, o
 
 from placer.space.chunks import MOST_CHUNKS, count_chunked, find_joins
 from placer.space.exchange import Alone, Exchange, Pieces, exchanging, innermost_exchange
+from placer.space.layout import Cuts
 from placer.space.nodes import GatherParts, InSpace
 from placer.space.rewrite import (
     count_windows,
+    cuts_of,
+    find_gathered,
     nodes_in_space,
     parts_in,
     shard_class,
@@ -25,13 +28,16 @@ from placer.space.rewrite import (
 __all__ = [
     "MOST_CHUNKS",
     "Alone",
+    "Cuts",
     "Exchange",
     "GatherParts",
     "InSpace",
     "Pieces",
     "count_chunked",
     "count_windows",
+    "cuts_of",
     "exchanging",
+    "find_gathered",
     "find_joins",
     "innermost_exchange",
     "nodes_in_space",

@@ -7,8 +7,8 @@ part that comes from the process's own shards: the gradient of the whole model i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -51,26 +51,41 @@ class Exchange(Protocol):
     def move(self, value: Tensor, shard: int) -> Tensor:
         """``value`` on the device of a local shard, as a tensor of its own."""
 
+    def at(self, shard: int) -> AbstractContextManager[object]:
+        """A block in which operations run on the device of a local shard."""
+
 
 class Alone:
-    """One shard without the others, to count its bytes on fake tensors: pieces are made from their shapes."""
+    """One shard without the others, to count its bytes on fake tensors: pieces are made from their shapes.
 
-    def __init__(self, shards: int, shard: int) -> None:
+    ``note_sent`` is called with the bytes that the shard would send.
+    """
+
+    def __init__(
+        self, shards: int, shard: int, note_sent: Callable[[int], object] = lambda nbytes: None
+    ) -> None:
         self.shards, self.local, self.leads = shards, (shard,), tuple(range(shards))
+        self._note_sent = note_sent
 
     def swap(
         self, given: Pieces, wanted: Mapping[tuple[int, int], Sequence[int]], like: Tensor
     ) -> Pieces:
+        self._note_sent(sum(piece.nbytes for piece in given.values()))
         return {key: like.new_empty(shape) for key, shape in wanted.items()}
 
     def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return [part.clone() for part in parts]
+        return [self.sum_processes(part) for part in parts]
 
     def sum_processes(self, value: Tensor) -> Tensor:
+        # In a ring, each sends its share once to sum the parts, and once to spread the sums.
+        self._note_sent(2 * value.nbytes * (self.shards - 1) // self.shards)
         return value.clone()
 
     def move(self, value: Tensor, shard: int) -> Tensor:
         return value.clone()
+
+    def at(self, shard: int) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 _current: list[Exchange] = []  # not a context variable: autograd's threads see it too

@@ -87,11 +87,6 @@ class Layout:
         return tuple(found)
 
     @property
-    def numel(self) -> int:
-        """The number of elements of the whole value."""
-        return math.prod(self.shape)
-
-    @property
     def whole(self) -> Box:
         """The box of the whole value."""
         return tuple((0, length) for length in self.shape)
@@ -127,12 +122,6 @@ class Window:
     def is_local(self) -> bool:
         """Does every shard need just its own part?"""
         return self.needed == self.layout.boxes
-
-    def received(self, shard: int) -> int:
-        """The number of elements that a shard gets of others."""
-        return sum(
-            math.prod(sizes(box)) for (_, target), box in self.pieces.items() if target == shard
-        )
 
 
 def meet(a: Box, b: Box) -> Box:

@@ -7,7 +7,7 @@ Every one is called with the arguments of a shard. Where a process runs several 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from placer.space.exchange import Exchange, current_exchange
 from placer.space.layout import Layout
 from placer.space.norms import Groups, Normalize, update_running
 from placer.space.whole import Cut, Gather, Spread, Total
-from placer.space.windowed import RunWindowed, Windows, piece_nbytes
+from placer.space.windowed import RunWindowed, Windows
 
 Arguments: TypeAlias = Sequence[Sequence[Any]]
 """The arguments of each local shard."""
@@ -39,10 +39,6 @@ class InSpace:
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
         """The results, one per local shard, or a single whole one."""
         raise NotImplementedError
-
-    def nbytes(self, itemsize: int) -> int:
-        """The most bytes that a shard receives in forward."""
-        return 0
 
     def __call__(self, *arguments: Any) -> Any:
         tensor = next((x for x in arguments if isinstance(x, Tensor)), None)
@@ -79,19 +75,17 @@ class CutWhole(InSpace):
 class GatherParts(InSpace):
     """Puts the parts of a value together, because ``reader`` has no rule for parts: ``reason``.
 
-    Both are empty for a result of the model.
+    Both are empty for a result of the model. The whole value has ``whole_nbytes`` in the captured call.
     """
 
     layout: Layout
     reader: str = ""
     reason: str = ""
+    whole_nbytes: int = 0
     is_whole = True
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
         return [Gather.apply(exchange, self.layout, *(x for (x,) in arguments))]
-
-    def nbytes(self, itemsize: int) -> int:
-        return itemsize * self.layout.numel
 
 
 @dataclass(frozen=True)
@@ -141,9 +135,6 @@ class RunInWindows(InSpace):
         flat = [x for row in rows for x in row]
         return RunWindowed.apply(exchange, self.windows, parameters, *flat)  # type: ignore[no-any-return]
 
-    def nbytes(self, itemsize: int) -> int:
-        return piece_nbytes(self.windows, self.likely, itemsize)
-
 
 @dataclass(frozen=True)
 class NormalizeParts(InSpace):
@@ -172,9 +163,6 @@ class NormalizeParts(InSpace):
         parts: Sequence[Any] = results
         return parts
 
-    def nbytes(self, itemsize: int) -> int:
-        return 2 * self.layout.cuts.shards * self.groups.number_of_statistics * itemsize
-
 
 @dataclass(frozen=True)
 class SumParts(InSpace):
@@ -192,6 +180,34 @@ class SumParts(InSpace):
         shape = self.layout.shape_of(self.layout.whole, arguments[0][0].shape)
         count = math.prod(shape[dim] for dim in self.dims)
         return [total / count if self.is_mean else total]
+
+
+@dataclass(frozen=True)
+class LossOfParts(InSpace):
+    """A loss of torch.nn.functional, called with parts of its input, in ``layout``, and of its target.
+
+    With the reduction "mean" the sum is divided by the number of elements of the input, or of the targets
+    that are not ``ignored``, if these are classes.
+    """
+
+    layout: Layout
+    function: Callable[..., Tensor]
+    options: tuple[tuple[str, Any], ...]
+    is_mean: bool
+    ignored: int | None
+    is_whole = True
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        options: dict[str, Any] = {**dict(self.options), "reduction": "sum"}
+        sums = [self.function(x, target, **options) for x, target in arguments]
+        total = Total.apply(exchange, *sums)
+        if not self.is_mean:
+            return [total]
+        if self.ignored is None:
+            shape = self.layout.shape_of(self.layout.whole, arguments[0][0].shape)
+            return [total / math.prod(shape)]
+        counts = [(target != self.ignored).sum() for _, target in arguments]
+        return [total / exchange.sum(counts)[0]]
 
 
 @dataclass(frozen=True)

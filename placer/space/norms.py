@@ -37,12 +37,6 @@ class Groups:
         factor = rows if self.number is None else channels // self.number
         return [math.prod(sizes(box)[2:]) * factor for box in self.layout.boxes]
 
-    @property
-    def number_of_statistics(self) -> int:
-        """The number of means."""
-        rows, channels = self.layout.shape[:2]
-        return channels if self.number is None else rows * self.number
-
     def statistics(self, x: Tensor) -> int:
         """The number of statistics of ``x``."""
         return x.size(1) if self.number is None else x.size(0) * self.number
@@ -83,18 +77,20 @@ class Normalize(torch.autograd.Function):
             everyone[shard] = own
             stacked.append(everyone)
         kept, results = [], []
-        for each, weight, bias, x in zip(
-            exchange.sum(stacked), weights, biases, inputs, strict=True
+        total = float(sum(counts))
+        for shard, each, weight, bias, x in zip(
+            exchange.local, exchange.sum(stacked), weights, biases, inputs, strict=True
         ):
-            n = torch.tensor(counts, dtype=each.dtype, device=each.device)[:, None]
-            mean = (each[:, 0] * n).sum(0) / n.sum()
-            var = (each[:, 1] + n * (each[:, 0] - mean) ** 2).sum(0) / n.sum()
+            with exchange.at(shard):
+                n = torch.tensor(counts, dtype=each.dtype, device=each.device)[:, None]
+            mean = (each[:, 0] * n).sum(0) / total
+            var = (each[:, 1] + n * (each[:, 0] - mean) ** 2).sum(0) / total
             view, (m, v, w, b) = groups.expand(x, (mean, var), (weight, bias))
             y = F.batch_norm(view, m, v, w, b, False, 0.0, eps) if x.numel() else view.clone()
             # No view: those of a function with several results must not be changed in place.
             results.append(y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape))
             kept += [mean, var, weight, x]
-        ctx.exchange, ctx.groups, ctx.eps, ctx.total = exchange, groups, eps, float(sum(counts))
+        ctx.exchange, ctx.groups, ctx.eps, ctx.total = exchange, groups, eps, total
         ctx.biased = [bias is not None for bias in biases]
         ctx.save_for_backward(*kept)
         mean, var = kept[:2]

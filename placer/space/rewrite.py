@@ -40,9 +40,9 @@ _SPATIAL = 2  # the first spatial dimension of an input that the spec does not d
 def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
     """The rewrites that ``spec`` asks for: a split in space, or convolutions in chunks."""
     space = spec.space
-    if space.shards == 1:
+    if space.number == 1:
         return chunk_rewrites(spec.chunks)
-    settings: dict[str, JsonValue] = {"shards": space.shards}
+    settings: dict[str, JsonValue] = {"shards": space.number}
     if isinstance(spec.chunks, int) and spec.chunks > 1:
         settings["chunks"] = spec.chunks
     for name in ("grid", "dims", "layers"):
@@ -336,6 +336,9 @@ class _Cutter:
             target = str(node.target)
             given.append(self._new(node, "get_attr", target, (), f"{node.name}_layer"))
         given += fx.node.map_arg(list(rule.parameters), lambda x: self._state(x, node))
+        for x, layout in rule.layouts.items():
+            if not self._is_cut(x):
+                self._of[x].likely = layout
         given += [self._parts(x, node) for x in rule.inputs]
         made = self._new(node, "call_function", rule.operation, tuple(given), node.name)
         if rule.operation.is_whole:
@@ -401,7 +404,12 @@ class _Cutter:
             found.whole = self._new(
                 node,
                 "call_function",
-                GatherParts(found.layout, reader.name if reason else "", reason),
+                GatherParts(
+                    found.layout,
+                    reader.name if reason else "",
+                    reason,
+                    self.values[node].numel() * self.values[node].element_size(),
+                ),
                 (found.parts,),
                 f"{node.name}_all",
             )
@@ -479,6 +487,40 @@ def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
     for node in program.graph.nodes:
         if isinstance(node.target, InSpace):
             yield node, node.target
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A value that is put together, because ``reader``, a node of ``layer``, cannot run on parts: ``reason``.
+
+    ``nbytes`` are those of the whole value in the captured call.
+    """
+
+    value: str
+    reader: str
+    layer: str
+    reason: str
+    nbytes: int
+
+
+def find_gathered(program: Program) -> list[Gathered]:
+    """What is gathered in ``program``, besides its results."""
+    return [
+        Gathered(
+            value=node.all_input_nodes[0].name,
+            reader=operation.reader,
+            layer=program.layers.get(operation.reader, ""),
+            reason=operation.reason,
+            nbytes=operation.whole_nbytes,
+        )
+        for node, operation in nodes_in_space(program)
+        if isinstance(operation, GatherParts) and operation.reason
+    ]
+
+
+def cuts_of(program: Program) -> Cuts | None:
+    """How ``program`` is split in space; None if it is not."""
+    return next((operation.layout.cuts for _, operation in nodes_in_space(program)), None)
 
 
 def shard_class(program: Program, shard: int) -> Hashable:

@@ -6,15 +6,17 @@ gathered, it runs on the whole, and what reads the result cuts it again: slower,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from placer.program import is_torch_leaf, must_stay_whole
 from placer.space.layout import Layout
-from placer.space.nodes import InSpace, NormalizeParts, RunInWindows, SumParts
+from placer.space.nodes import InSpace, LossOfParts, NormalizeParts, RunInWindows, SumParts
 from placer.space.norms import Groups
 from placer.space.operators import FIRST, Convolution, Operator, Pool, Resize
 from placer.space.windowed import Windows, needs_no_window
@@ -69,13 +71,15 @@ class Local:
 
 @dataclass(frozen=True)
 class Replace:
-    """``operation`` runs instead. It is called with the layer, if it takes it, ``parameters`` and ``inputs``."""
+    """``operation`` runs instead, called with the layer (if it takes it), ``parameters`` and ``inputs``."""
 
     operation: InSpace
     inputs: tuple[fx.Node, ...]
     parameters: tuple[Any, ...] = ()
     takes_layer: bool = False
     dims: tuple[int, ...] = ()  # of the result; none if it is whole
+    # How inputs that are not cut are to be cut; the others are cut already.
+    layouts: Mapping[fx.Node, Layout] = field(default_factory=dict)
 
 
 Rule: TypeAlias = Local | Replace | str
@@ -236,6 +240,49 @@ def _reduce(call: Call) -> Rule:
     keepdim = bool(call.argument(2, "keepdim", False))
     total = SumParts(layout, tuple(dims), keepdim, call.name == "mean")
     return Replace(total, (call.inputs[0],))
+
+
+def _loss(call: Call) -> Rule:
+    """A loss that is a sum or a mean over elements, or over targets that are classes."""
+    function = getattr(F, call.name if call.module is None else _LOSSES[call.name])
+    names = list(inspect.signature(function).parameters)
+    given = {name: call.argument(i, name) for i, name in enumerate(names)}
+    if call.module is not None:
+        own = (
+            "reduction",
+            "beta",
+            "delta",
+            "ignore_index",
+            "label_smoothing",
+            "weight",
+            "pos_weight",
+        )
+        given |= {name: getattr(call.module, name, None) for name in own if name in names}
+    source, target = given.pop(names[0]), given.pop(names[1])
+    options = {name: value for name, value in given.items() if value is not None}
+    reduction = options.pop("reduction", "mean")
+    if reduction not in ("mean", "sum") or any(name in options for name in _UNKNOWN_OPTIONS):
+        return "its reduction or its weights have no rule"
+    if source not in call.layouts or not isinstance(call.values.get(target), Tensor):
+        return "its input is not cut"
+    layout, y = call.layouts[source], call.values[target]
+    classes = function is F.cross_entropy and not y.is_floating_point()
+    if function is F.cross_entropy and (not classes or options.get("label_smoothing")):
+        return "its targets are no classes"
+    if min(layout.dims) < FIRST:
+        return "its rows or channels are cut"
+    shape = (layout.shape[0], *layout.shape[FIRST:]) if classes else layout.shape
+    if tuple(y.shape) != shape:
+        return "its input and target have other shapes"
+    dims = tuple(dim - 1 for dim in layout.dims) if classes else layout.dims
+    wanted = Layout(layout.cuts, shape, dims)
+    if target in call.layouts and call.layouts[target].dims != dims:
+        return "its target is cut in other dimensions"
+    ignored = options.get("ignore_index", -100) if classes else None
+    operation = LossOfParts(
+        layout, function, tuple(options.items()), is_mean=reduction == "mean", ignored=ignored
+    )
+    return Replace(operation, (source, target), layouts={target: wanted})
 
 
 # -- operators in windows ---------------------------------------------------------------------------
@@ -461,6 +508,16 @@ def _norm(call: Call) -> Rule:
     return Replace(operation, (call.inputs[0],), takes_layer=True, dims=layout.dims)
 
 
+_LOSSES = {
+    "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "CrossEntropyLoss": "cross_entropy",
+}
+_UNKNOWN_OPTIONS = ("weight", "pos_weight", "size_average", "reduce")
 _INPLACE = ("iadd", "isub", "imul", "itruediv")
 _ACTIVATIONS = (
     *("ReLU", "ReLU6", "LeakyReLU", "PReLU", "ELU", "SELU", "CELU", "GELU", "SiLU"),
@@ -494,6 +551,7 @@ _RULES: dict[str, _Maker] = {
     **dict.fromkeys(("chunk", "split"), _split),
     "getitem": _item,
     **dict.fromkeys(("sum", "mean"), _reduce),
+    **dict.fromkeys((*_LOSSES, *_LOSSES.values()), _loss),
     **{
         f"{prefix}{n}{suffix}": _convolution
         for n in "123"

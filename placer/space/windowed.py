@@ -72,7 +72,11 @@ class RunWindowed(torch.autograd.Function):
         ctx.keys = [list(pieces) for pieces in run.pieces]
         kept = [piece for pieces in run.pieces for piece in pieces.values()]
         ctx.save_for_backward(*tensors, *kept)
-        return tuple(run.result(at) for at in range(len(exchange.local)))
+        results = []
+        for at, shard in enumerate(exchange.local):
+            with exchange.at(shard):
+                results.append(run.result(at))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
@@ -114,11 +118,7 @@ class _Run:
             if source in own
         }
         like = self.inputs[0][number]
-        wanted = {
-            key: window.layout.shape_of(box, like.shape)
-            for key, box in window.pieces.items()
-            if key[1] in own
-        }
+        wanted = {key: _shape(box, like) for key, box in window.pieces.items() if key[1] in own}
         return self.exchange.swap(given, wanted, like)
 
     def result(self, at: int) -> Tensor:
@@ -169,9 +169,11 @@ class _Run:
             own: list[Tensor | None] = [None] * len(given.inputs)
             for part in parts:
                 x = self._padded(at, part)
-                dx, others = given.operator.gradients(
-                    cut_spatial(dy, part, given.outputs[shard]), x, part, self.parameters[at], asked
-                )
+                dy_part = cut_spatial(dy, part, given.outputs[shard])
+                with self.exchange.at(shard):
+                    dx, others = given.operator.gradients(
+                        dy_part, x, part, self.parameters[at], asked
+                    )
                 del x
                 sums = [_added(a, b) for a, b in zip(sums, others, strict=True)]
                 if dx is not None and len(parts) == len(own) == 1 and self._is_own(part, shard):
@@ -219,7 +221,7 @@ class _Run:
                     continue
                 key = (shard, sender)
                 if key not in back[number]:
-                    shape = window.layout.shape_of(piece, total.shape)
+                    shape = _shape(piece, total)
                     back[number][key] = total.new_zeros(shape)
                 cut_spatial(back[number][key], there, piece[FIRST:]).add_(
                     cut_spatial(of_input, there, source)
@@ -231,14 +233,14 @@ class _Run:
         """Send the gradients of pieces back to the shards that they came from, which add them."""
         local = self.exchange.local
         wanted = {
-            (target, source): window.layout.shape_of(box, like.shape)
+            (target, source): _shape(box, like)
             for (source, target), box in window.pieces.items()
             if source in local
         }
         for target, source in window.pieces:  # also what no chunk has read
             if source in local and (source, target) not in back:
                 piece = window.pieces[target, source]
-                back[source, target] = like.new_zeros(window.layout.shape_of(piece, like.shape))
+                back[source, target] = like.new_zeros(_shape(piece, like))
         for (target, source), came in self.exchange.swap(back, wanted, like).items():
             total = totals[local.index(source)]
             assert total is not None
@@ -252,6 +254,11 @@ def cut(x: Tensor, box: Box, within: Box) -> Tensor:
         if (first, end) != (start, last):
             x = x.narrow(dim, first - start, end - first)
     return x
+
+
+def _shape(box: Box, like: Tensor) -> tuple[int, ...]:
+    """The shape of a piece, with the rows and channels of ``like``."""
+    return (*like.shape[:FIRST], *sizes(box)[FIRST:])
 
 
 def cut_spatial(x: Tensor, box: Box, within: Box) -> Tensor:
@@ -293,11 +300,6 @@ def _assemble(
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return more if total is None else total if more is None else total.add_(more)
-
-
-def piece_nbytes(given: Windows, shard: int, itemsize: int) -> int:
-    """Bytes that a shard receives in forward; in backward it sends as many."""
-    return itemsize * sum(window.received(shard) for window in given.windows)
 
 
 def needs_no_window(given: Windows) -> bool:

@@ -30,7 +30,6 @@ from placer.quantities import format_bytes, spell_bytes
 from placer.spec.check import cross_problems, shift_clashes
 from placer.spec.explain import explain_errors
 from placer.spec.fields import (
-    MOST,
     OPTIMIZERS,
     AllocatorName,
     BatchNormMode,
@@ -127,7 +126,7 @@ class SpaceSpec(BaseModel):
 
     model_config = _MODEL
 
-    shards: StrictInt = Field(ge=1, le=MOST, description="The number of devices of a stage.")
+    shards: Count = Field(description="The number of devices of a stage, or 'auto'.")
     grid: tuple[StrictInt, ...] = Field(
         default=(),
         description="The number of parts along each of the dims; their product is the number of shards. By "
@@ -147,10 +146,17 @@ class SpaceSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_number(cls, value: Any) -> Any:
-        return {"shards": value} if isinstance(value, int) else value
+        return {"shards": value} if isinstance(value, int | str) else value
+
+    @property
+    def number(self) -> int:
+        """The number of devices of a stage; 1 while "auto" is not resolved."""
+        return self.shards if isinstance(self.shards, int) else 1
 
     @model_validator(mode="after")
     def _agree(self) -> SpaceSpec:
+        if self.grid and self.shards == "auto":
+            raise ValueError("a grid needs a number of shards, not 'auto'")
         if self.grid and (min(self.grid) < 1 or math.prod(self.grid) != self.shards):
             parts = "x".join(map(str, self.grid))
             raise ValueError(
@@ -162,7 +168,7 @@ class SpaceSpec(BaseModel):
         return self
 
     @model_serializer
-    def _shortest(self) -> int | dict[str, Any]:
+    def _shortest(self) -> int | str | dict[str, Any]:
         given = {"grid": self.grid, "dims": self.dims, "layers": self.layers}
         fields = {key: list(value) for key, value in given.items() if value}
         return {"shards": self.shards, **fields} if fields else self.shards
@@ -172,7 +178,7 @@ class SpaceSpec(BaseModel):
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        return {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST}, schema]}
+        return {"anyOf": [*schema["properties"]["shards"]["anyOf"], schema]}
 
 
 def _optimizer(value: Any) -> str | OptimizerBytes:
@@ -282,7 +288,8 @@ class PlacementSpec(BaseModel):
         default=SpaceSpec(shards=1),
         description="Number of devices over which every stage is split in space: each has a part of all "
         "values, and neighbours exchange what a convolution looks at. The devices of a stage follow one "
-        "another in the device list. An object says which dims and layers are cut, and how.",
+        "another in the device list. An object says which dims and layers are cut, and how. 'auto': as many "
+        "as is fastest, if the model does not fit otherwise.",
     )
     offload_overlap: StrictBool = Field(
         default=False,

@@ -96,6 +96,7 @@ class DistributedRuntime(Runtime):
             exchange = GroupExchange(groups.sp)
         places = [[[place]] * len(staged.stages)]
         super().__init__(part, plan=plan, staged=staged, places=places, exchange=exchange)
+        self.exchange = exchange  # with the other shards of its stages
         self.assignment = assignment
         self.device = device
         self.mesh = mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ class GroupExchange:
     """Moves pieces between the ranks of ``group``, one shard each; see `placer.space.exchange`.
 
     All pieces of an exchange go in one batch. None is empty, because both ends know the boxes.
-    ``sent_nbytes`` counts what this rank has sent in pieces.
+    ``sent_nbytes`` counts what this rank has sent, sums as in a ring.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -48,8 +49,12 @@ class GroupExchange:
 
     def sum_processes(self, value: Tensor) -> Tensor:
         total = sendable(value).clone(memory_format=torch.contiguous_format)
+        self.sent_nbytes += 2 * total.nbytes * (self.shards - 1) // self.shards
         dist.all_reduce(total, group=self._group)
         return total
 
     def move(self, value: Tensor, shard: int) -> Tensor:
         return value.clone(memory_format=torch.contiguous_format)
+
+    def at(self, shard: int) -> AbstractContextManager[object]:
+        return nullcontext()

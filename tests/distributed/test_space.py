@@ -1,0 +1,41 @@
+"""The law for stages that are split in space, with one process per shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import distributed_cases as cases
+import pytest
+from jobs import Job
+
+import placer
+
+SHAPES = [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2)]  # stages, replicas, shards
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}sp{s[2]}")
+@pytest.mark.parametrize("name", ["3D U-Net", "3D U-Net, batch norm"])
+def test_three_steps_equal_the_plain_model(
+    job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], schedule: str
+) -> None:
+    stages, replicas, shards = shape
+    model, args, kwargs = cases.make_case(name, 8)
+    spec = cases.make_spec(stages * shards, replicas, 2, space=shards, chunks=2)
+    plan = placer.make_plan(model, spec, args, kwargs)
+    assert (len(plan.stages), plan.shards) == (stages, shards)
+    job = job_of(stages * replicas * shards)
+    found = job.run(cases.check_equality, name, plan, (schedule,), (8, 5))
+    assert [rank["stages"] for rank in found] == [
+        (s,) for s in range(stages) for _ in range(shards)
+    ] * replicas
+
+
+def test_what_is_sent_is_what_the_plan_says(job_of: Callable[[int], Job]) -> None:
+    """Pieces of values and of gradients; in the middle of a grid no shard sends more."""
+    model, args, kwargs = cases.make_case("3D U-Net", 8)
+    spec = cases.make_spec(3, 1, 1, space=3)
+    plan = placer.make_plan(model, spec, args, kwargs)
+    found = job_of(3).run(cases.count_exchanged, "3D U-Net", plan)
+    assert found[1] == plan.stages[0].exchanged_nbytes

@@ -1,0 +1,128 @@
+"""Random small networks of operators that look at neighbours, for tests of splitting in space."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Resize(nn.Module):
+    """Interpolation by its function."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, **self.options)
+
+
+def _convolution(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
+    transposed = draw.random() < 0.4
+    kinds: Any = {
+        False: (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        True: (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    }
+    stride = [draw.randint(1, 4) for _ in range(dims)]
+    dilation = [draw.randint(1, 3) for _ in range(dims)]
+    options: dict[str, Any] = {
+        "stride": stride,
+        "dilation": dilation,
+        "padding": [draw.randint(0, 3) for _ in range(dims)],
+        "groups": draw.choice((1, 2)),
+        "bias": draw.random() < 0.5,
+    }
+    if transposed:
+        options["output_padding"] = [
+            draw.randint(0, max(pair) - 1) for pair in zip(stride, dilation, strict=True)
+        ]
+    made = draw.choice((2, 4))
+    kernel = [draw.randint(1, 5) for _ in range(dims)]
+    return kinds[transposed][dims - 1](channels, made, kernel, **options), made
+
+
+def _pool(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
+    kernel = [draw.randint(1, 5) for _ in range(dims)]
+    stride = [draw.randint(1, 4) for _ in range(dims)]
+    padding = [draw.randint(0, k // 2) for k in kernel]
+    ceil_mode = draw.random() < 0.5
+    if draw.random() < 0.5:
+        pools: Any = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+        dilation = [draw.randint(1, 3) for _ in range(dims)]
+        return pools[dims - 1](kernel, stride, padding, dilation, ceil_mode=ceil_mode), channels
+    averages: Any = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+    more = {} if dims == 1 else {"divisor_override": draw.choice((None, 5))}
+    count = draw.random() < 0.5
+    return averages[dims - 1](
+        kernel, stride, padding, ceil_mode=ceil_mode, count_include_pad=count, **more
+    ), channels
+
+
+def _adaptive(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
+    pools: Any = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+    size: Any = [draw.randint(1, 4) for _ in range(dims)] if draw.random() < 0.6 else 1
+    return pools[dims - 1](size), channels
+
+
+def _resize(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
+    linear = draw.random() < 0.6
+    options: dict[str, Any] = {"mode": "nearest"}
+    if linear:
+        options = {
+            "mode": ("linear", "bilinear", "trilinear")[dims - 1],
+            "align_corners": draw.random() < 0.5,
+        }
+    if draw.random() < 0.6:
+        options["scale_factor"] = draw.choice((2, 3, 1.5, 2.3, 0.5))
+    else:
+        options["size"] = draw.choice((3, 7, 12))
+    return Resize(**options), channels
+
+
+def _other(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
+    batch: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    instance: Any = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    channel: Any = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+    return draw.choice(
+        (
+            batch[dims - 1](channels),
+            instance[dims - 1](channels, affine=True),
+            nn.GroupNorm(2, channels),
+            nn.ReLU(inplace=draw.random() < 0.5),
+            nn.Dropout(0.3),
+            channel[dims - 1](0.3),
+        )
+    ), channels
+
+
+_KINDS: tuple[Callable[..., tuple[nn.Module, int]], ...] = (
+    *(_convolution, _convolution, _pool, _pool, _adaptive, _resize, _other),
+)
+
+
+def random_case(seed: int) -> tuple[nn.Module, Tensor, dict[str, Any]] | None:
+    """A network, an input, and the ``space`` and ``chunks`` of a spec; None if torch refuses the network."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    dims, channels = draw.choice((1, 2, 2, 3)), 2
+    layers = []
+    for _ in range(draw.randint(1, 3)):
+        layer, channels = draw.choice(_KINDS)(draw, dims, channels)
+        layers.append(layer)
+    model = nn.Sequential(*layers).double()
+    shape = [draw.randint(6, 14) for _ in range(dims)]
+    x = torch.randn(draw.randint(1, 2), 2, *shape, dtype=torch.float64)
+    try:
+        copy.deepcopy(model)(x).sum().backward()
+    except (RuntimeError, ValueError):
+        return None
+    space: Any = draw.choice((2, 3, 4))
+    if dims > 1 and draw.random() < 0.4:
+        space = {"shards": 4, "grid": [2, 2]}
+    return model, x, {"space": space, "chunks": draw.choice((1, 3))}
