@@ -112,8 +112,10 @@ def innermost_exchange() -> Exchange:
 def current_exchange(shards: int, likely: int, tensor: Tensor | None) -> Exchange:
     """The exchange of the innermost `exchanging` block.
 
-    Outside of one there are fake tensors only: then it is that of shard ``likely`` alone.
+    Outside of one there is a single shard, or fake tensors only: then it is that of ``likely`` alone.
     """
+    if shards == 1:
+        return Alone(1, 0)
     if _current:
         return _current[-1]
     assert tensor is None or isinstance(tensor, FakeTensor) or tensor.is_meta, "no exchange is set"
