@@ -51,7 +51,8 @@ def test_a_simulation_is_a_line_per_device(model: nn.Module) -> None:
     assert all("peak " in line and "predicted " in line for line in devices)
 
 
-def test_a_verification_is_its_verdict_and_what_differs(model: nn.Module) -> None:
+def test_a_verification_is_its_verdict_and_what_differs() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
     result = placer.verify(model, {"devices": ["cuda:0", "cuda:1"]}, X, run_on="cpu")
     assert len(result.comparisons) >= 200
     (verdict,) = _block(result, 1)
