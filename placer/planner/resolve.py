@@ -28,7 +28,7 @@ def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
         raise PlacerError(
             "/offload",
             "is not possible for stages that are split in space, if one process runs all of their devices",
-            'start one process per device (torchrun; --torchrun for plans), or use "checkpoint"',
+            'start one process per device (torchrun; --processes for plans), or use "checkpoint"',
         )
     if spec.batch_norm == "sync" and spec.microbatches != 1:
         raise PlacerError(

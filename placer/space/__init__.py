@@ -7,7 +7,7 @@ exchange                  what moves pieces between shards, and sums over them
 windowed, norms, whole    the differentiable operations over shards
 nodes                     the same as what stands in a graph
 rules, rewrite            which operations can be cut; the pass from a program to one of parts
-chunked, chunks           convolutions of a concatenation in chunks of planes, on one device
+chunks                    convolutions of a concatenation in chunks of planes, on one device
 ========================  ===========================================================================
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from placer.errors import CaptureError, SpecError
 from placer.operands import tensors_of_tree
-from placer.program import FakeConverter, Program, read_state, register_rewrite, with_graph
+from placer.program import Program, register_rewrite, with_graph
 from placer.program.rows import name_of
 from placer.program.targets import UnderModes
 from placer.space.chunks import chunk_rewrites, find_joins, parts_of_join
@@ -28,6 +28,7 @@ from placer.space.nodes import (
     WholeShape,
 )
 from placer.space.rules import Call, Local, Replace, Rule, find_rule
+from placer.space.values import whole_values
 from placer.spec import PlacementSpec
 from placer.spec.layers import match_paths
 from placer.spec.rewrite import Rewrite
@@ -75,29 +76,6 @@ def split_in_space(program: Program, settings: Mapping[str, JsonValue]) -> Progr
             break
         whole |= more
     return with_graph(program, graph, layer_of)
-
-
-def whole_values(program: Program) -> dict[fx.Node, Any]:
-    """The value of every node of the graph, on fake tensors, for the captured call."""
-    captured = program.captured
-    converter = FakeConverter()
-    found: dict[fx.Node, Any] = {}
-    constants = {name: converter.tensor(t) for name, t in captured.constants.items()}
-
-    class Keep(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            found[n] = constants[n.name] if n.name in constants else super().run_node(n)
-            return found[n]
-
-    inputs = [each.on_meta() for each in captured.call.inputs]
-    given = [
-        x if isinstance(x, int | float) else converter.inputs([x])[0]
-        for x in (*inputs, *read_state(captured, None))
-    ]
-    model = converter.module(captured.model)
-    with torch.no_grad(), converter.running(captured.conditions.guess):
-        Keep(model, garbage_collect_values=False, graph=program.graph).run(*given)
-    return found
 
 
 @dataclass

@@ -269,7 +269,7 @@ def _reduce(call: Call) -> Rule:
     if not set(layout.dims) <= set(dims) or not call.values[call.inputs[0]].is_floating_point():
         return "it reduces some of the dimensions that are cut"
     keepdim = bool(call.argument(2, "keepdim", False))
-    total = SumParts(layout, tuple(dims), keepdim, call.name == "mean")
+    total = SumParts(layout, tuple(dims), keepdim, call.name)
     return Replace(total, (call.inputs[0],))
 
 
@@ -460,7 +460,8 @@ def _adaptive(call: Call) -> Rule:
     spatial = layout.shape[FIRST:]
     if set(output) == {1} and {dim - FIRST for dim in layout.dims} <= set(range(rank)):
         dims = tuple(range(FIRST, rank + FIRST))
-        return Replace(SumParts(layout, dims, keepdim=True, is_mean=True), (call.inputs[0],))
+        total = SumParts(layout, dims, keepdim=True, kind=f"adaptive_avg_pool{rank}d")
+        return Replace(total, (call.inputs[0],))
     if any(length % size for length, size in zip(spatial, output, strict=True)):
         return "its windows overlap"
     kernel = tuple(length // size for length, size in zip(spatial, output, strict=True))
@@ -525,14 +526,14 @@ def _even(layout: Layout, windows: Windows) -> bool:
 def _norm(call: Call) -> Rule:
     module: Any = call.module
     (layout,) = call.layouts.values()
-    batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    batch = isinstance(module, _BATCH_NORMS)
     if len(layout.shape) < FIRST + 1 or min(layout.dims) < FIRST:
         return "its rows or channels are cut"
     if isinstance(module, nn.SyncBatchNorm):
         return "it sums over processes itself"
     if batch and not module.training and module.running_mean is not None:
         return Local(layout.dims)
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+    if isinstance(module, _INSTANCE_NORMS):
         if module.track_running_stats:
             return "it has running statistics per row"
         if not _is_spatial(layout, int(call.name[-2])):
@@ -552,7 +553,12 @@ _LOSSES = {
     "CrossEntropyLoss": "cross_entropy",
 }
 _UNKNOWN_OPTIONS = ("weight", "pos_weight", "size_average", "reduce")
+<<<<<<< HEAD
 _ALIASES = {"dim": "axis", "keepdim": "keepdims", "dim0": "axis0", "dim1": "axis1"}
+=======
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+>>>>>>> main
 _INPLACE = ("iadd", "isub", "imul", "itruediv")
 _ACTIVATIONS = (
     *("ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU"),
