@@ -553,12 +553,9 @@ _LOSSES = {
     "CrossEntropyLoss": "cross_entropy",
 }
 _UNKNOWN_OPTIONS = ("weight", "pos_weight", "size_average", "reduce")
-<<<<<<< HEAD
 _ALIASES = {"dim": "axis", "keepdim": "keepdims", "dim0": "axis0", "dim1": "axis1"}
-=======
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
->>>>>>> main
 _INPLACE = ("iadd", "isub", "imul", "itruediv")
 _ACTIVATIONS = (
     *("ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU"),
