@@ -32,6 +32,11 @@ def _chunk_notes(program: Program, spec: PlacementSpec) -> list[str]:
 def _space_notes(program: Program, spec: PlacementSpec) -> list[str]:
     """How the model is cut, and which values are gathered because their readers cannot be."""
     cuts = cuts_of(program)
+    if cuts is None and spec.space.number > 1:
+        return [
+            "Nothing is split in space, because nothing that can be cut reads an input of the model: "
+            "everything runs whole."
+        ]
     if cuts is None or cuts.shards == 1:
         return []
     grid = "x".join(map(str, cuts.shape))

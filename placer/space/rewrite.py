@@ -30,7 +30,7 @@ from placer.space.nodes import (
 from placer.space.rules import Call, Local, Replace, Rule, find_rule
 from placer.space.values import whole_values
 from placer.spec import PlacementSpec
-from placer.spec.layers import match_paths
+from placer.spec.layers import resolve_patterns
 from placer.spec.rewrite import Rewrite
 
 SPACE = "space"
@@ -105,9 +105,12 @@ class _Cutter:
         self._modules = dict(self.program.model.named_modules(remove_duplicate=False))
         self._inputs = self._input_layouts()
         patterns = cast("list[str]", self.settings.get("layers") or ["**"])
-        paths = ["", *self._modules]
-        inside = {path for pattern in patterns for path in match_paths(pattern, paths)}
-        self._chosen = inside | {""} if patterns == ["**"] else inside
+        inside, unmatched = resolve_patterns("space/layers", patterns, self._modules)
+        if patterns == ["**"]:
+            inside.add("")
+        elif unmatched:
+            raise SpecError(SpecError.UNNAMED, unmatched)
+        self._chosen = inside
         self._joins = find_joins(self.program)
         self._parts_of = {join: parts_of_join(join) for join in self._joins}
 
@@ -127,7 +130,15 @@ class _Cutter:
             dims: list[int | str] = [names.get(d, d) for d in asked] if asked else [*free]
             numbers = [d for d in dims if isinstance(d, int) and -rank <= d < rank]
             if dims and len(numbers) == len(dims) and each.dtype.is_floating_point:
-                named[node.name] = each, [d % rank for d in numbers]
+                own = [d % rank for d in numbers]
+                if batch in own:
+                    raise self._error(
+                        f"dim {batch} of {each.name} has the rows of the batch",
+                        'write other "dims", or "replicas" to split the batch',
+                    )
+                if len(set(own)) < len(own):
+                    raise self._error(f"names a dim of {each.name} twice", 'write other "dims"')
+                named[node.name] = each, own
         if not named:
             raise self._error(
                 "no input has dimensions to cut: floating-point inputs of rows x channels x space are"
@@ -156,8 +167,10 @@ class _Cutter:
         # An input of one plane, such as a scale per channel, is broadcast.
         return {name: layout for name, layout in found.items() if layout.can_be_cut}
 
-    def _error(self, problem: str) -> SpecError:
-        remedy = 'write fewer "shards", another "grid", or the "dims" of the inputs that are space'
+    def _error(self, problem: str, remedy: str = "") -> SpecError:
+        remedy = remedy or (
+            'write fewer "shards", another "grid", or the "dims" of the inputs that are space'
+        )
         return SpecError(SpecError.UNNAMED, [("/space", problem, remedy)])
 
     def _placeholders(self) -> list[fx.Node]:

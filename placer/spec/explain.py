@@ -22,7 +22,11 @@ _JSON_WORDS = {
     "a valid dictionary or instance of LossSpec": "the name of a loss or an object",
 }
 _JSON_SINGLES = {None: "null", True: "true", False: "false"}
-_KEYS = {"devices": ["name", "memory", "kind", "allocator"], "loss": ["function", "target"]}
+_KEYS = {
+    "devices": ["name", "memory", "kind", "allocator"],
+    "loss": ["function", "target"],
+    "space": ["shards", "grid", "dims", "layers"],
+}
 _EXAMPLES = {
     "loss": 'write a name such as "cross_entropy", or an object with "function" and "target"',
     "devices": 'write a list such as ["cuda:0", {"name": "cuda:1", "memory": "16GiB"}]',
@@ -34,6 +38,16 @@ _EXAMPLES = {
 def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> list[Problem]:
     """Every error in ``error`` as (JSON pointer, problem, remedy); ``keys`` are the valid keys of a spec."""
     details = error.errors(include_url=False)
+    words = {json_pointer(x["loc"], data) for x in details if x["type"] == "literal_error"}
+    details = [
+        x  # of a number or a word: the words are what is named
+        for x in details
+        if not (
+            x["type"] == "int_type"
+            and isinstance(x["input"], str)
+            and json_pointer(x["loc"], data) in words
+        )
+    ]
     return [_explain(detail, data, keys) for detail in details if not _is_echo(detail)]
 
 

@@ -1,0 +1,269 @@
+"""The law in space where it is easily broken: names that mean something else, writes, odd shapes, changes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import placer
+
+D = torch.float64
+TWO: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "space": 2}
+GRID: dict[str, Any] = {
+    "devices": [f"cpu:{i}" for i in range(4)],
+    "space": {"shards": 4, "grid": [2, 2]},
+}
+HEIGHT: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "space": {"shards": 2, "dims": ["height"]}}
+
+
+class _Calls(nn.Module):
+    """A convolution, and what ``function`` does with its result; other weights by name."""
+
+    def __init__(self, function: Callable[..., Any], **own: Any) -> None:
+        super().__init__()
+        self._function = [function]
+        self.conv = nn.Conv3d(2, 4, 3, padding=1)
+        self.again = nn.Conv3d(4, 4, 3, padding=1)
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        return self._function[0](self, self.conv(x), *others)
+
+
+def _numbers(result: Any) -> list[Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(result)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _assert_same(
+    plain: nn.Module, placed: nn.Module, args: tuple[Tensor, ...], rtol: float = 1e-10
+) -> None:
+    """One call and backward: results, gradients of inputs and weights, buffers."""
+    found = []
+    for model in (plain, placed):
+        given = [x.clone().requires_grad_(x.is_floating_point()) for x in args]
+        torch.manual_seed(1)
+        results = _numbers(model(*given))
+        torch.manual_seed(2)
+        sums = [(x * torch.randn(x.shape, dtype=D)).sum() for x in results if x.requires_grad]
+        sum(sums, torch.zeros(())).backward()
+        weights = [x.grad for x in (*given, *model.parameters())]
+        found.append([*results, *weights, *model.buffers()])
+    for own, other in zip(*found, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None and other is not None:
+            torch.testing.assert_close(other, own, rtol=rtol, atol=1e-10)
+
+
+def _write_item(m: Any, y: Tensor) -> Tensor:
+    y = y.clone()
+    y[:, :, 2:4] = 0.5
+    y[:, 0] *= 2
+    result: Tensor = m.again(y)
+    return result
+
+
+def _add_to_buffer(m: Any, y: Tensor) -> Tensor:
+    y = m.again(y + m.kept)
+    m.kept.mul_(0.5)
+    return y
+
+
+def _read_write_read(m: Any, y: Tensor) -> tuple[Tensor, ...]:
+    before = y.roll(1, 2)
+    y.mul_(2)
+    return before, y.flip(2), y
+
+
+def _write_after_resize(m: Any, y: Tensor) -> tuple[Tensor, ...]:
+    y = y * 1
+    larger = F.interpolate(y, scale_factor=2, mode="trilinear")
+    y += 1
+    return larger, y
+
+
+def _buffer() -> nn.Buffer:
+    return nn.Buffer(torch.randn(1, 4, 8, 6, 6))
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
+    "sum of an axis": (TWO, {}, lambda m, y: (y.sum(axis=1), y.sum(axis=2, keepdims=True))),
+    "mean of axes": (TWO, {}, lambda m, y: torch.mean(y, axis=(2, 3, 4))),
+    "sum of no dims": (TWO, {}, lambda m, y: y.sum([])),
+    "sum into a tensor": (
+        TWO,
+        {},
+        lambda m, y: (
+            torch.sum(y.detach(), (2, 3, 4), out=torch.empty(2, 4, dtype=D)),
+            y,
+        ),
+    ),
+    "joined along an axis": (TWO, {}, lambda m, y: torch.cat([y, y + 1], axis=2)),
+    "swapped axes": (TWO, {}, lambda m, y: torch.swapaxes(y, axis0=1, axis1=2) * 2),
+    "largest channel": (TWO, {}, lambda m, y: y * y.argmax(1).unsqueeze(1)),
+    "numbers of elements": (TWO, {}, lambda m, y: y / y.numel() * y.shape.numel()),
+    "written items": (TWO, {}, _write_item),
+    "written buffer": (TWO, {"kept": _buffer}, _add_to_buffer),
+    "written between reads": (TWO, {}, _read_write_read),
+    "written after a resize": (TWO, {}, _write_after_resize),
+    "weight per plane, grid": (GRID, {"p": lambda: _weight(1, 4, 8, 1, 1)}, lambda m, y: y + m.p),
+    "weight per row, grid": (GRID, {"p": lambda: _weight(6, 6)}, lambda m, y: y + m.p),
+    "weight as long as the height": (
+        HEIGHT,
+        {"w": lambda: _weight(6, 6)},
+        lambda m, y: F.linear(y, m.w),
+    ),
+    "PReLU of planes": (
+        TWO,
+        {"act": lambda: nn.PReLU(8)},
+        lambda m, y: m.act(y.transpose(1, 2)),
+    ),
+    "adaptive pooling": (
+        TWO,
+        {"pool": lambda: nn.AdaptiveAvgPool3d((2, 3, 3))},
+        lambda m, y: m.pool(y),
+    ),
+}
+
+
+@pytest.mark.parametrize(("spec", "own", "function"), CALLS.values(), ids=CALLS)
+def test_calls(
+    spec: dict[str, Any], own: dict[str, Callable[[], Any]], function: Callable[..., Any]
+) -> None:
+    torch.manual_seed(0)
+    plain = _Calls(function, **{name: make() for name, make in own.items()}).double()
+    x = torch.randn(2, 2, 8, 6, 6, dtype=D)
+    placed = placer.compile(plain, spec, x)
+    for rows in (2, 3):
+        if rows == 3 and function is CALLS["sum into a tensor"][2]:
+            continue  # its tensor has two rows
+        _assert_same(plain, placed, (torch.randn(rows, 2, 8, 6, 6, dtype=D),))
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [(nn.InstanceNorm3d(3), (3, 6, 8, 4)), (nn.InstanceNorm2d(3, affine=True), (3, 6, 8))],
+    ids=str,
+)
+def test_instance_norm_without_rows(norm: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=D)
+    plain = nn.Sequential(norm).double()
+    spec = {"devices": ["cpu:0", "cpu:1"], "space": {"shards": 2, "dims": [2]}}
+    _assert_same(plain, placer.compile(plain, spec, x), (x,))
+
+
+def test_an_input_of_one_plane_is_broadcast_and_nothing_gathered() -> None:
+    plain = _Calls(lambda m, y, scale: m.again(y * scale)).double()
+    args = (torch.randn(2, 2, 8, 6, 6, dtype=D), torch.randn(2, 4, 1, 1, 1, dtype=D))
+    placed = placer.compile(plain, TWO, args)
+    assert not any("Gathered" in note for note in placed.plan.notes)
+    _assert_same(plain, placed, args)
+
+
+def _change(name: str, value: Any) -> Callable[[nn.Module], object]:
+    return lambda layer: setattr(layer, name, value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "change"),
+    [
+        (lambda: nn.MaxPool3d(2), _change("kernel_size", 3)),
+        (lambda: nn.Conv3d(4, 4, 3), _change("stride", (2, 2, 2))),
+        (lambda: nn.GroupNorm(2, 4), _change("num_groups", 4)),
+        (lambda: nn.Dropout(0.0), _change("p", 0.5)),
+        (nn.ReLU, lambda m: m.register_forward_hook(lambda *call: call[2].flip(2))),
+    ],
+    ids=["pool", "convolution", "norm", "dropout", "hook"],
+)
+def test_a_layer_that_is_changed_later(
+    layer: Callable[[], nn.Module], change: Callable[[nn.Module], object]
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), layer()).double()
+    x = torch.randn(2, 2, 8, 6, 6, dtype=D)
+    placed = placer.compile(plain, TWO, x)
+    for model in (plain, placed):
+        change(model[1])
+    _assert_same(plain, placed, (x,))
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.InstanceNorm3d(4)], ids=str)
+def test_autocast_has_the_types_of_the_plain_model(norm: nn.Module) -> None:
+    plain = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), norm)
+    x = torch.randn(2, 2, 8, 6, 6)
+    for tail in (nn.Identity(), nn.AdaptiveAvgPool3d(1)):
+        model = nn.Sequential(*plain, tail)
+        placed = placer.compile(model, {**TWO, "precision": "bf16"}, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x)
+        torch.testing.assert_close(placed(x), expected, rtol=0.03, atol=0.03)
+
+
+def test_a_mean_of_half_precision_does_not_overflow() -> None:
+    x = torch.full((1, 2, 32, 32, 48), 2.0, dtype=torch.float16)
+    plain = nn.Sequential(nn.Identity(), nn.AdaptiveAvgPool3d(1))
+    assert torch.equal(placer.compile(plain, TWO, x)(x), plain(x))
+
+
+def test_two_threads_with_other_numbers_of_shards() -> None:
+    x = torch.randn(2, 2, 8, 6, 6, dtype=D)
+    plain = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3)).double()
+    four = {"devices": [f"cpu:{i}" for i in range(4)], "space": 4}
+    placed = [placer.compile(copy.deepcopy(plain), spec, x) for spec in (TWO, four)]
+    wrong: list[Any] = []
+
+    def run(model: nn.Module) -> None:
+        try:
+            for _ in range(10):
+                torch.testing.assert_close(model(x), plain(x))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(model,)) for model in placed]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_transforms_are_refused() -> None:
+    x = torch.randn(2, 2, 8, 6, 6)
+    placed = placer.compile(nn.Sequential(nn.Conv3d(2, 4, 3)), TWO, x)
+    with pytest.raises(placer.PlacerError, match=r"torch\.func"):
+        torch.func.vmap(placed)(x[None])
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"shards": 2, "dims": [2, -3]}, "twice"),
+        ({"shards": 2, "dims": [0]}, "has the rows of the batch"),
+        ({"shards": 2, "layers": ["nothere"]}, "no layer matches 'nothere'"),
+        ({"shards": 2, "layer": ["0"]}, "did you mean 'layers'"),
+        ({"shards": 2, "dims": ["hight"]}, "1 problem"),
+    ],
+    ids=str,
+)
+def test_a_spec_that_would_cut_nothing_or_something_else_is_refused(space: Any, said: str) -> None:
+    x = torch.randn(2, 2, 8, 6, 6)
+    with pytest.raises(placer.SpecError, match=said):
+        placer.compile(nn.Sequential(nn.Conv3d(2, 4, 3)), {**TWO, "space": space}, x)
+
+
+def test_a_model_of_which_nothing_is_cut_says_so() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    notes = placer.make_plan(model, TWO, torch.randn(4, 1, 4, 4)).notes
+    assert any("Nothing is split in space" in note for note in notes)
