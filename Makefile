@@ -20,11 +20,11 @@ demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # The whole of every matrix of models, specs and schedules, of which `make test` runs a fixed sample.
 law: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --law
+	$(BIN)/python -m pytest -n 3 --dist loadfile --law
 
 lint: $(READY)
 	$(BIN)/ruff check placer tests examples benchmarks

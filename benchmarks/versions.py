@@ -161,7 +161,7 @@ def _run(row: Row, environment: Path, uv: str) -> Outcome:
         start = time.perf_counter()
         subprocess.run(
             [
-                *(str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup"),
+                *(str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"),
                 *("-p", "no:cacheprovider"),
                 *("--junitxml", report.name, *TESTS),
             ],

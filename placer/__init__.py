@@ -13,6 +13,7 @@ writes a `timeline`, `report`, `cli`. ARCHITECTURE.md says more.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
@@ -80,4 +81,15 @@ def __getattr__(name: str) -> Any:
     from placer.versions import explain_failed_import
 
     with explain_failed_import():
-        return getattr(importlib.import_module(f"placer.{_HOME_OF[name]}"), name)
+        found = getattr(importlib.import_module(f"placer.{_HOME_OF[name]}"), name)
+    for home, shown in (("plan.types", "Plan"), ("spec", "PlacementSpec")):
+        if module := sys.modules.get(f"placer.{home}"):
+            getattr(module, shown)._repr_html_ = _repr_html_
+    return found
+
+
+def _repr_html_(shown: Any) -> str:
+    """How notebooks show a plan or a spec. They know nothing of reports, which are floors above them."""
+    from placer.report import plan_frame, spec_table
+
+    return plan_frame(shown) if hasattr(shown, "stages") else spec_table(shown)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import (
     SUPPORTED_NODES,
@@ -25,18 +26,24 @@ def tensors_in(*values: Any) -> list[Tensor]:
     """
     found: list[Tensor] = []
     for value in values:
+        if type(value) in _PLAIN:
+            continue
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(*value)
-        elif isinstance(value, dict):
+        elif isinstance(value, (list, tuple)):
+            if value:
+                found += tensors_in(*value)
+        elif isinstance(value, dict) and value:
             found += tensors_in(*value.values())
     return found
 
 
+_PLAIN = frozenset((int, float, bool, type(None), torch.dtype, torch.device))
+
+
 def nbytes_of(*tensors: Tensor) -> int:
     """The bytes of the elements of ``tensors``, together; of a view only the elements that it shows."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
 
 
 def tensors_of_tree(value: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from placer.errors import nearest
 
@@ -14,6 +15,11 @@ _BYTE_FACTORS = {
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+# Units of columns of a table, the largest first.
+Units = tuple[tuple[str, float], ...]
+BYTES: Units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+SECONDS: Units = (("s", 1), ("ms", 1e-3), ("us", 1e-6))
+FLOPS: Units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3), ("FLOP", 1))
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
@@ -58,7 +64,7 @@ def format_bytes(nbytes: int | float, *, enough: bool = False) -> str:
     """
     size = abs(nbytes)
     sign = "-" if nbytes < 0 else ""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, factor in BYTES[:-1]:
         if size >= factor:
             parts = math.ceil(size * 100 / factor) if enough else size * 100 / factor
             return f"{sign}{parts / 100:.2f} {unit}"
@@ -92,7 +98,29 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(4.2e-5)
     ('12.30 ms', '2.50 s', '42.00 us')
     """
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+    for unit, factor in SECONDS[:-1]:
         if abs(seconds) >= factor:
             return f"{seconds / factor:.2f} {unit}"
     return f"{seconds / 1e-6:.2f} us"
+
+
+def common_unit(values: Iterable[float], units: Units) -> tuple[str, float]:
+    """The unit, with its factor, in which the largest of ``values`` has one to three digits before the point.
+
+    >>> common_unit([2**20, 2**31], BYTES)
+    ('GiB', 1073741824)
+    """
+    largest = max(map(abs, values), default=0)
+    return next((unit for unit in units if largest >= unit[1]), units[-1])
+
+
+def format_in(value: float, factor: float) -> str:
+    """``value`` in a unit of this factor, with two decimals; a whole number in single bytes.
+
+    >>> format_in(3 * 2**29, 2**30), format_in(1, 2**30), format_in(0, 2**30), format_in(12, 1)
+    ('1.50', '<0.01', '0.00', '12')
+    """
+    if isinstance(value, int) and factor == 1:
+        return str(value)
+    text = f"{value / factor:.2f}"
+    return "<0.01" if value > 0 and text == "0.00" else text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import rich.table
@@ -12,98 +12,119 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from placer.quantities import Units, common_unit, format_in
+
 _GAP = 2  # spaces between columns
 _STYLES = {"good": "green", "bad": "bold red", "": ""}
 
 
 class Cell(NamedTuple):
-    """The text of a cell, and whether that is good or bad news."""
+    """What a cell has, and whether that is good or bad news."""
 
-    text: str
+    value: str | float
     state: Literal["good", "bad", ""] = ""
+
+
+class _Column(NamedTuple):
+    """The texts of a column: its header and unit in lines, its cells, and its footer."""
+
+    head: str
+    cells: Sequence[str]
+    foot: str
+    breaks: bool  # may its texts be broken between words?
+
+    @property
+    def width(self) -> int:
+        """The width of the longest text."""
+        return max(map(cell_len, (*self.head.split("\n"), *self.cells, self.foot)))
+
+    @property
+    def least_width(self) -> int:
+        """The width of the longest text that is not broken."""
+        if not self.breaks:
+            return self.width
+        texts = (self.head, *self.cells, self.foot)
+        return max((cell_len(word) for text in texts for word in text.split()), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of texts below ``headers``, which differ from each other.
+    """Rows of texts and numbers below ``headers``, which differ from each other.
 
-    Columns of ``names`` and ``words`` stand on the left, all others have numbers. Where the console is
-    narrow, ``words`` are broken between words; where that is not enough, columns are left out: the
-    ``optional`` ones, in this order. A ``footer`` has a text for every column.
+    Columns of ``names`` and ``words`` stand on the left, all others have numbers. The numbers of a column in
+    ``units`` are in one unit, which stands below its header. Where the console is narrow, ``words`` are
+    broken between words; where that is not enough, columns are left out: the ``optional`` ones, in this
+    order. What is too wide even then is wider than the console, because no word is ever broken. A ``footer``
+    has something for every column.
     """
 
     headers: Sequence[str]
-    rows: Sequence[Sequence[str | Cell]]
+    rows: Sequence[Sequence[str | float | Cell]]
     names: Sequence[str] = ()
     words: Sequence[str] = ()
     optional: Sequence[str] = ()
-    footer: Sequence[str] = ()
+    footer: Sequence[str | float] = ()
+    units: Mapping[str, Units] = field(default_factory=dict)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = list(self.headers)
+        columns = {header: self._column(place) for place, header in enumerate(self.headers)}
         for header in self.optional:
-            if self._width(shown) > options.max_width and header in shown:
-                shown.remove(header)
-        fits = (
-            self._width(shown) <= options.max_width
-        )  # else words are broken, but no letter is lost
-        widths = self._widths(shown, options.max_width)
+            least = sum(c.least_width for c in columns.values()) + _GAP * (len(columns) - 1)
+            if least > options.max_width:
+                columns.pop(header, None)
+        widths = _widths(columns, options.max_width)
         table = rich.table.Table(
             box=box.SIMPLE_HEAD,
             show_edge=False,
             pad_edge=False,
             padding=(0, _GAP - 1, 0, 0),
             show_footer=bool(self.footer),
+            width=sum(widths.values()) + _GAP * (len(widths) - 1),
         )
-        for header in shown:
+        for header, column in columns.items():
+            left = header in self.words or header in self.names
             table.add_column(
-                header,
-                justify="right" if self.kind(header) == "number" else "left",
-                overflow="fold",
-                width=widths[header] if fits else None,
-                footer=self.footer[self._place(header)] if self.footer else "",
+                column.head,
+                justify="left" if left else "right",
+                width=widths[header],
+                footer=column.foot,
             )
-        for row in self.rows:
-            cells = (row[self._place(header)] for header in shown)
-            table.add_row(*(_as_text(cell) for cell in cells))
+        for number, row in enumerate(self.rows):
+            states = dict(zip(self.headers, map(_state, row), strict=True))
+            table.add_row(
+                *(Text(c.cells[number], style=_STYLES[states[h]]) for h, c in columns.items())
+            )
         yield table
 
-    def kind(self, header: str) -> Literal["name", "words", "number"]:
-        """What the column has."""
-        if header in self.words:
-            return "words"
-        return "name" if header in self.names else "number"
+    def _column(self, place: int) -> _Column:
+        header = self.headers[place]
+        values = [_value(row[place]) for row in self.rows]
+        foot = self.footer[place] if self.footer else ""
+        numbers = [value for value in (*values, foot) if not isinstance(value, str)]
+        unit, factor = "", 1.0
+        if header in self.units and numbers:
+            unit, factor = common_unit(numbers, self.units[header])
 
-    def _place(self, header: str) -> int:
-        return self.headers.index(header)
+        def text(value: str | float) -> str:
+            return value if isinstance(value, str) else format_in(value, factor)
 
-    def _size(self, header: str, *, broken: bool) -> int:
-        """The width of the longest text of a column, or of its longest word."""
-        place = self._place(header)
-        texts = [
-            header,
-            *(_as_text(row[place]).plain for row in self.rows),
-            *self.footer[place:][:1],
-        ]
-        pieces = [piece for text in texts for piece in (text.split() if broken else [text])]
-        return max(map(cell_len, pieces), default=0)
-
-    def _width(self, shown: Sequence[str]) -> int:
-        """The least width of the table with the columns ``shown``."""
-        least = (self._size(h, broken=h in self.words) for h in shown)
-        return sum(least) + _GAP * (len(shown) - 1)
-
-    def _widths(self, shown: Sequence[str], most: int) -> dict[str, int]:
-        """The widths of the columns, within ``most``: words are broken, in the widest column first."""
-        widths = {header: self._size(header, broken=False) for header in shown}
-        words = [header for header in shown if header in self.words]
-        for header in sorted(words, key=lambda header: -widths[header]):
-            excess = sum(widths.values()) + _GAP * (len(shown) - 1) - most
-            least = self._size(header, broken=True)
-            widths[header] = max(least, widths[header] - max(0, excess))
-        return widths
+        breaks = header in self.words
+        head = f"{header}\n{unit}" if unit else header
+        return _Column(head, [text(value) for value in values], text(foot), breaks)
 
 
-def _as_text(cell: str | Cell) -> Text:
-    """The cell for rich, without markup."""
-    return Text(cell.text, style=_STYLES[cell.state]) if isinstance(cell, Cell) else Text(cell)
+def _widths(columns: Mapping[str, _Column], most: int) -> dict[str, int]:
+    """The widths of the columns, if possible within ``most``: words are broken, the widest column's first."""
+    widths = {header: column.width for header, column in columns.items()}
+    for header in sorted(columns, key=lambda header: -widths[header]):
+        excess = sum(widths.values()) + _GAP * (len(widths) - 1) - most
+        widths[header] = max(columns[header].least_width, widths[header] - max(0, excess))
+    return widths
+
+
+def _value(cell: str | float | Cell) -> str | float:
+    return cell.value if isinstance(cell, Cell) else cell
+
+
+def _state(cell: str | float | Cell) -> Literal["good", "bad", ""]:
+    return cell.state if isinstance(cell, Cell) else ""

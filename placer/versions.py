@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
-
 from placer.errors import VersionError
 
 if TYPE_CHECKING:
@@ -45,6 +43,8 @@ class Range:
         >>> "2.15.0+cu130" in Range(package="torch", lowest="2.11", highest="2.15", below="2.16")
         True
         """
+        from packaging.requirements import Requirement  # `placer doctor` runs without it
+
         return Requirement(self.requirement).specifier.contains(release, prereleases=True)
 
     def __str__(self) -> str:
@@ -62,6 +62,7 @@ RANGES: tuple[Range, ...] = (
     # torch's private names change with its minor releases, so the next one is not allowed unseen.
     Range(package="torch", lowest="2.11", highest="2.15", below="2.16"),
     Range(package="torchvision", lowest="0.26", highest="0.29", below="1"),
+    Range(package="jinja2", lowest="3.1", highest="3.1", below="4"),
     Range(package="networkx", lowest="3.3", highest="3.7", below="4"),
     Range(package="numpy", lowest="2.0", highest="2.5", below="3"),
     Range(package="packaging", lowest="23.0", highest="26.3", below="27"),

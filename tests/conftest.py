@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -44,3 +45,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(item for i, item in enumerate(each) if i not in kept)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file run on one worker, since they share captures, and so do all that start jobs."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "jobs" if file.startswith("tests/distributed/") else file
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -48,6 +48,7 @@ def make_plan(*, budget: int | None = 16 * GIB) -> Plan:
         objective="memory",
         replicas=1,
         microbatches=1,
+        shards=1,
         schedule="GPipe",
         precision="fp32",
         batch_norm="per_microbatch",

@@ -11,7 +11,8 @@ import typer
 
 from placer.cli.fields import errors_name_options, spec_fields, spec_of_options
 from placer.cli.options import REPEATABLE, AsJson, Kind, Loss, ModelOptions, Target, loss_option
-from placer.cli.output import human_console, print_text, progress
+from placer.cli.output import human_console, print_text
+from placer.cli.progress import progress
 from placer.errors import BudgetError, PlacerError
 
 Devices = Annotated[
@@ -77,7 +78,7 @@ def auto(
     make = JudgingPlanner(program, leaves)
     try:
         with (
-            progress(console, "looking for a spec that fits"),
+            progress(console, "looking for a spec that fits", make, most=len(wanted.devices)),
             errors_name_options(devices),
         ):
             chosen = choose_spec(program, wanted, leaves, make)
@@ -85,7 +86,17 @@ def auto(
     except BudgetError as error:
         closest = make(wanted)
         console.print(plan_table(closest))
-        report_misfit(console, program, wanted, leaves, closest, make, error=error, as_json=as_json)
+        report_misfit(
+            console,
+            program,
+            wanted,
+            leaves,
+            closest,
+            make,
+            error=error,
+            options=True,
+            as_json=as_json,
+        )
     console.print(plan_table(made))
     if plan_output is not None:
         save_plan(made, plan_output)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import human_console, print_json, progress
+from placer.cli.output import human_console, print_json
+from placer.cli.progress import progress
 from placer.tables import Table
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def calibrate(
     check_output(output)
     place = device_here(device)
     said: list[str] = []
-    with progress(console, f"measuring {place}") as report_progress:
+    with progress(console, f"measuring {place}") as told:
         kind = measure(
             place,
             name=name or (output.stem if output else None),
             seconds=seconds,
-            progress=lambda what, number, count: report_progress(f"{number} of {count}, {what}"),
+            progress=lambda what, number, count: told.doing(f"{number} of {count}, {what}"),
             warn=said.append,
         )
     values = file_values(kind, place)

@@ -20,7 +20,8 @@ from placer.cli.options import (
     loss_option,
     with_loss,
 )
-from placer.cli.output import human_console, print_json, progress
+from placer.cli.output import human_console, print_json
+from placer.cli.progress import progress
 from placer.errors import CaptureError, PlacerError, SpecError, first_few
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _check_spec(
         return
     program, leaves = loaded.record(console, spec)
     make = JudgingPlanner(program, leaves)
-    with progress(console, "planning"):
+    with progress(console, "planning", make):
         made = with_comparisons(make(spec), spec, make)
     console.print(plan_table(made))
     if as_json:

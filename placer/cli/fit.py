@@ -12,12 +12,12 @@ from rich.console import Console
 from torch import Tensor
 
 from placer.cli.main import EXIT_NO_FIT
-from placer.cli.output import print_json, progress
+from placer.cli.output import print_json
+from placer.cli.progress import progress
 from placer.errors import BudgetError
 from placer.plan.check import host_error
 from placer.plan.types import Plan
 from placer.planner.auto import faster_with_fewer
-from placer.planner.build import PlanMaker
 from placer.planner.remedies import (
     describe_fitting,
     find_largest_node,
@@ -37,25 +37,43 @@ def with_comparisons(plan: Plan, spec: PlacementSpec, make: JudgingPlanner) -> P
     return replace(plan, notes=(*plan.notes, *filter(None, compared)))
 
 
+def find_remedies(
+    console: Console,
+    program: Program,
+    spec: PlacementSpec,
+    inputs: Sequence[Tensor],
+    plan: Plan,
+    make: JudgingPlanner,
+) -> BudgetError:
+    """The error that says why ``plan`` does not fit, with the changes that were tried."""
+    if plan.fits_devices:  # the host has too little
+        return host_error(plan)
+    with progress(console, "planning changes that may make it fit", make):
+        return misfit_error(program, spec, inputs, plan, make)
+
+
 def report_misfit(
     console: Console,
     program: Program,
     spec: PlacementSpec,
     inputs: Sequence[Tensor],
     plan: Plan,
-    make: PlanMaker,
+    make: JudgingPlanner,
     *,
     error: BudgetError | None = None,
+    options: bool = False,
     as_json: bool = False,
 ) -> NoReturn:
     """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
-    ``make`` plans a changed spec. ``error`` has the changes that have been tried, if any have. With
-    ``as_json``, the result is also printed to stdout as JSON.
+    ``make`` plans a changed spec; ``error`` has the changes that have been tried, if any have. With
+    ``options``, changes are written as options of ``placer auto``. With ``as_json``, the result is also
+    printed to stdout as JSON.
     """
-    say = str if error is None else as_option
-    if plan.fits_devices:  # the host has too little
-        error = host_error(plan)
+    say = as_option if options else str
+    if error is None:
+        error = find_remedies(console, program, spec, inputs, plan, make)
+    if plan.fits_devices:
         remedy = say(error.remedy)
         console.print(f"what would make it fit:\n  - {remedy}", markup=False)
         if as_json:
@@ -65,14 +83,11 @@ def report_misfit(
     if not no_room:
         largest = find_largest_node(program, spec, inputs, make)
         console.print(largest.describe(), style="bold red", markup=False)
-    if error is None:
-        with progress(console, "planning changes that may make it fit"):
-            error = misfit_error(program, spec, inputs, plan, make)
     console.print("what would make it fit:")
     for tried in error.tried:
         if tried.fits:
             console.print(f"  - {say(describe_fitting(tried))}", markup=False)
-    with progress(console, "planning with other amounts of memory"):
+    with progress(console, "planning with other amounts of memory", make, compare=False):
         needed = memory_needed(spec, make)
     console.print(f"  - {needed}", markup=False)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from placer.api import lower_call
 from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
-from placer.cli.output import progress
+from placer.cli.progress import progress
 from placer.cli.target import build_model
 from placer.cli.values import parse_values
 from placer.inputs import parse_inputs

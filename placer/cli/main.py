@@ -46,9 +46,12 @@ class _Commands(TyperGroup):
             return None
         module = importlib.import_module(f"placer.cli.{cmd_name}")
         function = getattr(module, cmd_name)
-        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        example = f"Example:  {module.EXAMPLE}"
-        single.command(cmd_name, epilog=example)(_with_error_output(with_option_groups(function)))
+        single = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        first, *_ = (function.__doc__ or "").split("\n")
+        register = single.command(cmd_name, epilog=f"Example:  {module.EXAMPLE}", short_help=first)
+        register(_with_error_output(with_option_groups(function)))
         return typer.main.get_command(single)
 
     def invoke(self, ctx: Any) -> Any:
@@ -133,6 +136,7 @@ app = typer.Typer(
     name="placer",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: options beside their texts, nothing cut at 80 columns
     help="Place a PyTorch model on devices: model-parallel inside a replica, data-parallel across "
     "replicas, from one JSON spec. Exit codes: 0 success; 1 verify found a difference; 2 bad "
     "usage or a bad spec; 3 the placement does not fit.",

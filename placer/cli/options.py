@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 import typer
 
 from placer.cli.fields import OptionGroup
-from placer.cli.output import progress
+from placer.cli.progress import progress
 from placer.cli.values import parse_values
 from placer.errors import PlacerError
 from placer.inputs import is_example, parse_inputs

@@ -4,25 +4,49 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from functools import partialmethod
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from placer.errors import BudgetError, PlacerError, SpecError
 
+if TYPE_CHECKING:
+    from placer.report import Origin
+    from placer.spec import PlacementSpec
+
 _WIDTH = 100  # columns if the output is not a terminal
+
+
+class _Console(Console):
+    """A console that cuts nothing: a table with too long a name is wider than the console."""
+
+    print = partialmethod(Console.print, crop=False)
 
 
 def human_console(*, as_json: bool) -> Console:
     """The console for tables and text: stdout, or stderr if stdout is for JSON."""
-    console = Console(stderr=as_json, highlight=False, soft_wrap=False)
+    console = _Console(stderr=as_json, highlight=False, soft_wrap=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
     return console
+
+
+def origin_of(model: str = "", inputs: str = "", spec: PlacementSpec | None = None) -> Origin:
+    """What a page says of the command that writes it, and of what the plan was made of."""
+    from placer.report import Origin
+
+    kinds = dict.fromkeys(device.kind for device in spec.devices if device.kind) if spec else ()
+    return Origin(
+        model=model,
+        inputs=inputs,
+        kinds=", ".join(kinds),
+        command=shlex.join(["placer", *sys.argv[1:]]),
+        spec=spec.to_json() if spec else "",
+    )
 
 
 def print_json(data: Any) -> None:
@@ -58,17 +82,3 @@ def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> N
         found["device"], found["missing_bytes"] = error.device, error.missing_bytes
         found["tried"] = [asdict(tried) for tried in error.tried]
     print_json({"error": found, "exit_code": exit_code})
-
-
-@contextmanager
-def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
-    """Show that something takes a while, by a spinner on a terminal, otherwise by a line on stderr.
-
-    Yields a function that shows how far it is, on a terminal.
-    """
-    if not console.is_terminal:
-        print(f"{doing} …", file=sys.stderr, flush=True)
-        yield lambda _: None
-        return
-    with console.status(f"{doing} …") as status:
-        yield lambda far: status.update(f"{doing}: {far} …")

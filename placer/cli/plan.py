@@ -18,7 +18,8 @@ from placer.cli.options import (
     Target,
     with_loss,
 )
-from placer.cli.output import human_console, print_json, progress
+from placer.cli.output import human_console, origin_of, print_json
+from placer.cli.progress import progress
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Save the plan here (JSON).")
@@ -65,7 +66,7 @@ def plan(
     check_writable(output, html, trace)
     console = human_console(as_json=as_json)
     loaded = model_options.load(console)
-    from placer.cli.fit import report_misfit, with_comparisons
+    from placer.cli.fit import find_remedies, report_misfit, with_comparisons
     from placer.cli.measured import check_kind_file, with_kind, with_kind_file
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
@@ -76,7 +77,7 @@ def plan(
     program, leaves = loaded.record(console, wanted)
     check_kind_file(profile, wanted, program)
     make = JudgingPlanner(program, leaves, processes=processes)
-    with progress(console, "planning"):
+    with progress(console, "planning", make):
         made = make(wanted)
         made = with_comparisons(made, wanted, make)
     console.print(plan_table(made))
@@ -85,13 +86,22 @@ def plan(
     if output is not None:
         save_plan(made, output)
         console.print(f"plan written to {output}")
+    error = None
+    if not made.fits:
+        error = find_remedies(console, program, wanted, leaves, made, make)
+    simulated = None
+    if html is not None or trace is not None:
+        with progress(console, "running a training step without data"):
+            simulated = make.simulate(made)
     if html is not None:
-        write_html(made, html, of=f"{loaded.target}, input {describe_shapes(leaves)}")
+        origin = origin_of(model_options.model, describe_shapes(leaves), wanted)
+        remedies = () if error is None else error.tried
+        write_html(made, html, simulation=simulated, origin=origin, remedies=remedies)
         console.print(f"page written to {html}")
     if trace is not None:
-        write_trace(made, trace)
+        write_trace(made, trace, simulation=simulated)
         console.print(f"trace written to {trace}")
     if as_json:
         print_json(plan_to_json(made))
-    if not made.fits:
-        report_misfit(console, program, wanted, leaves, made, make)
+    if error is not None:
+        report_misfit(console, program, wanted, leaves, made, make, error=error)

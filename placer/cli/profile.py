@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +10,9 @@ import typer
 
 from placer.cli.fields import spec_fields, spec_of_options
 from placer.cli.options import AsJson, Kind, ModelOptions
-from placer.cli.output import human_console, print_json, progress
-from placer.quantities import format_bytes, format_seconds
+from placer.cli.output import human_console, print_json
+from placer.cli.progress import progress
+from placer.quantities import BYTES, FLOPS, SECONDS, Units
 from placer.tables import Table
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ Output = Annotated[
 Rounds = Annotated[
     int, typer.Option("--rounds", min=1, metavar="N", help="Number of steps to measure.")
 ]
-EXAMPLE = "placer profile net.py:Net --input 8x64 --depth 1 --device cpu -o net-profile.json"
+EXAMPLE = "placer profile net.py:Net --input 8x64 --depth 1 --device cpu"
 
 
 def profile(
@@ -81,7 +82,7 @@ def profile(
     measured, values = None, None
     if measures:
         place = device_here(device or "")
-        with progress(console, f"running steps on {place}") as report_progress:
+        with progress(console, f"running steps on {place}") as told:
             measured = profile_model(
                 program,
                 loaded.model,
@@ -91,7 +92,7 @@ def profile(
                 precision=counted.precision,
                 training=counted.training,
                 rounds=rounds,
-                each_round=lambda number: report_progress(f"{number} of {rounds} steps"),
+                each_round=lambda number: told.doing(f"step {number}"),
             )
         values = file_values(measured.kind, place, inputs=leaves)
         costs = measured.costs
@@ -147,14 +148,14 @@ def memory_rows(measured: Measured) -> dict[str, dict[str, int]]:
 
 def _memory_table(rows: Mapping[str, Mapping[str, int]]) -> Table:
     headers = ("memory of a step, at its most", "predicted", "measured", "off by")
-    cells = []
+    cells: list[list[str | float]] = []
     for name, row in rows.items():
         predicted, found = row["predicted"], row.get("measured")
         off = f"{predicted / found - 1:+.1%}" if found else ""
-        cells.append(
-            [name, format_bytes(predicted), "" if found is None else format_bytes(found), off]
-        )
-    return Table(headers=headers, rows=cells, names=headers[:1])
+        cells.append([name, predicted, "" if found is None else found, off])
+    return Table(
+        headers=headers, rows=cells, names=headers[:1], units=dict.fromkeys(headers[1:3], BYTES)
+    )
 
 
 def layer_seconds(
@@ -204,10 +205,9 @@ def layer_costs(program: Program, costs: CostTable, depth: int | None) -> dict[s
 
 
 def _costs_table(rows: Mapping[str, Mapping[str, int]], total: Mapping[str, int]) -> Table:
-    figures = {
-        column: (column, format_bytes) for column in ("parameters", "output", "saved", "transient")
-    } | {"forward_flops": ("forward FLOPs", _flops), "backward_flops": ("backward FLOPs", _flops)}
-    optional = ("transient", "output", "of FLOPs", "backward FLOPs", "forward FLOPs")
+    figures = {column: (column, BYTES) for column in _COLUMNS[:-2]}
+    figures |= {"forward_flops": ("forward", FLOPS), "backward_flops": ("backward", FLOPS)}
+    optional = ("transient", "output", "of FLOPs", "backward", "forward")
     return _layers_table(rows, total, figures, ("of FLOPs", _COLUMNS[-2:]), optional)
 
 
@@ -215,45 +215,38 @@ def _seconds_table(
     rows: Mapping[str, Mapping[str, int]], seconds: Mapping[str, Mapping[str, float]]
 ) -> Table:
     figures = {
-        "forward_seconds": ("forward", format_seconds),
-        "backward_seconds": ("backward", format_seconds),
-        "estimated_seconds": ("both, estimated", format_seconds),
+        "forward_seconds": ("forward", SECONDS),
+        "backward_seconds": ("backward", SECONDS),
+        "estimated_seconds": ("estimated", SECONDS),
     }
     total = {column: sum(row[column] for row in seconds.values()) for column in figures}
     shown = {layer: seconds[layer] for layer in (*rows, _LOSS)}
-    return _layers_table(shown, total, figures, ("of time", _PASSES), ("both, estimated",))
+    return _layers_table(shown, total, figures, ("of time", _PASSES), ("estimated", "of time"))
 
 
 def _layers_table(
     rows: Mapping[str, Mapping[str, float]],
     total: Mapping[str, float],
-    figures: Mapping[str, tuple[str, Callable[[Any], str]]],
+    figures: Mapping[str, tuple[str, Units]],
     share: tuple[str, Sequence[str]],
     optional: Sequence[str],
 ) -> Table:
     """A row per layer, and one for all of them.
 
-    ``figures`` maps what a row has to a header and a format; ``share`` is a header, and what its share is of.
+    ``figures`` maps what a row has to a header and units; ``share`` is a header, and what its share is of.
     """
     header, summed = share
     whole = sum(total[column] for column in summed)
 
-    def cells(name: str, row: Mapping[str, float]) -> list[str]:
+    def cells(name: str, row: Mapping[str, float]) -> list[str | float]:
         part = sum(row[column] for column in summed)
-        shown = [spell(row[column]) for column, (_, spell) in figures.items()]
-        return [name, *shown, f"{part / whole:.1%}" if whole else ""]
+        return [name, *(row[column] for column in figures), f"{part / whole:.1%}" if whole else ""]
 
     return Table(
         headers=("layer", *(text for text, _ in figures.values()), header),
-        words=("layer",),
+        names=("layer",),
         rows=[cells(layer or "(the model itself)", row) for layer, row in rows.items()],
         optional=optional,
         footer=cells("all", total),
+        units=dict(figures.values()),
     )
-
-
-def _flops(value: int) -> str:
-    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= factor:
-            return f"{value / factor:.2f} {unit}"
-    return str(value)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from placer.cli.output import human_console
+from placer.cli.output import human_console, origin_of
 
 Saved = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan saved by 'plan -o' (JSON).")]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="The HTML file.")]
@@ -38,7 +38,7 @@ def report(
     check_writable(output)
     simulated = None if simulation is None else read_json(simulation)
     try:
-        write_html(saved, output, simulation=simulated)
+        write_html(saved, output, simulation=simulated, origin=origin_of())
     except (KeyError, TypeError, ValueError, AttributeError):
         raise PlacerError(
             str(simulation), "does not hold simulated peaks", "give what 'simulate --json' printed"

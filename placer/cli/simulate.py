@@ -16,7 +16,8 @@ from placer.cli.options import (
     Target,
     with_loss,
 )
-from placer.cli.output import human_console, print_json, progress
+from placer.cli.output import human_console, print_json
+from placer.cli.progress import progress
 
 if TYPE_CHECKING:
     from placer.simulation import SimulationReport
@@ -56,7 +57,7 @@ def simulate(
     plan = wanted
     make = JudgingPlanner(program, leaves, processes=processes)
     if not isinstance(plan, Plan):
-        with progress(console, "planning"):
+        with progress(console, "planning", make):
             plan = make(plan)
     with progress(console, "running a training step without data"):
         report = simulate_captured(program, plan, leaves, make.loss_of(wanted), processes=processes)

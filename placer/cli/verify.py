@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
-from placer.cli.output import human_console, print_json, progress
+from placer.cli.output import human_console, print_json
+from placer.cli.progress import progress
 from placer.errors import PlacerError, first_few
 from placer.tables import Table
 
@@ -77,7 +78,7 @@ def verify(
     loaded = model_options.load(console, allocate=True, double=double, seed=seed)
     from placer.verification import verify as compare
 
-    with progress(console, "calling the placed model and the plain model"):
+    with progress(console, "calling the placed model and the plain model") as told:
         result = compare(
             loaded.model,
             wanted,
@@ -87,6 +88,7 @@ def verify(
             seed=seed,
             tolerance=tolerance,
             ignore_device_moves=model_options.ignore_device_moves,
+            each_situation=told.doing,
         )
     console.print(_table(result))
     console.print()

@@ -17,6 +17,7 @@ from placer.emit.types import SegmentCode, StageCode, StagedModel
 from placer.errors import PlanError
 from placer.plan.types import Plan
 from placer.program import Program, first_names
+from placer.program.graphs import new_node
 from placer.program.targets import CallMethod, call_module
 from placer.regions import Region
 
@@ -271,7 +272,8 @@ def _copy(
     """
     owner, _, leaf = str(node.target).rpartition(".")
     if node.op != "call_module" or "." not in owner or not is_plain(leaf):
-        return graph.node_copy(node, lambda n: values[n.name])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+        return new_node(graph, node.op, node.target, args, kwargs, node.name)
     if owner not in containers:
         name = owner.replace(".", "_")
         while name in taken:

@@ -12,6 +12,8 @@ from placer.cost import CostTable
 from placer.partition.solver.problem import Vector
 from placer.partition.types import DeviceSlot
 
+Members = Mapping[int, Sequence[int]]  # the nodes of each unit
+
 _MAX_CUTS = 400  # in longer orders, only the cuts crossed by the fewest bytes are used
 _MAX_CHAINS = 64  # how many orders of devices are tried, if devices differ or have pinned nodes
 
@@ -38,11 +40,12 @@ def candidate_cuts(
     If there are too many, only some are returned: all cuts between units with different pins, all cuts
     after a number of units in ``kept``, and of the others those crossed by few bytes.
     """
-    ends = list(itertools.accumulate(len(units.nodes[u]["nodes"]) for u in order))
+    members = dict(units.nodes(data="nodes"))
+    ends = list(itertools.accumulate(len(members[u]) for u in order))
     boundaries = ends[:-1]
     if len(boundaries) > _MAX_CUTS:
-        chosen = _cheapest(boundaries, _crossing_bytes(units, order, costs))
-        chosen |= _pin_boundaries(units, order, ends, pin_of)
+        chosen = _cheapest(boundaries, _crossing_bytes(members, order, costs))
+        chosen |= _pin_boundaries(members, order, ends, pin_of)
         chosen.update(ends[count - 1] for count in kept if 0 < count < len(order))
         boundaries = sorted(chosen)
     return [0, *boundaries, ends[-1] if ends else 0]  # a model may have no operations
@@ -53,13 +56,13 @@ def is_thinned(order: Sequence[int]) -> bool:
     return len(order) - 1 > _MAX_CUTS
 
 
-def _crossing_bytes(units: nx.DiGraph, order: Sequence[int], costs: CostTable) -> Vector:
+def _crossing_bytes(members: Members, order: Sequence[int], costs: CostTable) -> Vector:
     """The bytes that cross a cut before each position in forward."""
-    position = {n: i for i, n in enumerate(n for u in order for n in units.nodes[u]["nodes"])}
+    position = {n: i for i, n in enumerate(n for u in order for n in members[u])}
     steps = np.zeros(len(position) + 2)
     for node, readers in enumerate(costs.readers):
         if readers:
-            last = max(position.get(r, len(position)) for r in readers)
+            last = max([position.get(r, len(position)) for r in readers])
             steps[position[node] + 1] += costs.nodes[node].output_nbytes
             steps[last + 1] -= costs.nodes[node].output_nbytes
     return np.cumsum(steps)
@@ -73,7 +76,7 @@ def _cheapest(boundaries: Sequence[int], crossing: Vector) -> set[int]:
 
 
 def _pin_boundaries(
-    units: nx.DiGraph, order: Sequence[int], ends: Sequence[int], pin_of: Mapping[int, str]
+    members: Members, order: Sequence[int], ends: Sequence[int], pin_of: Mapping[int, str]
 ) -> set[int]:
     """The end of a pinned unit and the start of the next pinned unit, wherever their pins differ."""
     found: set[int] = set()
@@ -82,7 +85,7 @@ def _pin_boundaries(
         pin = pin_of.get(unit)
         if pin is not None:
             if previous is not None and previous[0] != pin:
-                found |= {previous[1], end - len(units.nodes[unit]["nodes"])}
+                found |= {previous[1], end - len(members[unit])}
             previous = pin, end
     return found
 

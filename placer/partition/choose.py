@@ -137,7 +137,8 @@ class _Order:
 
     def __init__(self, units: Sequence[int], graph: nx.DiGraph, pin_of: Mapping[int, str]) -> None:
         self.units = list(units)
-        groups = [graph.nodes[unit]["nodes"] for unit in units]
+        members = dict(graph.nodes(data="nodes"))
+        groups = [members[unit] for unit in units]
         self.nodes: list[int] = list(itertools.chain.from_iterable(groups))
         self.pinned = [
             pin_of.get(unit) for unit, group in zip(units, groups, strict=True) for _ in group

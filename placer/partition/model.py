@@ -52,17 +52,18 @@ def model_units(
     loss = len(order)
     unit_of = np.empty(len(costs.nodes), dtype=np.int64)
     unit_of[-1] = loss
-    for vertex, i in number.items():
-        unit_of[list(units.nodes[vertex]["nodes"])] = i
+    for vertex, nodes in units.nodes(data="nodes"):
+        unit_of[list(nodes)] = number[vertex]
     edges = [(number[a], number[b]) for a, b in units.edges]
     edges += [(i, loss) for vertex, i in number.items() if not units.out_degree(vertex)]
     values = []
+    of_node = unit_of.tolist()
     for node, readers in enumerate(costs.readers):
-        sharing = tuple(sorted({int(unit_of[i]) for i in (node, *readers)}))
+        sharing = tuple(sorted({of_node[i] for i in (node, *readers)}))
         if len(sharing) > 1 and costs.nodes[node].output_nbytes:
             values.append(SharedValue(nbytes=costs.nodes[node].output_nbytes, units=sharing))
     for readers, nbytes in zip(costs.input_readers, costs.input_nbytes, strict=True):
-        sharing = tuple(sorted({int(unit_of[i]) for i in readers}))
+        sharing = tuple(sorted({of_node[i] for i in readers}))
         if sharing and nbytes:
             values.append(SharedValue(nbytes=nbytes, units=sharing, external=True))
     return ModelUnits(

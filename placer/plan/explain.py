@@ -21,7 +21,7 @@ def explain_plan(plan: Plan) -> str:
     value of the criterion if the boundary were at the next best place and all others free to move.
     """
     optimality = plan.optimality
-    lines = [_how_good(optimality)]
+    lines = [describe_optimality(optimality)]
     if "peak" in optimality.criterion:
         lines.append(
             "(The search compares estimates; whether the plan fits is a dry run's verdict.)"
@@ -36,8 +36,9 @@ def explain_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _how_good(optimality: Optimality) -> str:
-    value = _in_unit(optimality.value, optimality.criterion)
+def describe_optimality(optimality: Optimality) -> str:
+    """What was minimised, its value, and how far that may be from the least."""
+    value = in_unit(optimality.value, optimality.criterion)
     near = ""
     if optimality.above <= _NEAR:
         near = f" (at most {math.ceil(100 * optimality.above - 1e-6)} % above a lower bound)"
@@ -52,9 +53,9 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
         whole = f" (all stages of {devices[left]} | {devices[right]})"
     lines = [
         "",
-        f"stage {left} | stage {right}: between {_place(plan, boundary.last)} and "
-        f"{_place(plan, boundary.first)}",
-        f"  load {_in_unit(boundary.load_before, criterion)} | {_in_unit(boundary.load_after, criterion)}"
+        f"stage {left} | stage {right}: between {place_of(plan, boundary.last)} and "
+        f"{place_of(plan, boundary.first)}",
+        f"  load {in_unit(boundary.load_before, criterion)} | {in_unit(boundary.load_after, criterion)}"
         f"{whole}, {format_bytes(boundary.nbytes)} cross per micro-batch forward",
     ]
     if boundary.next_best is None or boundary.next_value is None:
@@ -62,19 +63,30 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
             *lines,
             "  your layers, the memory of the devices or the number of stages leave no other place for it",
         ]
-    more = boundary.next_value / value - 1 if value else 0.0
-    change = "as good" if abs(more) < 5e-4 else f"{more:+.1%}"
-    next_value = _in_unit(boundary.next_value, criterion)
-    place = _place(plan, boundary.next_best)
+    change = describe_change(boundary.next_value, value)
+    next_value = in_unit(boundary.next_value, criterion)
+    place = place_of(plan, boundary.next_best)
     return [*lines, f"  next best: after {place}, {next_value} ({change})"]
 
 
-def _place(plan: Plan, node: str) -> str:
+def describe_change(next_value: float, value: float) -> str:
+    """How much worse the next best value is.
+
+    >>> describe_change(1.012, 1.0), describe_change(1.0001, 1.0)
+    ('+1.2%', 'as good')
+    """
+    more = next_value / value - 1 if value else 0.0
+    return "as good" if abs(more) < 5e-4 else f"{more:+.1%}"
+
+
+def place_of(plan: Plan, node: str) -> str:
+    """A node, with its layer."""
     layer = plan.node_layers.get(node, "")
     return f"{node} ({layer})" if layer else node
 
 
-def _in_unit(value: float, criterion: str) -> str:
+def in_unit(value: float, criterion: str) -> str:
+    """A load, or a value of the criterion, with its unit."""
     if "seconds" in criterion:
         return format_seconds(value)
     return f"{value:.1%}" if "share" in criterion else format_bytes(value)

@@ -106,7 +106,7 @@ def build_plan(
     A plan that exceeds a budget is returned with ``fits`` False. Raises ``SpecError`` if the spec's layers
     or devices do not match the model, ``PlacerError`` for what is not supported.
     """
-    check_supported(spec)
+    check_supported(spec, processes=processes)
     check_kinds(spec, program.captured.fingerprint)
     for use in fields_that_need_memory(spec):
         spec = with_known_memory(spec, use)

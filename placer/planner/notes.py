@@ -32,7 +32,7 @@ def _chunk_notes(program: Program, spec: PlacementSpec) -> list[str]:
 def _space_notes(program: Program, spec: PlacementSpec) -> list[str]:
     """How the model is cut, and which values are gathered because their readers cannot be."""
     cuts = cuts_of(program)
-    if cuts is None:
+    if cuts is None or cuts.shards == 1:
         return []
     grid = "x".join(map(str, cuts.shape))
     notes = [

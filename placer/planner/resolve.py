@@ -22,8 +22,14 @@ from placer.spec.layers import match_paths
 _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # the numbers tried for "auto"
 
 
-def check_supported(spec: PlacementSpec) -> None:
-    """Raise ``PlacerError`` for a spec that asks for something unsupported."""
+def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
+    """Raise ``PlacerError`` for a spec that asks for something unsupported, with ``processes`` or without."""
+    if spec.space.number > 1 and spec.offload and not processes:
+        raise PlacerError(
+            "/offload",
+            "is not possible for stages that are split in space, if one process runs all of their devices",
+            'start one process per device (torchrun; --processes for plans), or use "checkpoint"',
+        )
     if spec.batch_norm == "sync" and spec.microbatches != 1:
         raise PlacerError(
             "/batch_norm",

@@ -272,6 +272,7 @@ class GuessData:
         self._before = mode.guess
         self._reads = _GuessReads(self)
         self._values = WeakTensorKeyDictionary()  # fake tensor -> its value, where that is known
+        self._knows_any = False  # has any value ever been known?
 
     @classmethod
     def other(cls, converter: FakeConverter, module: nn.Module, guess: Guess) -> GuessData:
@@ -301,7 +302,7 @@ class GuessData:
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``func`` on values that are known; ``NotImplemented`` where one is not."""
-        if not len(self._values):
+        if not self._knows_any:
             return NotImplemented
         if func._schema.is_mutable and args and isinstance(args[0], Tensor):
             self._values.pop(args[0], None)
@@ -320,12 +321,13 @@ class GuessData:
     def tell(self, value: Tensor) -> Tensor:
         """A fake tensor whose value is known."""
         fake = torch.empty_like(value)
-        self._values[fake] = value
+        self.know(fake, value)
         return fake
 
     def know(self, fake: Tensor, value: Tensor) -> None:
         """Let ``fake`` have this value, until it is written."""
         self._values[fake] = value
+        self._knows_any = True
 
     def number(self, *tensors: Tensor) -> int:
         """The number that the running code of the model gets, which reads values of ``tensors``."""

@@ -14,9 +14,8 @@ cache of fake results takes 130 us, and a miss runs a Python kernel, which takes
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -122,22 +121,22 @@ class FakeMode(TraceableMode, FakeTensorMode):
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator in one of the ways shown in this module's docstring."""
-        if func in CPP_VIEWS and all(map(self._is_plain, args)):
+        way = _ways.get(id(func)) or _way_of(func)
+        if way.is_view and self._is_plain(args[0]):
             return self._run_in_cpp(func, args, kwargs)
         if func is _READS_NUMBER and type(args[0]) is FakeTensor:
             return _read_number(args[0])
         if func is _LIFTS and type(args[0]) is Tensor and _is_number(args[0]):
             return self._lift(args[0])
-        rule = LIST_RULES.get(func)
-        if rule is not None and all(map(self._is_plain, tensors_in(args))):
-            recipe = rule(*args, **kwargs)
+        if way.list_rule is not None and all(map(self._is_plain, tensors_in(args))):
+            recipe = way.list_rule(*args, **kwargs)
             if recipe is not None:
                 return self._follow(recipe, args)
-        if not _depends_on_shapes(func):
+        if not way.by_shape:
             return self._ask_torch(func, types, args, kwargs)
         try:
             key = (
-                func,
+                id(func),
                 torch.get_default_dtype(),
                 torch.is_inference_mode_enabled(),
                 *map(self._key_of, args),
@@ -147,8 +146,7 @@ class FakeMode(TraceableMode, FakeTensorMode):
             return self._ask_torch(func, types, args, kwargs)
         recipe = _known.get(key)
         if recipe is None:
-            rule = SHAPE_RULES.get(func)
-            found = None if rule is None else rule(*args, **kwargs)
+            found = None if way.shape_rule is None else way.shape_rule(*args, **kwargs)
             if found is None:
                 return self._learn(key, func, types, args, kwargs)
             recipe = _known[key] = found
@@ -299,7 +297,33 @@ _PLAIN = {
 }
 
 
-@functools.cache
+class _Way(NamedTuple):
+    """What is known of an operator. It has the operator, so that no other one gets the same id."""
+
+    func: Any
+    is_view: bool  # one of `CPP_VIEWS`
+    list_rule: Callable[..., Recipe | None] | None
+    shape_rule: Callable[..., Recipe | None] | None
+    by_shape: bool  # see `_depends_on_shapes`
+
+
+# By the id of the operator, whose hash torch computes in Python: there would be five look-ups.
+_ways: dict[int, _Way] = {}
+
+
+def _way_of(func: Any) -> _Way:
+    return _ways.setdefault(
+        id(func),
+        _Way(
+            func,
+            func in CPP_VIEWS,
+            LIST_RULES.get(func),
+            SHAPE_RULES.get(func),
+            _depends_on_shapes(func),
+        ),
+    )
+
+
 def _depends_on_shapes(func: Any) -> bool:
     """Do the results of ``func`` depend only on shapes and plain values, and share no memory?"""
     if type(func) is not _OPERATOR or func.namespace not in ("aten", "prims"):

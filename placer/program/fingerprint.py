@@ -60,16 +60,16 @@ def _target_name(target: str | Callable[..., Any]) -> str:
 
 
 def _spell(value: Any, labels: Mapping[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
+    if type(value) is fx.Node:
         return labels[value]
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{k!r}:{_spell(v, labels)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "(" + ",".join(_spell(item, labels) for item in value) + ")"
-    if isinstance(value, slice):
-        return f"slice{_spell((value.start, value.stop, value.step), labels)}"
     if isinstance(value, (str, int, float, bool, complex, bytes)) or value is None or value is ...:
         return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "(" + ",".join([_spell(item, labels) for item in value]) + ")"
+    if isinstance(value, dict):
+        return "{" + ",".join([f"{k!r}:{_spell(v, labels)}" for k, v in value.items()]) + "}"
+    if isinstance(value, slice):
+        return f"slice{_spell((value.start, value.stop, value.step), labels)}"
     if callable(value):
         return _target_name(value)
     # The default repr contains an address, which differs between processes.

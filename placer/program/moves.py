@@ -29,7 +29,7 @@ def replace_device(
     value = kwargs["device"] if place == "device" else args[1] if place == 1 else None
     if name == "cuda" and value is None:
         return args, kwargs, torch.device("cuda")
-    device = _accelerator(value)
+    device = None if value is None else _accelerator(value)
     if device is None:
         return args, kwargs, None
     if place == "device":

@@ -389,11 +389,12 @@ class Recorder(TorchFunctionMode):
 
     def check_saving(self) -> None:
         """Refuse an operation under the model's own saved-tensor hooks, which a node cannot have."""
-        if self.checkpointing() is not None:
-            if self.writer.layer:
-                raise Untraceable("it checkpoints activations of its own code")
-        elif saved_tensor_hooks() != self.saved_hooks:
+        if self.reentrant is None and saved_tensor_hooks() == self.saved_hooks:
+            return
+        if self.checkpointing() is None:
             raise Untraceable("it computes under saved-tensor hooks")
+        if self.writer.layer:
+            raise Untraceable("it checkpoints activations of its own code")
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module: as one node, or by running its forward, whose calls are recorded."""

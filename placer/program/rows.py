@@ -142,6 +142,7 @@ class _Flow:
         self.mixing: list[Mixing] = []
         self._shapes = shapes
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._names = {node: self._find_name(node) for node in shapes}
         self._size = rows  # of the batch
 
     def start(self, node: fx.Node, dim: BatchDim) -> None:
@@ -153,10 +154,10 @@ class _Flow:
         sources = [self.rows[source] for source in self._sources(node)]
         depends = any(source.depends for source in sources) or state_mixes
         shape, doubled = self._shapes[node]
-        if self._name(node) in _INDEXING:  # what is selected by numbers of rows is none itself
+        if self._names[node] in _INDEXING:  # what is selected by numbers of rows is none itself
             sources = sources[:1]
-        numbered = any(source.numbered for source in sources) or self._name(node) in _NUMBERING
-        if self._name(node) == "_pack_padded_sequence" and depends:
+        numbered = any(source.numbered for source in sources) or self._names[node] in _NUMBERING
+        if self._names[node] == "_pack_padded_sequence" and depends:
             self._note(
                 node, "it packs the sequences of the batch, and the longest decides the sizes"
             )
@@ -193,7 +194,7 @@ class _Flow:
 
     def _combination(self, node: fx.Node) -> Combination | None:
         """How the statistics of slices that ``node`` computes give that of the batch."""
-        name, module = self._name(node), self._module(node)
+        name, module = self._names[node], self._module(node)
         sources = [self.rows[source] for source in node.all_input_nodes]
         found = {source.combination for source in sources}
         if any(source.dim is not None for source in sources):
@@ -245,7 +246,7 @@ class _Flow:
 
     def _blocks(self, node: fx.Node, dim: int, shape: torch.Size) -> int:
         """How often the rows come one after the other along ``dim``."""
-        name = self._name(node)
+        name = self._names[node]
         sources = [x for x in node.all_input_nodes if self.rows[x].dim is not None]
         if not sources:
             return 1
@@ -264,7 +265,7 @@ class _Flow:
             times = _flat(node.args[1:])
             given = times[dim - len(shape)] if len(times) >= len(shape) - dim else 1
             blocks *= int(given) if isinstance(given, int) else 1
-        if name in SELECT_NAMES and self._name(first) in _SPLITS:
+        if name in SELECT_NAMES and self._names[first] in _SPLITS:
             whole = next((x for x in first.all_input_nodes if self.rows[x].dim == dim), None)
             if whole is not None:
                 size: int = self._shapes[whole][0][dim]
@@ -291,24 +292,24 @@ class _Flow:
         elif (
             doubled[dim] != 2 * shape[dim]
             or shape[dim] % self._size
-            or (self._name(node) == "masked_select" and self.rows[node.all_input_nodes[0]].dim)
+            or (self._names[node] == "masked_select" and self.rows[node.all_input_nodes[0]].dim)
         ):
             self._note(node, "it regroups the rows of the batch")
         elif self._along_rows(node):
             self._note(node, "it computes along the rows of the batch")
-        elif self._name(node).strip("_") in ARITHMETIC and any(
+        elif self._names[node].strip("_") in ARITHMETIC and any(
             isinstance(value, int | float) and value != doubled
             for value, doubled in (self._shapes[source] for source in node.all_input_nodes)
         ):
             self._note(node, "it computes with the number of rows")
-        elif self._name(node) not in _INDEXING and any(
+        elif self._names[node] not in _INDEXING and any(
             self.rows[source].numbered for source in self._tensors_read(node)
         ):
             self._note(node, "it uses the numbers of the rows, which begin anew in every slice")
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """Nodes whose values ``node`` reads, not only their shapes or types."""
-        name = self._name(node)
+        name = self._names[node]
         if name.endswith("_like") or name.startswith("new_"):
             return []
         if name.endswith("_as") or name == "to":
@@ -333,7 +334,7 @@ class _Flow:
             if isinstance(self._shapes[node.args[0]][0], torch.Size):
                 break
             node = node.args[0]
-        name, module = self._name(node), self._module(node)
+        name, module = self._names[node], self._module(node)
         sources = [x for x in node.all_input_nodes if self.rows[x].dim is not None]
         if not sources or not isinstance(self._shapes[sources[0]][0], torch.Size):
             return False
@@ -392,7 +393,7 @@ class _Flow:
 
     def _is_position(self, node: fx.Node) -> bool:
         """Is it the numbers of the rows, 0, 1, 2, …?"""
-        name = self._name(node)
+        name = self._names[node]
         if name in ("arange", "nonzero"):
             return True
         passes = name in _LINEAR or name in ("long", "int", "getitem", "__getitem__")
@@ -417,7 +418,7 @@ class _Flow:
             return self._modules.get(str(called.target))
         return None
 
-    def _name(self, node: fx.Node) -> str:
+    def _find_name(self, node: fx.Node) -> str:
         module = self._module(node)
         if module is not None:
             return _FUNCTION_OF.get(type(module), type(module).__name__)

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 
 from placer._torch import without_torch_function
 from placer.program.failure import Untraceable, locate_caller
 from placer.program.fake import FakeConverter
+from placer.program.graphs import new_node
 from placer.program.inside import Inside
 from placer.program.operand_order import sort_operands
 from placer.program.result import PLAIN
@@ -28,6 +30,7 @@ from placer.program.sizes import RecordedNumber, plain
 from placer.program.targets import BuildTree, get_field
 
 CPU = torch.device("cpu")
+_AS_IT_IS = frozenset((int, float, bool, str, type(None)))  # types of most arguments, asked first
 
 
 class GraphWriter:
@@ -122,7 +125,8 @@ class GraphWriter:
         """Add a node. A ``pure`` node or a ``get_attr`` is erased at the end if nothing uses it."""
         node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs or {}))
         # Temporary names, because torch takes long to derive one from the target; see `finish`.
-        node = self.graph.create_node(op, target, node_args, node_kwargs, f"_{len(self.layer_of)}")
+        name = f"_{len(self.layer_of)}"
+        node = new_node(self.graph, op, target, node_args, node_kwargs, name)
         if pure or op == "get_attr":
             self._pure.add(node)
         self.layer_of[node.name] = self.layer if layer is None else layer
@@ -263,10 +267,11 @@ class GraphWriter:
 
         Raises ``Untraceable`` for an object that a graph cannot hold.
         """
-        if type(value) in (tuple, list, dict, torch.Size):
-            return self._container(value)
-        if isinstance(value, fx.Node):
+        kind = type(value)
+        if kind in _AS_IT_IS or kind is fx.Node:
             return value
+        if kind in (tuple, list, dict, torch.Size):
+            return self._container(value)
         if isinstance(value, RecordedNumber):
             return value.node if value.node.graph is self.graph else plain(value)
         if isinstance(value, Tensor):
@@ -304,15 +309,18 @@ def is_in(path: str, container: str) -> bool:
 
 def executable(value: Any) -> Any:
     """``value`` as an argument for the run on fake tensors: plain numbers, and every device is the CPU."""
+    kind = type(value)
+    if kind is FakeTensor or kind in _AS_IT_IS:
+        return value
     if isinstance(value, RecordedNumber):
         return plain(value)
     if isinstance(value, torch.device):
         return CPU
-    if type(value) in (tuple, list):
-        return type(value)(map(executable, value))
+    if kind is tuple or kind is list:
+        return kind(map(executable, value))
     if isinstance(value, torch.Size):
         return tuple(map(executable, value))
-    if type(value) is dict:
+    if kind is dict:
         return {
             key: CPU if key == "device" and item is not None else executable(item)
             for key, item in value.items()
@@ -333,5 +341,5 @@ def _named_anew(graph: fx.Graph) -> tuple[fx.Graph, dict[str, str]]:
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         name = node.name if node.op == "placeholder" else None
-        copies[node] = fresh.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copies[node] = new_node(fresh, node.op, node.target, args, kwargs, name)
     return fresh, {old.name: new.name for old, new in copies.items()}

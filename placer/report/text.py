@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
-from placer.plan.types import Plan
-from placer.report.view import View, view
+from placer.plan.types import DevicePeak, Plan
+from placer.quantities import BYTES, SECONDS, format_bytes
+from placer.report.layers import compact_layers, some_names
+from placer.report.view import DeviceGroup, View, relative_difference, view
+from placer.tables import Cell, Table
 
 if TYPE_CHECKING:
     from placer.simulation import SimulationReport
 
 _TRANSFERS_SHOWN = 6
 _STYLES = {"good": "bold green", "slow": "bold yellow", "bad": "bold red"}
+_LEFT_OUT = (  # columns of the table of devices, the least important first
+    *("of budget", "kept free", "workspaces", "context", "difference", "stages"),
+    *("budget", "reserved", "peak"),
+)
 
 
 def plan_table(plan: Plan) -> RenderableType:
@@ -32,13 +38,20 @@ def simulation_table(plan: Plan, report: SimulationReport) -> RenderableType:
 
 def _plan(shown: View) -> Iterator[RenderableType]:
     yield _Headline(shown.headline)
-    for table in (shown.stages, shown.devices):
+    for table in (_stages(shown), _devices(shown)):
         yield from ("", table)
-    yield Text(f"\n{shown.crossing}")
-    if rows := shown.transfers.rows:
-        yield replace(shown.transfers, rows=rows[:_TRANSFERS_SHOWN])
-        if len(rows) > _TRANSFERS_SHOWN:
-            yield f"… and {len(rows) - _TRANSFERS_SHOWN} smaller"
+    yield Text(f"\n{crossing(shown)}")
+    if found := shown.transfers:
+        rows = [(f"{t.source} → {t.target}", t.nbytes, t.value) for t in found[:_TRANSFERS_SHOWN]]
+        yield Table(
+            headers=("stages", "sent", "value"),
+            rows=rows,
+            names=("stages",),
+            words=("value",),
+            units={"sent": BYTES},
+        )
+        if len(found) > _TRANSFERS_SHOWN:
+            yield f"… and {len(found) - _TRANSFERS_SHOWN} smaller"
         yield ""
     yield from _verdict(shown)
 
@@ -61,9 +74,11 @@ class _Headline:
 
 
 def _simulation(shown: View) -> Iterator[RenderableType]:
-    yield shown.devices
-    for title, tensors in shown.largest.items():
-        yield from (Text(f"\n{title}"), tensors)
+    yield _devices(shown)
+    for group in shown.devices:
+        if group.at_peak.get("largest"):
+            yield Text(f"\n{_at_peak(group)}")
+            yield _largest(group.at_peak["largest"])
     yield ""
     yield from _verdict(shown)
 
@@ -74,3 +89,116 @@ def _verdict(shown: View) -> Iterator[RenderableType]:
         yield Text(f"note: {note}", style="dim")
     for line in shown.verdict:
         yield Text(line, style=_STYLES[shown.state])
+
+
+def _stages(shown: View) -> Table:
+    plan = shown.plan
+    timed = plan.step_seconds is not None
+    headers = ["stage", "layers", "device", "parameters", "saved", "peak", "budget"]
+    headers += ["forward", "backward"] * timed
+    fits = {device.device: device.fits for device in plan.devices}
+    rows = []
+    for stage, layers in zip(plan.stages, shown.layers, strict=True):
+        memory = stage.memory
+        rows.append(
+            [
+                str(stage.index),
+                compact_layers(layers),
+                some_names(stage.devices),
+                memory.parameters,
+                memory.saved,
+                Cell(memory.peak, "" if fits[stage.devices[0]] else "bad"),
+                _known(stage.budget),
+                *(stage.forward_seconds or 0.0, stage.backward_seconds or 0.0)[: 2 * timed],
+            ]
+        )
+    return Table(
+        headers=headers,
+        rows=rows,
+        words=("layers", "device"),
+        optional=("backward", "forward", "saved", "parameters", "budget", "peak"),
+        units=dict.fromkeys(headers[3:7], BYTES) | dict.fromkeys(headers[7:], SECONDS),
+    )
+
+
+def _known(nbytes: int | None) -> str | int:
+    return "not known" if nbytes is None else nbytes
+
+
+def _devices(shown: View) -> Table:
+    """What the devices need: as predicted, and in the simulation, if there is one."""
+    compared = ("simulated", "difference") if shown.simulated else ()
+    known = any(group.needs.reserved is not None for group in shown.devices)
+    taken = ("workspaces", "reserved", "context") if known else ()
+    figures = ("peak", *compared, *taken, "kept free", "budget", "headroom", "of budget")
+    rows = []
+    for group in shown.devices:
+        cells = _needs(group.needs)
+        cells["peak"] = group.predicted
+        if shown.simulated:
+            cells["simulated"] = group.needs.peak
+            cells["difference"] = relative_difference(group.predicted, group.needs.peak)
+        row = (cells.get(header, "-") for header in figures)
+        rows.append([some_names(group.devices), ", ".join(map(str, group.stages)), *row])
+    return Table(
+        headers=("device", "stages", *figures),
+        rows=rows,
+        words=("device", "stages"),
+        optional=_LEFT_OUT,
+        units=dict.fromkeys(set(figures) - {"difference", "of budget"}, BYTES),
+    )
+
+
+def _needs(device: DevicePeak) -> dict[str, str | float | Cell]:
+    """Header -> what is known of it for the device."""
+    cells: dict[str, str | float | Cell] = {"budget": _known(device.budget)}
+    if device.reserved is not None:
+        cells["workspaces"] = device.workspaces
+        cells["reserved"] = device.reserved
+        cells["context"] = device.context
+    if device.headroom is not None and device.share is not None:
+        state: Literal["good", "bad"] = "good" if device.fits else "bad"
+        cells["kept free"] = device.reserve
+        cells["headroom"] = Cell(device.headroom, state)
+        cells["of budget"] = Cell(f"{device.share:.0%}", state)
+    return cells
+
+
+def _at_peak(group: DeviceGroup) -> str:
+    """Which moment the peak is at."""
+    phase, where = group.at_peak["phase"], group.at_peak["layer"] or group.at_peak["node"]
+    moment = f"{phase} of {where}" if where else phase
+    peak = format_bytes(group.needs.peak)
+    return f"{group.name} at its peak, {peak} in {moment}: the largest tensors"
+
+
+def _largest(tensors: Sequence[Mapping[str, Any]]) -> Table:
+    """The largest tensors that are alive at the peak of a device in the simulation."""
+    rows = [
+        (
+            tensor["bytes"],
+            tensor["layer"] or "the model",
+            tensor["kind"],
+            tensor["name"].rpartition(".")[2],
+            "x".join(map(str, tensor["shape"])) or "scalar",
+        )
+        for tensor in tensors
+    ]
+    words = ("layer", "made in", "name", "shape")
+    return Table(
+        headers=("size", *words),
+        rows=rows,
+        words=words,
+        optional=("name", "made in", "shape"),
+        units={"size": BYTES},
+    )
+
+
+def crossing(shown: View) -> str:
+    """A sentence on all transfers; some are of values without bytes, such as sizes."""
+    total = format_bytes(sum(transfer.nbytes for transfer in shown.transfers))
+    others = len(shown.plan.transfers) - len(shown.transfers)
+    text = f"transfers: {len(shown.transfers)}, {total} per micro-batch forward"
+    if others:
+        text += f", and {others} without tensors, such as sizes"
+    return text if shown.plan.transfers else "transfers: nothing crosses between stages"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -20,8 +20,9 @@ from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
 from placer.planner.build import build_plan
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program, rewritten
-from placer.quantities import format_bytes
-from placer.simulation.simulate import DryRun, dry_run
+from placer.quantities import format_bytes, format_count
+from placer.simulation.simulate import DryRun, describe_run, dry_run
+from placer.simulation.types import SimulationReport
 from placer.simulation.usage import bytes_without_starvation, measure_host
 from placer.space import MOST_CHUNKS, spec_rewrites
 from placer.spec import LossSpec, PlacementSpec
@@ -49,6 +50,16 @@ _COSTS: Any = {
     "stages": {"__all__": _STAGE_COSTS},
     "devices": {"__all__": _DEVICE_COSTS},
 }
+
+
+class Watcher(Protocol):
+    """Is told what a planner does, which may take minutes."""
+
+    def doing(self, what: str) -> None:
+        """What is done now."""
+
+    def planned(self, spec: PlacementSpec, plan: Plan) -> None:
+        """A spec was planned, and the plan judged."""
 
 
 class JudgingPlanner:
@@ -86,6 +97,8 @@ class JudgingPlanner:
         self._processes, self._verdict_only = processes, verdict_only
         self._runs: dict[bytes, DryRun] = {}
         self._loss, self._losses = loss, dict[LossSpec | None, Loss]()
+        self.watcher: Watcher | None = None
+        self._about = ""  # the spec that is planned, for the watcher
 
     @property
     def costs(self) -> CostEstimates:
@@ -112,13 +125,16 @@ class JudgingPlanner:
 
     def __call__(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec``; see `PlanMaker`."""
+        return self._watched(spec, self._best(spec))
+
+    def _best(self, spec: PlacementSpec) -> Plan:
         if spec.space.shards == "auto":
             return self._with_any_shards(spec)
         if spec.chunks == "auto":
-            first = self(spec.model_copy(update={"chunks": 1}))
+            first = self._best(spec.model_copy(update={"chunks": 1}))
             if _is_plain(first):
                 return first
-            chunked = self(spec.model_copy(update={"chunks": MOST_CHUNKS}))
+            chunked = self._best(spec.model_copy(update={"chunks": MOST_CHUNKS}))
             return min(first, chunked, key=partial(_rank, spec.objective))
         plans = [self._plan(spec)]
         both = spec.checkpoint == spec.offload == "auto"
@@ -134,7 +150,7 @@ class JudgingPlanner:
                 continue
             space = spec.space.model_copy(update={"shards": shards})
             try:
-                plans.append(self(spec.model_copy(update={"space": space})))
+                plans.append(self._best(spec.model_copy(update={"space": space})))
             except SpecError:
                 if shards == 1:
                     raise
@@ -169,7 +185,7 @@ class JudgingPlanner:
 
     def quick_plan(self, spec: PlacementSpec) -> Plan:
         """A plan for ``spec`` that was made in less time; see `PlanMaker`."""
-        return self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False)
+        return self._watched(spec, self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False))
 
     @only_new_garbage()
     def estimate(self, spec: PlacementSpec) -> Plan:
@@ -186,6 +202,8 @@ class JudgingPlanner:
     ) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
         known = self._known((*self._base.rewrites, *spec_rewrites(spec)))
+        self._about = _describe(spec)
+        self._say("looking for stages")
         return partial(
             build_plan,
             known.program,
@@ -198,10 +216,24 @@ class JudgingPlanner:
             **options,
         )
 
+    def _say(self, what: str) -> None:
+        if self.watcher is not None:
+            self.watcher.doing(", ".join(filter(None, (self._about, what))))
+
+    def _watched(self, spec: PlacementSpec, plan: Plan) -> Plan:
+        if self.watcher is not None:
+            self.watcher.planned(spec, plan)
+        return plan
+
     @only_new_garbage()
     def judge(self, plan: Plan) -> Plan:
         """``plan`` with the verdict of a dry run, if one is needed."""
         return self._judge(plan)[0]
+
+    @only_new_garbage()
+    def simulate(self, plan: Plan) -> SimulationReport:
+        """The report of the dry run of ``plan``, which is made if there was none."""
+        return describe_run(plan, self._dry_run(plan), processes=self._processes)
 
     @only_new_garbage()
     def _plan(
@@ -274,6 +306,7 @@ class JudgingPlanner:
         """The dry run of ``plan``; cached."""
         key = _PLAN.dump_json(plan, exclude=_COSTS)
         if key not in self._runs:
+            self._say("running a step without data")
             self._runs[key] = dry_run(
                 self.program_of(plan),
                 plan,
@@ -282,6 +315,16 @@ class JudgingPlanner:
                 processes=self._processes,
             )
         return self._runs[key]
+
+
+def _describe(spec: PlacementSpec) -> str:
+    """In what specs for one model differ most often."""
+    parts = [format_count(len(spec.devices), "device")]
+    counts = {name: getattr(spec, name) for name in ("replicas", "microbatches", "chunks")}
+    counts["shards"] = spec.space.shards
+    parts += [f"{name} {value}" for name, value in counts.items() if value != 1]
+    parts += [name for name in _REGION_FIELDS if getattr(spec, name)]
+    return ", ".join(parts)
 
 
 class _Known:

@@ -2,62 +2,140 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
 from placer.simulation.usage import DeviceTimeline
-from placer.timeline import Task, end_of
+from placer.timeline import MEMORY_KINDS, Block, Event, StepPosition, Task, end_of, memory_kind
+
+_INTERVALS = 240  # of a step; more than a screen can tell apart
+_LAYERS = 8  # of a point
+
+
+class LayerBytes(NamedTuple):
+    """The bytes of a layer's tensors of one kind; the layer is "" outside of the model's layers."""
+
+    layer: str
+    kind: str
+    nbytes: int
 
 
 class MemoryPoint(NamedTuple):
-    """The bytes of all tensors on a device at a moment, in seconds from the beginning of the step."""
+    """The tensors on a device from a moment on, until the next point.
+
+    ``seconds`` are from the beginning of the step; where times are not known, every task counts as one
+    second. ``kinds`` has bytes by kind, ``layers`` the largest part of them, and ``where`` is what was
+    running last.
+    """
 
     seconds: float
-    nbytes: int
+    kinds: Mapping[str, int]
+    layers: tuple[LayerBytes, ...]
+    where: StepPosition
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(self.kinds.values())
 
 
 Curve = tuple[MemoryPoint, ...]
 
 
 def memory_over_time(plan: Plan, found: Sequence[DeviceTimeline]) -> tuple[Curve, ...]:
-    """For each device of the dry run ``found``, its memory in a step; empty if times are not known.
+    """For each device of the dry run ``found``, its memory in a step.
 
-    Two points for every task (an action, or the optimizer's step) in which the device allocates or frees: the
-    most bytes in it, at its start, and the bytes that it leaves, at its end. Bytes and seconds are joined by
-    the task. What is allocated between two tasks counts for the later one. A device's points are in the
-    order in which the process allocates, which need not be that in which devices compute: a replica adds its
-    gradients to those of the first one when that has ended. Such a task counts at the end of the one before.
+    Bytes and seconds are joined by the task (an action, or the optimizer's step); the events of a task are
+    spread evenly over it, and those between two tasks are at the end of the earlier one. A device's events
+    are in the order in which the process allocates, which need not be that in which devices compute: another
+    replica adds its gradients to those of the first one when that has ended. Such a task counts at the end
+    of the one before. Of each small interval of the step there is the point with the most bytes, so that the
+    maximum is the peak.
 
     Of the dry run's steps this is the last, when the optimizer's state exists. Takes time linear in events.
     """
     spans = step_spans(plan)
-    if not spans:
-        return ((),) * len(found)
     times = {span.task: (span.start, span.end) for span in spans if span.task is not None}
     return tuple(_curve(run, times, end_of(spans)) for run in found)
 
 
 def _curve(run: DeviceTimeline, times: Mapping[Task, tuple[float, float]], step: float) -> Curve:
+    blocks = run.timeline.blocks
+    events = [e for e in run.timeline.on(run.place) if blocks[e.block].kind != "workspace"]
+    first = _last_step(events)
+    moments = list(_moments(events[first:], times))
+    last = moments[-1] if moments else 0.0
+    end = max(step, last) if times else math.floor(last) + 1.0
+    totals = list(itertools.accumulate(_change(event, blocks) for event in events))
+    highest: dict[
+        int, int
+    ] = {}  # interval -> number of the event after which there are the most bytes
+    for number, at in enumerate(moments, start=first):
+        interval = int(at / end * _INTERVALS) if end else 0
+        if interval not in highest or totals[number] > totals[highest[interval]]:
+            highest[interval] = number
+    shown = set(highest.values())
+    kinds: Counter[str] = Counter()
+    layers: Counter[tuple[str, str]] = Counter()
+    where = StepPosition()
+
+    def point(at: float) -> MemoryPoint:
+        largest = heapq.nlargest(_LAYERS, ((n, *key) for key, n in layers.items() if n))
+        return MemoryPoint(
+            at,
+            {kind: kinds[kind] for kind in MEMORY_KINDS},
+            tuple(LayerBytes(layer, kind, nbytes) for nbytes, layer, kind in largest),
+            where,
+        )
+
     curve: list[MemoryPoint] = []
-    done: set[Task] = set()
-    seconds, live, most = 0.0, 0, 0
-    for task, events in itertools.groupby(run.timeline.on(run.place), lambda event: event.task):
-        before = live
-        for event in events:
-            block = run.timeline.blocks[event.block]
-            if block.kind != "workspace":
-                live += block.nbytes if event.kind == "allocate" else -block.nbytes
-                most = max(most, live)
-        if task is None:
+    for number, event in enumerate(events):
+        if number == first:
+            curve.append(point(0.0))
+        block = blocks[event.block]
+        kind = memory_kind(block.kind)
+        kinds[kind] += _change(event, blocks)
+        layers[block.layer, kind] += _change(event, blocks)
+        if event.kind == "allocate" and block.where.phase:
+            where = block.where
+        if number in shown:
+            curve.append(point(moments[number - first]))
+    return (*curve, point(end))
+
+
+def _change(event: Event, blocks: Sequence[Block]) -> int:
+    nbytes = blocks[event.block].nbytes
+    return nbytes if event.kind == "allocate" else -nbytes
+
+
+def _last_step(events: Sequence[Event]) -> int:
+    """The number of the first event of the last step: a step does every task once."""
+    first, done, before = 0, set[Task](), None
+    for number, event in enumerate(events):
+        if event.task is None or event.task == before:
             continue
-        if task in done or not curve:  # a step does every task once, so this is the next step
-            seconds, done, curve = 0.0, set(), [MemoryPoint(0.0, before)]
-        done.add(task)
+        if event.task in done:
+            first, done = number, set()
+        done.add(event.task)
+        before = event.task
+    return first
+
+
+def _moments(events: Sequence[Event], times: Mapping[Task, tuple[float, float]]) -> Iterator[float]:
+    """When each event is; see `MemoryPoint`."""
+    now = 0.0
+    for task, group in itertools.groupby(events, key=lambda event: event.task):
         # The plan's step may have fewer micro-batches than this one.
-        start, end = (max(seconds, time) for time in times.get(task, (0.0, 0.0)))
-        curve += [MemoryPoint(start, most), MemoryPoint(end, live)]
-        seconds, most = end, live
-    return (*curve, MemoryPoint(seconds, most), MemoryPoint(max(seconds, step), live))
+        start, end = times.get(task, (now, now)) if task is not None else (now, now)
+        if task is not None and not times:
+            end = now + 1
+        start = max(now, start)
+        now = max(start, end)
+        count = len(list(group))
+        yield from (start + (now - start) * number / count for number in range(count))

@@ -82,6 +82,13 @@ def simulate_plan(
 ) -> SimulationReport:
     """The peak of every device in a `dry_run`; with ``processes``, of those of the first replica."""
     run = dry_run(program, plan, inputs, loss, processes=processes, run_on=run_on)
+    return describe_run(plan, run, processes=processes, run_on=run_on)
+
+
+def describe_run(
+    plan: Plan, run: DryRun, *, processes: bool = False, run_on: str | None = None
+) -> SimulationReport:
+    """The report of a `dry_run` of ``plan``."""
     count = plan.num_devices if processes else len(plan.devices)
     found = run.found[:count]
     curves = memory_over_time(replace(plan, processes=processes), found)

@@ -20,8 +20,7 @@ class DeviceSimulation:
     forward, backward, recompute or optimizer; ``node``, ``layer`` and ``operation`` were running ("" outside
     the model's nodes); ``largest`` has the ten largest tensors that were alive.
 
-    ``memory_over_time`` is the curve of the device's tensors in one step, whose maximum is ``peak``; empty if
-    times are not known.
+    ``memory_over_time`` is the curve of the device's tensors in one step, whose maximum is ``peak``.
     """
 
     device: str

@@ -7,7 +7,7 @@ exchange                  what moves pieces between shards, and sums over them
 windowed, norms, whole    the differentiable operations over shards
 nodes                     the same as what stands in a graph
 rules, rewrite            which operations can be cut; the pass from a program to one of parts
-chunked, chunks           convolutions of a concatenation in chunks of planes, on one device
+chunks                    convolutions of a concatenation in chunks of planes, on one device
 ========================  ===========================================================================
 """
 
@@ -21,7 +21,7 @@ from placer.space.rewrite import (
     find_gathered,
     nodes_in_space,
     parts_in,
-    shard_class,
+    similar_shards,
     spec_rewrites,
 )
 
@@ -42,6 +42,6 @@ __all__ = [
     "innermost_exchange",
     "nodes_in_space",
     "parts_in",
-    "shard_class",
+    "similar_shards",
     "spec_rewrites",
 ]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from pydantic import JsonValue
 from torch import fx, nn
 
 from placer.program import Program, register_rewrite, with_graph
-from placer.space.chunked import ChunkedConvolution, is_chunkable
+from placer.program.leaves import is_torch_leaf, must_stay_whole
+from placer.space.layout import Cuts, Layout
+from placer.space.nodes import RunInWindows
+from placer.space.operators import FIRST
+from placer.space.rules import Call, Replace, Rule, find_rule
+from placer.space.values import whole_values
 from placer.spec.rewrite import Rewrite
 
 CHUNKS = "chunks"
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 
 MOST_CHUNKS = 16
@@ -26,8 +36,11 @@ def chunk_rewrites(chunks: int | str) -> tuple[Rewrite, ...]:
 
 
 def count_chunked(program: Program) -> int:
-    """How many nodes of ``program`` are convolutions in chunks."""
-    return sum(isinstance(node.target, ChunkedConvolution) for node in program.graph.nodes)
+    """How many nodes of ``program`` are convolutions of a concatenation in chunks."""
+    return sum(
+        isinstance(node.target, RunInWindows) and len(node.target.windows.inputs) > 1
+        for node in program.graph.nodes
+    )
 
 
 @register_rewrite(CHUNKS)
@@ -38,30 +51,57 @@ def chunk_convolutions(program: Program, settings: Mapping[str, JsonValue]) -> P
 
         skip, up = ...                          skip, up = ...
         joined = cat([skip, up], 1)     ──►     conv = get_attr("conv")
-        y = conv(joined)                        y = ChunkedConvolution(count)(conv, skip, up)
+        y = conv(joined)                        y = RunInWindows(…)(conv, skip, up)
 
-    A concatenation that anything else reads is made as before.
+    A concatenation that anything else reads is made as before. This is a split in space into a single part.
     """
     count = settings["count"]
     assert isinstance(count, int), "the spec's field is a number"
     joins = find_joins(program)
     if not joins:
         return program
+    values = whole_values(program)
+    found = {
+        user: _rule(program, user, parts_of_join(join), values, count)
+        for join in joins
+        for user in join.users
+    }
+    joins = {x for x in joins if all(isinstance(found[user], Replace) for user in x.users)}
     graph, layer_of = fx.Graph(), dict(program.layers)
     copies: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         if node in joins:
             continue
-        join = node.args[0] if node.args else None
-        if not isinstance(join, fx.Node) or join not in joins:
+        rule = found.get(node)
+        if not isinstance(rule, Replace) or node.args[0] not in joins:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
-        parts = [copies[part] for part in parts_of_join(join)]
         layer = graph.create_node("get_attr", str(node.target), name=f"{node.name}_layer")
-        target = ChunkedConvolution(count)
-        copies[node] = graph.create_node("call_function", target, (layer, *parts), name=node.name)
+        given = (layer, *(copies[part] for part in rule.inputs))
+        copies[node] = graph.create_node("call_function", rule.operation, given, name=node.name)
         layer_of[layer.name] = layer_of[node.name]
     return with_graph(program, graph, layer_of)
+
+
+def _rule(
+    program: Program,
+    node: fx.Node,
+    parts: Sequence[fx.Node],
+    values: Mapping[fx.Node, Any],
+    count: int,
+) -> Rule:
+    """How a convolution of the concatenation of ``parts`` runs in ``count`` chunks of planes."""
+    module = program.model.get_submodule(str(node.target))
+    shapes = [tuple(values[part].shape) for part in parts]
+    if len(shapes[0]) <= FIRST:
+        return "it is called without rows"
+    cuts = Cuts((1,), (shapes[0][FIRST],))
+    layouts = {
+        part: Layout(cuts, shape, (FIRST,)) for part, shape in zip(parts, shapes, strict=True)
+    }
+    joined = node.all_input_nodes[0]
+    name = type(module).__name__
+    return find_rule(Call(node, name, module, values, layouts, {joined: parts}, count))
 
 
 def find_joins(program: Program) -> set[fx.Node]:
@@ -96,7 +136,9 @@ def _is_join(node: fx.Node, model: nn.Module) -> bool:
         user.op == "call_module"
         and user.args == (node,)
         and not user.kwargs
-        and is_chunkable(model.get_submodule(str(user.target)))
+        and isinstance(module := model.get_submodule(str(user.target)), _CONVOLUTIONS)
+        and is_torch_leaf(module)
+        and not must_stay_whole(module)
         for user in node.users
     )
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import FakeTensor
 
 Pieces: TypeAlias = dict[tuple[int, int], Tensor]
 """``(from, to)`` -> a piece of a value that one shard sends to another."""
@@ -112,8 +112,10 @@ def innermost_exchange() -> Exchange:
 def current_exchange(shards: int, likely: int, tensor: Tensor | None) -> Exchange:
     """The exchange of the innermost `exchanging` block.
 
-    Outside of one there are fake tensors only: then it is that of shard ``likely`` alone.
+    Outside of one there is a single shard, or fake tensors only: then it is that of ``likely`` alone.
     """
+    if shards == 1:
+        return Alone(1, 0)
     if _current:
         return _current[-1]
     assert tensor is None or isinstance(tensor, FakeTensor) or tensor.is_meta, "no exchange is set"

@@ -114,6 +114,9 @@ class RunInWindows(InSpace):
         return self.windows.output
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        if exchange.shards == 1 and self.takes == "module" and must_stay_whole(arguments[0][0]):
+            module, *inputs = arguments[0]
+            return [module(torch.cat(inputs, 1))]  # its hooks came after it was placed
         rows = [self._row(own) for own in arguments]
         kind = rows[0][-1].device.type
         if not torch.is_autocast_enabled(kind) or not self.takes:

@@ -494,14 +494,14 @@ def _even(layout: Layout, windows: Windows) -> bool:
 def _norm(call: Call) -> Rule:
     module: Any = call.module
     (layout,) = call.layouts.values()
-    batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    batch = isinstance(module, _BATCH_NORMS)
     if len(layout.shape) < FIRST + 1 or min(layout.dims) < FIRST:
         return "its rows or channels are cut"
     if isinstance(module, nn.SyncBatchNorm):
         return "it sums over processes itself"
     if batch and not module.training and module.running_mean is not None:
         return Local(layout.dims)
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+    if isinstance(module, _INSTANCE_NORMS) and module.track_running_stats:
         return "it has running statistics per row"
     number = None if batch else getattr(module, "num_groups", layout.shape[1])
     operation = NormalizeParts(Groups(layout, number))
@@ -518,6 +518,8 @@ _LOSSES = {
     "CrossEntropyLoss": "cross_entropy",
 }
 _UNKNOWN_OPTIONS = ("weight", "pos_weight", "size_average", "reduce")
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _INPLACE = ("iadd", "isub", "imul", "itruediv")
 _ACTIVATIONS = (
     *("ReLU", "ReLU6", "LeakyReLU", "PReLU", "ELU", "SELU", "CELU", "GELU", "SiLU"),

@@ -11,6 +11,7 @@ from placer.timeline.clock import Operation, Span, end_of, idle_share, run
 from placer.timeline.host import PINNED, HostUsage, host_usage, pinned_nbytes
 from placer.timeline.repeat import rename_nodes, repeat_parts
 from placer.timeline.types import (
+    MEMORY_KINDS,
     OPTIMIZER,
     Block,
     Event,
@@ -19,9 +20,11 @@ from placer.timeline.types import (
     StepPosition,
     Task,
     Timeline,
+    memory_kind,
 )
 
 __all__ = [
+    "MEMORY_KINDS",
     "OPTIMIZER",
     "PINNED",
     "Block",
@@ -41,6 +44,7 @@ __all__ = [
     "end_of",
     "host_usage",
     "idle_share",
+    "memory_kind",
     "pinned_nbytes",
     "rename_nodes",
     "repeat_parts",

@@ -21,6 +21,21 @@ class Task(NamedTuple):
 
 OPTIMIZER = Task()
 
+MEMORY_KINDS = ("weights", "optimizer", "activations", "gradients", "received", "temporary")
+"""What readers are shown of the kinds of blocks, the longest-lived first."""
+_MEMORY_KIND = {
+    **dict.fromkeys(("parameter", "buffer"), "weights"),
+    "optimizer": "optimizer",
+    **dict.fromkeys(("forward", "recompute"), "activations"),
+    "backward": "gradients",
+    **dict.fromkeys(("input", "received", "pinned"), "received"),
+}
+
+
+def memory_kind(kind: str) -> str:
+    """Which of `MEMORY_KINDS` blocks of a kind are."""
+    return _MEMORY_KIND.get(kind, "temporary")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPosition:

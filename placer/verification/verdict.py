@@ -139,6 +139,7 @@ def verify(
     seed: int = 0,
     tolerance: float | None = None,
     ignore_device_moves: bool = False,
+    each_situation: Callable[[str], None] = lambda _: None,
 ) -> Verification:
     """Call ``model`` placed and plain in several situations, and compare everything that a caller can see.
 
@@ -159,7 +160,8 @@ def verify(
     On a GPU, fp32 is computed without TF32. A GPU draws other random numbers than a CPU from the same
     seed, so situations in which a model on both draws any are not compared.
     The default of ``tolerance`` (relative) depends on the parameters' dtype. With
-    ``ignore_device_moves``, the plain model ignores device moves too.
+    ``ignore_device_moves``, the plain model ignores device moves too. ``each_situation`` is told which one
+    begins.
     """
     arguments = example_call(args, kwargs)
 
@@ -191,7 +193,9 @@ def verify(
     outcomes: list[Outcome] = []
     try:
         same = True  # have the two been left in the same state?
-        for situation in SITUATIONS:
+        for number, situation in enumerate(SITUATIONS, start=1):
+            name = situation.name(training=model.training)
+            each_situation(f"situation {number} of {len(SITUATIONS)}, {name}")
             if not same:
                 pair = compiled(plan)
             outcomes.append(run.outcome(pair, situation))

@@ -130,6 +130,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("name", CASES)
 def test_the_formula_is_what_the_allocator_saw(name: str) -> None:
     found = allocated(CASES[name])

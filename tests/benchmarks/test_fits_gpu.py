@@ -11,7 +11,7 @@ from fake_cuda import FakeCuda
 from torch import nn
 
 from benchmarks import fits_gpu
-from benchmarks.fits_gpu import CASES, FitCase
+from benchmarks.fits_gpu import FitCase
 from benchmarks.gpu_cases import GPUCase, gpu_kind
 
 MIB, GIB = 2**20, 2**30
@@ -108,63 +108,6 @@ def test_out_of_memory_is_an_answer_and_other_errors_are_not(
     gpu.synchronized, error = 0, RuntimeError("cuDNN error")
     with pytest.raises(RuntimeError, match="cuDNN error"):
         _train(CASE, "fits")
-
-
-def test_jobs_begin_with_the_context_and_fall_back_on_what_plans_keep_free() -> None:
-    rows: dict[str, Any] = {}
-    seen = []
-    for job in fits_gpu.jobs(["unet3d-160", "U-Net 224³, offload"], CASES, "cuda", rows):
-        seen.append((job.key, job.values.get("context")))
-        rows[job.key] = {"context": 7, "fits": "fits" in job.key, "trained": False}
-        if job.values.get("free"):
-            rows[job.key]["trained"] = True
-    assert seen == [
-        ("context", None),
-        ("unet3d-160, default, fits", 7),
-        ("unet3d-160, default, fits, some kept free", 7),
-        ("unet3d-160, default, refused", 7),
-        ("unet3d-160, expandable, fits", 7),
-        ("unet3d-160, expandable, fits, some kept free", 7),
-        ("unet3d-160, expandable, refused", 7),
-        ("U-Net 224³, offload, default, given", 7),
-        ("U-Net 224³, offload, expandable, given", 7),
-    ]
-    failed = {"context": {"error": "no GPU"}}
-    assert [job.key for job in fits_gpu.jobs(["unet3d-160"], CASES, "cuda", failed)] == ["context"]
-
-
-def test_recomputing_offloading_and_bf16_are_among_the_cases() -> None:
-    auto = [case.subject.fields for case in fits_gpu.GROUPS["auto"].values()]
-    for field in ("checkpoint", "offload"):
-        assert any(f.get(field) == "auto" and "precision" not in f for f in auto)
-        assert any(f.get(field) == "auto" and f.get("precision") == "bf16" for f in auto)
-
-
-def test_the_table_marks_what_is_wrong() -> None:
-    row = {
-        "case": "a", "allocator": "default", "free": False, "budget": GIB, "given": GIB,
-        "predicted": {"seconds": 0.4, "reserved": GIB, "context": 0, "starved": 3},
-        "reserved": GIB, "context": GIB // 2, "seconds": 0.5,
-    }  # fmt: skip
-    kept_free = {**row, "free": True, "fits": True, "trained": False}
-    rows = [
-        {"case": "context", "context": GIB // 4},
-        {**row, "fits": True, "trained": True},
-        {**row, "fits": False, "trained": False},
-        {**row, "fits": True, "trained": False},
-        {**row, "fits": False, "trained": True},
-        kept_free,
-    ]
-    lines = fits_gpu.lines_of(rows)
-    good, refused, bad, late, free = lines[2:7]
-    assert "**" not in good + refused
-    assert "| yes | 3 | 0.500 | 0.400 | 1.00 | 1.00 | 0.500 |" in good
-    assert "**no**" in bad and "**yes**" in late
-    assert "2 % kept free" in free
-    text = "\n".join(lines)
-    assert "Of 2 plans that fit with nothing kept free, 1 ran out of memory; of those 1 did" in text
-    assert "Of 2 that were refused, 1 trained" in text
-    assert "without a context of 0.250 GiB" in text
 
 
 @pytest.mark.parametrize(

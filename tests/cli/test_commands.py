@@ -40,17 +40,26 @@ def test_plan_json_is_only_json(placer: Run, tmp_path: Path) -> None:
     assert {t["from"] for t in data["transfers"]} == {0}
     assert "cuda:0" in result.stderr
     text = page.read_text(encoding="utf-8")
-    assert 'class="bar' in text and "net.py:Net, input 8x64" in text
+    assert "<b>net.py:Net</b> with 8x64, on 2 devices" in text and 'class="plot"' in text
+    assert "&#34;reserve&#34;: 0" in text  # the spec
 
 
-def test_a_plan_that_does_not_fit_says_what_would(placer: Run) -> None:
-    result = placer("plan", "net.py:Net", "tight.json", *X)
+def test_a_plan_that_does_not_fit_says_what_would(placer: Run, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = placer("plan", "net.py:Net", "tight.json", *X, "--html", str(page))
     assert result.exit_code == 3
     assert "does not fit: cpu:0 is" in result.stdout
     assert "KiB over" in result.stdout
     assert "what would make it fit:" in result.stdout
     assert "like cpu:1 (cpu:2" in result.stdout
     assert "devices of" in result.stdout
+    text = page.read_text(encoding="utf-8")
+    assert "What would make it fit" in text and "like cpu:1 (cpu:2" in text
+    # Progress is told in lines where nobody watches; on a slow machine, lines with more about each follow.
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("  ")]
+    assert [line.endswith(" …") for line in lines] == [True] * len(lines)
+    assert "recording the operations of the model …" in lines
+    assert "planning changes that may make it fit …" in lines
 
 
 def test_a_plan_that_does_not_fit_is_still_json(placer: Run) -> None:
@@ -143,14 +152,10 @@ def test_simulate_judges_the_prediction(placer: Run) -> None:
     assert set(data["devices"]) == {"cuda:0", "cuda:1"}
     for device in data["devices"].values():
         assert device["predicted"] == pytest.approx(device["peak"], rel=0.05)
-    assert placer("simulate", "net.py:Net", "tiny.json", *X).exit_code == 3
-
-
-def test_simulate_shows_what_is_live_at_each_peak(placer: Run) -> None:
-    result = placer("simulate", "net.py:Net", "fits.json", *X)
     for device in ("cuda:0", "cuda:1"):
-        assert f"{device} at its peak, " in result.stdout
-    assert "parameter" in result.stdout
+        assert f"{device} at its peak, " in result.stderr
+    assert "parameter" in result.stderr
+    assert placer("simulate", "net.py:Net", "tiny.json", *X).exit_code == 3
 
 
 def test_a_saved_plan_serves_as_a_spec(placer: Run, tmp_path: Path) -> None:
@@ -177,6 +182,20 @@ def test_verify_proves_equality(placer: Run) -> None:
     assert [found["equal"] for found in data["situations"]] == [True] * 7
     assert all(c["tolerance"] == 1e-10 for c in data["comparisons"])
     assert "EQUAL" in result.stderr
+    rows = [line.split("  ") for line in result.stderr.splitlines()]
+    verdicts = {row[0]: row[-1].strip() for row in rows if row[0].startswith(("train", "eval"))}
+    assert verdicts == dict.fromkeys(
+        (
+            "train: the example",
+            "train: other values",
+            "train: another batch size",
+            "train, step: other values",
+            "train, no_grad: other values",
+            "eval: other values",
+            "eval, no_grad: other values",
+        ),
+        "EQUAL",
+    )
 
 
 def test_verify_says_which_tensors_differ(placer: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,26 +214,6 @@ def test_verify_says_which_tensors_differ(placer: Run, monkeypatch: pytest.Monke
         "train: the example:\n  gradient of head.weight: relative error 5.00e-01" in result.stdout
     )
     assert "DIFFERENT" in result.stdout
-
-
-def test_verify_has_a_row_for_every_situation(placer: Run) -> None:
-    rows = [
-        line.split("  ")
-        for line in placer("verify", "net.py:Net", "pinned.json", *X).stdout.splitlines()
-    ]
-    verdicts = {row[0]: row[-1].strip() for row in rows if row[0].startswith(("train", "eval"))}
-    assert verdicts == dict.fromkeys(
-        (
-            "train: the example",
-            "train: other values",
-            "train: another batch size",
-            "train, step: other values",
-            "train, no_grad: other values",
-            "eval: other values",
-            "eval, no_grad: other values",
-        ),
-        "EQUAL",
-    )
 
 
 def test_auto_writes_a_spec_that_fits(placer: Run, tmp_path: Path) -> None:
@@ -279,11 +278,8 @@ def test_check_a_spec(placer: Run) -> None:
     assert wrong.exit_code == 2
     assert "no layer matches 'hed'" in wrong.stderr
     assert "did you mean 'head'" in wrong.stderr
-
-
-def test_check_a_spec_without_layers(placer: Run) -> None:
-    result = placer("check", "net.py:Net", "fits.json")
-    assert "it leaves the choice for all 11 layers to placer" in result.stdout
+    free = placer("check", "net.py:Net", "fits.json").stdout
+    assert "it leaves the choice for all 11 layers to placer" in free
 
 
 def test_the_help_names_every_exit_code(placer: Run) -> None:
@@ -450,7 +446,7 @@ def test_report(placer: Run, tmp_path: Path) -> None:
     peaks.write_text(simulated.stdout, encoding="utf-8")
     result = placer("report", str(saved), "-o", str(page), "--simulation", str(peaks))
     assert result.exit_code == 0
-    assert "simulated" in page.read_text(encoding="utf-8")
+    assert "Alive at the peak" in page.read_text(encoding="utf-8")
     bad = placer("report", str(saved), "-o", str(page), "--simulation", str(saved))
     assert bad.exit_code == 2
     assert "does not hold simulated peaks" in bad.stderr
@@ -490,7 +486,7 @@ def test_times_are_known_where_the_kind_is(placer: Run, tmp_path: Path) -> None:
     assert 'give --kind, or "kind" in the spec; nearest by memory: rtx3070 (7.57 GiB)' in said
     known = placer(*plan, "--trace", str(trace), "--kind", "H100", "--json")
     assert known.exit_code == 0 and json.loads(known.stdout)["step_seconds"] > 0
-    assert json.loads(trace.read_text())["traceEvents"]
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == set("MXC")
     on_cpus = placer("plan", "net.py:Net", "tight.json", *X, "--kind", "h100")
     assert "error: --kind: the kinds of all devices in the spec are known" in on_cpus.stderr
 
@@ -504,14 +500,6 @@ def test_auto_asks_for_the_kind_where_it_must_choose_by_time(placer: Run) -> Non
         assert "nearest by memory: rtx3060-12gb (11.63 GiB)" in asked.stderr
         assert placer(*command, *options, "--kind", "rtx3060-12gb").exit_code == 0
     assert placer(*command).exit_code == 0  # the fewest devices, which needs no times
-
-
-def test_progress_is_told_in_lines_where_nobody_watches(placer: Run) -> None:
-    result = placer("plan", "net.py:Net", "tight.json", *X)
-    lines = result.stderr.splitlines()
-    assert [line.endswith(" …") for line in lines] == [True] * len(lines)
-    assert "recording the operations of the model …" in lines
-    assert "planning changes that may make it fit …" in lines
 
 
 def test_what_would_fit_is_told_before_what_would_not(placer: Run, tmp_path: Path) -> None:
@@ -538,7 +526,7 @@ def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
     assert result.exit_code == 3
     tried = [t for t in json.loads(result.stdout)["tried"] if t["fits"]]
     assert len(tried) >= 3 and all(t["headroom"] > 0 for t in tried)
-    said = " ".join(result.stderr.split())
+    said = " ".join(result.stderr.partition("what would make it fit:")[2].split())
     assert said.count(" MiB headroom") == len(tried)
     assert any(t["change"].startswith('"replicas": 2: another is on cuda:1, ') for t in tried)
     seconds = [t["step_seconds"] for t in tried]

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from jobs import Job
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of them on one worker: every other would import and start the same processes again."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("jobs"))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from distributed_cases import make_spec
 from jobs import Job
 
 
-@pytest.mark.parametrize(("shape", "rows"), [((2, 1), 5), ((1, 2), 8), ((2, 2), 5)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize(("shape", "rows"), [((2, 2), 5), ((2, 1), 5), ((1, 2), 8)])
 def test_losses_of_the_whole_batch_and_of_own_rows(
     job_of: Callable[[int], Job], shape: tuple[int, int], rows: int
 ) -> None:
@@ -84,7 +85,8 @@ def test_a_sharded_part_is_refused(job_of: Callable[[int], Job]) -> None:
         assert all("fully_shard: cannot shard a placed model" in said for said in messages)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
 def test_torchs_clipping_of_a_part_is_refused(
     job_of: Callable[[int], Job], shape: tuple[int, int]
 ) -> None:

@@ -18,9 +18,10 @@ import placer
 _DIGESTS = 5 * 14 * 8
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("schedule", "stages", "replicas"),
-    [("GPipe", 2, 1), ("1F1B", 2, 2), ("InterleavedZeroBubble", 4, 1)],
+    [("1F1B", 2, 2), ("InterleavedZeroBubble", 4, 1), ("GPipe", 2, 1)],
 )
 def test_a_rank_peaks_where_its_plan_says(
     job_of: Callable[[int], Job], schedule: str, stages: int, replicas: int
@@ -53,7 +54,8 @@ def test_a_plan_whose_ranks_do_not_fit_is_made_again() -> None:
     assert [s.nodes for s in again.stages] != [s.nodes for s in first.stages]
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 2), (2, 1)])
 def test_a_rank_peaks_in_inference_where_its_plan_says(
     job_of: Callable[[int], Job], stages: int, replicas: int
 ) -> None:

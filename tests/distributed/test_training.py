@@ -17,17 +17,20 @@ import placer
 from placer.schedule import SCHEDULES
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages_per_device(job_of: Callable[[int], Job], schedule: str) -> None:
     assert job_of(2).run(cases.train_interleaved, schedule) == [(0, 2), (1, 3)]
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
 def test_accumulation_and_clipping(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
     job_of(shape[0] * shape[1]).run(cases.accumulate_and_clip, cases.make_spec(*shape, 2, "1F1B"))
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2)])
 def test_hooks_on_gradients_run_once(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
     job_of(shape[0] * shape[1]).run(cases.hook_gradients, cases.make_spec(*shape, 2, "1F1B"))
 
@@ -37,7 +40,8 @@ def test_every_connection_is_made_before_the_first_step(job_of: Callable[[int], 
     assert job_of(4).run(cases.connect_in_a_step, cases.make_spec(2, 2, 2, "1F1B")) == [[]] * 4
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
 def test_every_replica_is_given_its_own_rows(
     job_of: Callable[[int], Job], shape: tuple[int, int]
 ) -> None:
@@ -62,7 +66,8 @@ def test_fp16_skips_a_step_on_every_rank_when_one_overflows(job_of: Callable[[in
     assert scales[2] == scales[1] / 2, "an overflow on one rank was not seen by the others"
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2)])
 def test_a_meta_model_starts_from_the_same_weights_in_every_plan(
     job_of: Callable[[int], Job], shape: tuple[int, int]
 ) -> None:
@@ -86,7 +91,8 @@ def test_other_modes_sizes_and_hooks_after_compile(job_of: Callable[[int], Job])
     job_of(4).run(cases.use_other_modes_and_sizes, cases.make_spec(2, 2, 2, "1F1B"))
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 2), (2, 1)])
 def test_other_calls_than_the_captured_one(
     job_of: Callable[[int], Job], stages: int, replicas: int
 ) -> None:
@@ -172,7 +178,8 @@ def test_only_this_ranks_part_is_held(job_of: Callable[[int], Job]) -> None:
     assert not set(found[0]["owned"]) & set(found[1]["owned"])
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
 def test_synchronised_batch_norm_equals_the_uncut_original(
     job_of: Callable[[int], Job], shape: tuple[int, int]
 ) -> None:
@@ -206,7 +213,8 @@ def test_a_layer_that_synchronises_itself_is_not_deferred(job_of: Callable[[int]
     assert all("SyncBatchNorm" in message for message in messages)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
 def test_a_plan_with_a_rewritten_graph(
     job_of: Callable[[int], Job], shape: tuple[int, int]
 ) -> None:

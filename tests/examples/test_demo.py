@@ -23,8 +23,6 @@ from examples.demo.brain import (
 )
 from examples.demo.run import run_demo
 
-pytestmark = pytest.mark.xdist_group("brain")  # it is loaded once
-
 
 @pytest.fixture(scope="module")
 def brain() -> Brain:

@@ -46,6 +46,7 @@ class Restores(Net):
         return self.last(self.norm(x))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("make", [Twice, Restores])
 def test_modes(make: Callable[[], nn.Module], way: str) -> None:
@@ -122,7 +123,7 @@ def method(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return MethodType(double, forward.__self__)  # type: ignore[attr-defined]
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "wrap", [doubling, Doubling, method, lambda f: functools.partial(Doubling(f).__call__)]

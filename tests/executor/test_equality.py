@@ -75,14 +75,10 @@ def _one_capture() -> Iterator[None]:
 
 @cache
 def _case(name: str) -> Case:
-    """The same model for all tests of a name; they leave it as it is, and run on one worker."""
+    """The same model for all tests of a name; they leave it as it is."""
     torch.manual_seed(0)
     model, args, kwargs = (SMALL | LARGE)[name]()
     return model.double(), args, kwargs
-
-
-def _by_name(names: dict[str, Any]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
 
 
 def _unet(norm: str) -> Case:
@@ -100,7 +96,7 @@ def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe"
 
 
 @pytest.mark.matrix(6)
-@pytest.mark.parametrize("name", _by_name(SMALL))
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_small_models_over_all_cuts(name: str, stages: int) -> None:
     model, args, kwargs = _case(name)
@@ -113,7 +109,7 @@ def test_small_models_over_all_cuts(name: str, stages: int) -> None:
 
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", _by_name(LARGE))
+@pytest.mark.parametrize("name", LARGE)
 def test_larger_models(name: str, cut: tuple[int, int, int]) -> None:
     _train_alike(_case(name), cut)
 

@@ -110,6 +110,7 @@ STAGES = {"devices": ["cuda:0", "cuda:1"], "layers": LAYERS}
 REPLICAS = {**STAGES, "devices": [f"cuda:{i}" for i in range(4)], "replicas": 2}
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("spec", [STAGES, REPLICAS], ids=["stages", "replicas"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_a_call_keeps_is_what_the_next_call_reads(

@@ -1,6 +1,7 @@
 """The law on a GPU, as far as the machine has one: in one process, and with a process per GPU.
 
-The same runs on the CPU in the suite. `make gpu` runs it where there is a GPU; until then none has run it.
+In one process the same runs on the CPU in the suite; processes do in tests/distributed. `make gpu` runs it
+where there is a GPU; until then none has run it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _run_on(device: str, how: str) -> str | None:
     return None if enough else ("cuda:0" if device == "cuda" else "cpu")
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["U-Net", "tied transformer"])
 @pytest.mark.parametrize("device", DEVICES)
@@ -70,7 +71,7 @@ def test_one_process_equals_the_plain_model(device: str, name: str, how: str) ->
     assert found.ok, found
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_equals_the_plain_models(device: str, how: str) -> None:
@@ -97,20 +98,20 @@ def _loss(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_process_per_device_equals_the_plain_model(device: str) -> None:
-    """With NCCL on all GPUs (at most four), gloo on CPUs.
+@NEEDS_GPU
+def test_a_process_per_device_equals_the_plain_model() -> None:
+    """With NCCL on all GPUs (at most four).
 
     On one GPU there is one rank: NCCL does not take two on the same GPU, and gloo sends and receives
     no CUDA tensors.
     """
-    ranks = 2 if device == "cpu" else min(torch.cuda.device_count(), 4)
+    ranks = min(torch.cuda.device_count(), 4)
     paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = str(Path(__file__).with_name("ranks.py"))
     done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", script, device],
+        [*command, f"--nproc-per-node={ranks}", script],
         env=environment,
         capture_output=True,
         text=True,

@@ -15,7 +15,6 @@ import placer
 from placer.cost import CostTable, estimate_costs
 from placer.partition import DeviceSlot, candidate
 from placer.partition.arrange import device_chains
-from placer.partition.stage_cost import order_bytes, pending_gradients, received
 from placer.planner.devices import device_slot
 from placer.program import lower
 from placer.program.fake_mode import FakeMode
@@ -60,38 +59,6 @@ def test_torch_is_not_asked_about_every_row_of_a_tensor(monkeypatch: pytest.Monk
     for length in (37, 74):  # with shapes of their own
         _costs(length)
     assert asked[74] <= asked[37] + 2
-
-
-def test_the_bytes_along_an_order_take_work_in_proportion_to_its_nodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    work: Counter[str] = Counter()
-    needs, shared = received._need, pending_gradients._shared_value
-
-    def need(*args: Any) -> Any:
-        found = needs(*args)
-        work["needs"] += len(found.used)
-        return found
-
-    def value(*args: Any) -> Any:
-        found = shared(*args)
-        work["savers"] += sum(map(len, found.savers.values()))
-        return found
-
-    monkeypatch.setattr(received, "_need", need)
-    monkeypatch.setattr(pending_gradients, "_shared_value", value)
-    counts = []
-    for length in (32, 64):
-        costs, start = _costs(length), 30
-        work.clear()
-        place = order_bytes.positions_of(range(len(costs.names)))
-        along = order_bytes.find_order_bytes(costs, place)
-        freed = [
-            each for copy in along.crossing.copies for each in received.releases(copy, [0, start])
-        ]
-        counts.append([*work.values(), len(freed), len(along.retained.pending)])
-    for few, many in zip(*counts, strict=True):
-        assert many <= 2.2 * few
 
 
 def test_orders_of_equal_devices_are_not_tried() -> None:

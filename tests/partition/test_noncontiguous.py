@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,14 +15,9 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
-from placer.cost import device_kind, estimate_costs
 from placer.partition import choose
 from placer.partition.assignment import _after, _moves, improved_devices, nested_devices, spans_of
-from placer.partition.model import model_units
-from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.shared import SharedPeaks
-from placer.partition.types import DeviceSlot, PlanningOptions
-from placer.partition.units import program_order, unit_graph
 from placer.program import lower
 
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
@@ -71,44 +65,6 @@ def test_what_is_said_of_its_boundaries_is_so() -> None:
     assert moves
     assert min(moves) > 0.99 * plan.optimality.value  # no single boundary is better elsewhere
     assert "all stages of cpu:" in plan.explain()
-
-
-def test_devices_come_again_at_cuts_that_a_placement_was_not_rated_with() -> None:
-    """A placement found near thinned cuts has tables for its own cuts only."""
-    with torch.device("meta"):
-        model, x = _unet(), torch.empty(1, 1, 32, 32, 32)
-    program = lower(model, (x,))
-    costs = estimate_costs(program, [x])
-    kind = device_kind("cpu:0", None)
-    slots = [DeviceSlot(name=name, kind=kind, budget=None, reserve=0) for name in DEVICES]
-    units, options = unit_graph(program), PlanningOptions(objective="memory")
-    search = choose._Search(units, costs, slots, {}, options, TableCache())
-    search.try_order(program_order(units))
-    assert search.best is not None
-    order = search._order_of(search.best)
-    counts = order.counts(search.best)
-    own = search._build(order, [order.ends[count] for count in counts])
-    search.best = search.first = search._rate(order, own, search.best.slots, counts)
-    search.try_noncontiguous(model_units(units, program_order(units), costs, {}))
-    assert len(search.best.slots) > len(DEVICES)
-
-
-def test_the_same_nodes_on_other_devices_are_other_stages() -> None:
-    with torch.device("meta"):
-        model, x = _unet(), torch.empty(1, 1, 16, 16, 16)
-    program = lower(model, (x,))
-    kind = device_kind("cpu:0", None)
-    slots = [DeviceSlot(name=name, kind=kind, budget=None, reserve=0) for name in DEVICES]
-    units, options = unit_graph(program), PlanningOptions(objective="memory")
-    costs = estimate_costs(program, [x])
-    search = choose._Search(units, costs, slots, {}, options, TableCache())
-    search.try_order(program_order(units))
-    found = search.best
-    assert found is not None and len(search._good) == 1
-    search._offer(replace(found, slots=found.slots[::-1]))
-    assert len(search._good) == 2
-    search._offer(replace(found))
-    assert len(search._good) == 2
 
 
 def test_what_needs_one_stage_per_device_gets_it() -> None:

@@ -71,7 +71,7 @@ def _spec(devices: int, microbatches: int, schedule: str = "GPipe") -> dict[str,
     return {"devices": names, "microbatches": microbatches, "schedule": schedule}
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize(
     ("devices", "microbatches", "schedule"),

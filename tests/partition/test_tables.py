@@ -14,8 +14,6 @@ import placer
 from placer.cost import estimate_costs
 from placer.partition import DeviceSlot, choose_partition, rate_partition
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
-from placer.partition.stage_cost.rectangles import NEVER, Rectangles
-from placer.partition.stage_cost.tables import _Builder
 from placer.planner.devices import device_slot
 from placer.planner.resolve import planning_options
 from placer.program import lower
@@ -54,35 +52,6 @@ corrections = st.builds(
     sender=positions,
     nbytes=st.integers(-50, 50).map(float),
 )
-
-
-rectangles = st.tuples(
-    positions,  # first start
-    st.integers(-1, WIDTH),  # last start
-    positions,  # column
-    positions | st.just(NEVER),  # until
-    st.integers(-50, 50),
-)
-
-
-@given(st.lists(rectangles, max_size=8), st.sets(st.integers(1, WIDTH - 1)))
-def test_sums_of_rectangles(given_: list[tuple[int, int, int, int, int]], inner: set[int]) -> None:
-    """There is a row for each cut where a stage may start, and a column per position or per end."""
-    found = Rectangles()
-    for first, last, column, until, value in given_:
-        found.add(first, last, column, value, until=until)
-    builder = _Builder(WIDTH, [0, *sorted(inner), WIDTH])
-
-    def by_definition(start: int, column: int) -> int:
-        return sum(v for a, b, x, y, v in given_ if a <= start <= b and x <= column < y)
-
-    assert builder.everywhere(found).tolist() == [
-        [by_definition(start, column) for column in range(WIDTH)] for start in builder.starts
-    ]
-    assert builder.at_ends(found).tolist() == [
-        [by_definition(start, end - 1) if end > start else 0 for end in builder.ends]
-        for start in builder.starts
-    ]
 
 
 @given(

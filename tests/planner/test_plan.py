@@ -360,6 +360,7 @@ def test_a_batch_of_fewer_rows_than_cuts_is_noted() -> None:
     assert "A replica's 1 row can fill only 1 micro-batch, not 2." in notes
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("kind", "count", "rows", "share"),
     [("cpu", 3, 8, 0.393), ("cuda", 3, 2, 0.8), ("cuda", 2, 2, 0.8)],
@@ -395,7 +396,7 @@ def _cards(count: int, memory: str = "16 G", **fields: object) -> list[dict[str,
 def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
     """With one micro-batch, another device only adds transfers; with eight, it shares the work."""
     with torch.device("meta"):
-        model, x = unet3d(width=8), torch.empty(8, 1, 64, 64, 64)
+        model, x = unet3d(width=8, depth=2), torch.empty(8, 1, 64, 64, 64)
     program = lower(model, (x,))
     make = JudgingPlanner(program, [x])
 

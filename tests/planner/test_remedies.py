@@ -21,7 +21,6 @@ from placer.simulation.judge import JudgingPlanner
 
 MODEL = unet3d(width=4, depth=3)
 X = torch.randn(4, 1, 16, 16, 16)
-pytestmark = pytest.mark.xdist_group("remedies")  # they share a capture
 
 
 @pytest.fixture(autouse=True, scope="module")

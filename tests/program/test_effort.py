@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import placer
 from placer.emit import emit_stages, node_lines
 from placer.executor.attribution import Attribution
 from placer.program import lower
+from placer.program.fake_mode import FakeMode
 
 
 class Block(nn.Module):
@@ -84,3 +86,18 @@ def test_a_place_in_generated_code_has_the_node_of_its_line() -> None:
     for start, _, line in segment.forward.__code__.co_lines():
         assert found[start] == lines.get(line or 0, "")
     assert set(found.values()) >= set(program.order) - {"output"}
+
+
+def test_compile_runs_a_model_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded, recorded with twice the batch, run as a graph, and run for its costs; one backward."""
+    ran: Counter[str] = Counter()
+    run = FakeMode._run
+
+    def counted(mode: Any, func: Any, *others: Any) -> Any:
+        ran[str(func)] += 1
+        return run(mode, func, *others)
+
+    monkeypatch.setattr(FakeMode, "_run", counted)
+    model = nn.Sequential(*[Block() for _ in range(6)])
+    placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, torch.randn(2, 4))
+    assert (ran["aten.tanh.default"], ran["aten.tanh_backward.default"]) == (4 * 6, 6)

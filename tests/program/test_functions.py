@@ -103,7 +103,7 @@ def around(inside: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(8, 8), inside(), nn.Linear(8, 3))
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "make", [*map(around, (Ode, ByAlias, InClosure)), AtTheTop], ids=["", "alias", "closure", "top"]
@@ -160,7 +160,7 @@ class Scripted(nn.Module):
         return self.last(SCRIPTS[self.function](self.first(x)))
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("ran_before", [False, True])
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -162,6 +162,7 @@ def test_it_is_refused_for_the_reason_for_which_recorded_code_is(name: str) -> N
     _assert_refused(Checked, *MIXING[name])
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", [Hooked, Applied])
 @pytest.mark.parametrize("name", ["mean", "written", "distances"])
 def test_hooks_and_autograd_functions_are_refused_too(kind: type[nn.Module], name: str) -> None:

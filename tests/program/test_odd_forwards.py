@@ -127,6 +127,7 @@ def in_a_default(net: KeepsFeatures) -> Callable[..., None]:
     return keep
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("hold", [in_a_closure, in_a_closure_of_a_closure, in_a_default])
 @pytest.mark.parametrize("called_before", [False, True])
 def test_hooks_that_hold_the_model(hold: Any, called_before: bool) -> None:

@@ -165,6 +165,7 @@ class Around(nn.Module):
         return self.last(self.inside(tokens, lengths))
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("inside", [Fills, Walks, Short])
 def test_code_that_depends_on_the_lengths_keeps_its_module_whole(
@@ -196,7 +197,7 @@ def packed_of(*lengths: int, is_sorted: bool) -> Callable[[], Arguments]:
     return make
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("way", UNCUT)

@@ -11,7 +11,7 @@ _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 
 settings.register_profile(
     "placer-ci",
-    max_examples=12,
+    max_examples=8,
     derandomize=True,
     database=None,
     phases=[Phase.explicit, Phase.generate],

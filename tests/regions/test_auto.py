@@ -31,7 +31,6 @@ from placer.schedule import InFlight
 
 D = torch.float64
 UNET = (unet3d(width=8, depth=3), (torch.randn(4, 1, 32, 32, 32),))
-pytestmark = pytest.mark.xdist_group("regions, auto")  # they share captures
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,8 +14,6 @@ from unet3d import unet3d
 
 import placer
 
-pytestmark = pytest.mark.xdist_group("regions, memory")  # they share captures
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_capture() -> Iterator[None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -48,7 +51,8 @@ def test_a_simulation_is_a_line_per_device(model: nn.Module) -> None:
     assert all("peak " in line and "predicted " in line for line in devices)
 
 
-def test_a_verification_is_its_verdict_and_what_differs(model: nn.Module) -> None:
+def test_a_verification_is_its_verdict_and_what_differs() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
     result = placer.verify(model, {"devices": ["cuda:0", "cuda:1"]}, X, run_on="cpu")
     assert len(result.comparisons) >= 200
     (verdict,) = _block(result, 1)
@@ -68,3 +72,20 @@ def test_a_spec_says_what_was_asked_for() -> None:
     assert shown.startswith("PlacementSpec(devices=('cuda:0=2.00 GiB', 'cuda:1'), layers={")
     assert "blocks.0" in shown and "..." in shown and shown.endswith("replicas=2)")
     assert str(spec) == shown
+
+
+def test_notebooks_show_a_plan_as_its_page(model: nn.Module) -> None:
+    shown: Any = placer.make_plan(model, {"devices": ["cuda:0", "cuda:1"]}, X)
+    frame = shown._repr_html_()
+    assert frame.startswith("<iframe ") and frame.endswith("</iframe>")
+    assert "stage 1" in html.unescape(frame) and "<!doctype html>" in html.unescape(frame)
+    assert len(frame) < 60_000  # without curves there is no library
+
+
+def test_notebooks_show_what_a_spec_asks_for() -> None:
+    layers = {f"blocks.{i}": "cuda:1" for i in range(30)} | {"<head>": "cuda:0"}
+    shown: Any = placer.load_spec(SPEC | {"layers": layers, "microbatches": 4})
+    table = shown._repr_html_()
+    for words in ("cuda:0, memory 2GiB", "<code>blocks.0</code> → cuda:1", "… and 11 more"):
+        assert words in table
+    assert "microbatches" in table and "precision" not in table and "<head>" not in table

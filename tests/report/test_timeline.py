@@ -1,4 +1,4 @@
-"""A step in time, as bars and as a trace."""
+"""A step in time, as lanes and as a trace."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from plans import make_plan
+from torch import nn
 
 import placer
 from placer.plan.step_spans import step_spans
 from placer.report.trace import step_trace, write_trace
-from placer.report.view import Part, view
+from placer.report.view import span_style, view
 
 
-def test_a_bar_per_device_with_what_it_computes_when() -> None:
+def test_a_lane_per_device_with_what_it_computes_when() -> None:
     """Two stages of 1 s forward, 2 s backward: the second computes in the middle of the 6 s."""
-    first, second = view(make_plan()).step
+    first, second = view(make_plan()).devices
     assert (first.name, second.name) == ("cuda:0", "cuda:1")
-    assert first.figure.text == second.figure.text == "50% busy"
-    assert second.parts == [
-        Part("forward", 1 / 6, 1 / 6, "1F0: 1.00 s"), Part("backward", 1 / 3, 1 / 3, "1B0: 2.00 s")
-    ]  # fmt: skip
-
-
-def test_a_page_of_too_many_spans_has_no_bars() -> None:
-    assert not view(dataclasses.replace(make_plan(), microbatches=5000)).step
+    assert first.lane.busy == second.lane.busy == 0.5
+    spans = [(span_style(span), span.start, span.end) for span in second.lane.spans]
+    assert spans == [("forward", 1.0, 2.0), ("backward", 2.0, 4.0)]
 
 
 @pytest.mark.parametrize("processes", [False, True])
@@ -51,3 +48,18 @@ def test_a_trace_has_every_span_on_all_that_it_keeps_busy(processes: bool, tmp_p
     assert ("cuda:0 to cuda:1" in names.values()) == processes
     with pytest.raises(placer.PlanError, match="cannot be written"):
         write_trace(plan, tmp_path / "nowhere" / "trace.json")
+
+
+def test_a_trace_counts_the_bytes_of_every_device() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.empty(8, 64)
+    devices = [{"name": f"cuda:{i}", "kind": "h100"} for i in range(2)]
+    spec = {"devices": devices, "layers": {"0": "cuda:0", "1": "cuda:1"}}
+    plan = placer.make_plan(model, spec, x)
+    trace = step_trace(plan, placer.simulate(model, plan, x))
+    most: dict[str, int] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "C":
+            assert 0 <= event["ts"] <= (plan.step_seconds or 0) * 1e6
+            most[event["name"]] = max(most.get(event["name"], 0), sum(event["args"].values()))
+    assert most == {f"memory of {device.device}": device.peak for device in plan.devices}

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from placer.space.chunked import ChunkedConvolution, is_chunkable
-from placer.space.windows import Axis, window
+from placer.program import Program, lower
+from placer.space import count_chunked
+from placer.spec.rewrite import Rewrite
 
 D = torch.float64
 
@@ -21,7 +22,7 @@ def _random_case(seed: int) -> tuple[nn.Module, list[Tensor], int]:
     torch.manual_seed(seed)
     dims = draw.choice((1, 2, 3))
     groups = draw.choice((1, 1, 2))
-    channels = [groups * draw.randint(1, 2) for _ in range(draw.randint(1, 3))]
+    channels = [groups * draw.randint(1, 2) for _ in range(draw.randint(2, 3))]
     kernel = [draw.randint(1, 5 if dims == 1 else 3) for _ in range(dims)]
     dilation = [draw.randint(1, 3) for _ in range(dims)]
     stride = [draw.randint(1, 4) for _ in range(dims)]
@@ -47,10 +48,39 @@ def _random_case(seed: int) -> tuple[nn.Module, list[Tensor], int]:
     shape = [draw.randint(9, 16), *(draw.randint(7, 9) for _ in range(dims - 1))]
     rows = draw.randint(1, 2)
     parts = [torch.randn(rows, each, *shape, dtype=D, requires_grad=True) for each in channels]
-    return module, parts, draw.choice((1, 2, 3, 5, 40))
+    return module, parts, draw.choice((2, 3, 5, 40))
 
 
-@pytest.mark.matrix(20)
+class _Joined(nn.Module):
+    """A convolution of a concatenation of channels."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        found: Tensor = self.module(torch.cat(parts, 1))
+        return found
+
+
+def _lower(module: nn.Module, parts: list[Tensor], count: int) -> Program:
+    chunks = Rewrite(name="chunks", settings={"count": count})
+    return lower(_Joined(module), (parts,), None, (chunks,))
+
+
+def _run(program: Program, parts: list[Tensor]) -> Tensor:
+    (found,) = fx.Interpreter(program.model, graph=program.graph).run(*parts)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _chunked(module: nn.Module, parts: list[Tensor], count: int) -> Tensor:
+    program = _lower(module, parts, count)
+    assert count_chunked(program) == 1
+    return _run(program, parts)
+
+
+@pytest.mark.matrix(10)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 @pytest.mark.parametrize("seed", range(400))
 def test_random_convolutions(seed: int) -> None:
@@ -59,11 +89,10 @@ def test_random_convolutions(seed: int) -> None:
         expected = module(torch.cat(parts, 1))
     except RuntimeError:  # torch refuses it: the kernel is larger than the input
         return
-    if not is_chunkable(module):
-        assert module.padding == "same"
-        return
     other, given = copy.deepcopy(module), [x.detach().clone().requires_grad_() for x in parts]
-    found = ChunkedConvolution(count)(other, *given)
+    program = _lower(other, given, count)
+    assert count_chunked(program) or module.padding == "same"
+    found = _run(program, given)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
@@ -76,45 +105,15 @@ def test_random_convolutions(seed: int) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_windows_have_all_that_an_output_plane_reads_and_no_more(transposed: bool) -> None:
-    """The planes that a plane of the output depends on, found by gradients, against the arithmetic."""
-    for seed in range(60):
-        draw = random.Random(seed)
-        kernel, stride, dilation = draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 2)
-        reach = dilation * (kernel - 1)
-        padding, length = draw.randint(0, min(2, reach)), draw.randint(8, 12)
-        kind = nn.ConvTranspose1d if transposed else nn.Conv1d
-        module = kind(1, 1, kernel, stride, padding, dilation=dilation).to(D)
-        nn.init.ones_(module.weight)
-        axis = Axis(
-            length=length,
-            kernel=kernel,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            transposed=transposed,
-        )
-        x = torch.randn(1, 1, length, dtype=D, requires_grad=True)
-        y = module(x)
-        for first in range(y.size(2)):
-            end = draw.randint(first + 1, y.size(2))
-            (gradient,) = torch.autograd.grad(y[..., first:end].sum(), x, retain_graph=True)
-            read = gradient.flatten().nonzero().flatten().tolist()
-            found = window(axis, first, end)
-            if read:
-                assert found.first <= read[0]
-                assert read[-1] < found.end
-                assert max(found.first, 0) >= read[0] - (stride if transposed else dilation)
-
-
 def test_it_keeps_the_parts_and_no_concatenation() -> None:
     parts = [torch.randn(1, 4, 32, 8, 8, requires_grad=True) for _ in range(2)]
     saved: list[Tensor] = []
     module = nn.Conv3d(8, 4, 3, padding=1)
+    program = _lower(module, parts, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        ChunkedConvolution(8)(module, *parts)
-    assert sorted(x.numel() for x in saved) == sorted(x.numel() for x in (module.weight, *parts))
+        _run(program, parts)
+    expected = (*module.parameters(), *parts)
+    assert sorted(x.numel() for x in saved) == sorted(x.numel() for x in expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -122,19 +121,20 @@ def test_under_autocast_it_computes_what_the_module_does(dtype: torch.dtype) -> 
     parts = [torch.randn(2, 3, 8, 5, 5) for _ in range(2)]
     module = nn.Conv3d(6, 4, 3, padding=1)
     with torch.autocast("cpu", dtype=dtype):
-        found, expected = ChunkedConvolution(3)(module, *parts), module(torch.cat(parts, 1))
+        found, expected = _chunked(module, parts, 3), module(torch.cat(parts, 1))
     assert found.dtype == expected.dtype == dtype
     torch.testing.assert_close(found, expected)
 
 
-def test_without_a_batch_the_parts_are_side_by_side_in_space() -> None:
+def test_without_a_batch_the_concatenation_is_made() -> None:
     parts = [torch.randn(3, 8) for _ in range(2)]
-    module = nn.Conv1d(3, 4, 3)
-    torch.testing.assert_close(ChunkedConvolution(3)(module, *parts), module(torch.cat(parts, 1)))
+    program = _lower(nn.Conv1d(3, 4, 3), parts, 3)
+    assert not count_chunked(program)
 
 
-def test_a_module_with_hooks_is_called() -> None:
+def test_a_module_that_gets_hooks_later_is_called() -> None:
     parts = [torch.randn(2, 3, 8) for _ in range(2)]
     module = nn.Conv1d(6, 4, 3)
+    program = _lower(module, parts, 3)
     module.register_forward_hook(lambda module, args, output: output + 1)
-    torch.testing.assert_close(ChunkedConvolution(3)(module, *parts), module(torch.cat(parts, 1)))
+    torch.testing.assert_close(_run(program, parts), module(torch.cat(parts, 1)))

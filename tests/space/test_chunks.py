@@ -14,7 +14,7 @@ from unet3d import unet3d
 
 import placer
 from placer.program import lower
-from placer.space import chunk_rewrites, count_chunked
+from placer.space import count_chunked, spec_rewrites
 
 D = torch.float64
 DEVICES = {"devices": ["cpu:0", "cpu:1"]}
@@ -76,7 +76,8 @@ def test_with_other_norms_and_sizes(norm: str) -> None:
 def test_convolutions_of_all_kinds_that_read_a_concatenation() -> None:
     torch.manual_seed(0)
     model, x = Residual().to(D), torch.randn(4, 3, 6, 6, dtype=D)
-    program = lower(model, (x,), None, chunk_rewrites(3))
+    spec = placer.PlacementSpec(devices=["cpu"], chunks=3)
+    program = lower(model, (x,), None, spec_rewrites(spec))
     assert count_chunked(program) == 2, "what a norm reads as well is made"
     assert_same(model, {**DEVICES, "chunks": 3}, (x,))
 

@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -172,14 +173,20 @@ _BASES: tuple[object, ...] = (  # of placer's classes
 )
 
 
+@cache
 def _is_of_torch(name: str) -> bool:
     return any(hasattr(base, name) for base in _BASES)
+
+
+@cache
+def _nodes(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
 
 
 def _defined(tree: ast.AST) -> set[str]:
     """Functions, classes, variables and attributes that are defined here, and override none of torch."""
     found = {"_replace", "_fields", "_asdict", "_make"}  # of named tuples, which are public
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(name, ast.Store()):
                 found.add(name)
@@ -197,7 +204,7 @@ def _private_names(tree: ast.AST, inherited: Set[str]) -> set[str]:
     own = _defined(tree)
     found: set[str] = set()
     parts_of_texts: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         match node:
             case ast.Attribute(ast.Name("self") | ast.Call(ast.Name("super")), name):
                 found.update({name} - inherited)

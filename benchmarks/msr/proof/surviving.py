@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from benchmarks.msr.proof.conditions import BoundaryConditions
 from benchmarks.msr.proof.work import Work
 from placer.partition.solver.families import distinct
-from placer.partition.solver.lattice import BitSums, Flags, Lattice, Words, bit_row
+from placer.partition.solver.lattice import BitSums, Flags, Lattice, Words, num_words, pack
 from placer.partition.solver.problem import Vector
 
 # Nanoseconds to decide a unit; in addition for each downset; and in addition for each unit and value.
@@ -67,12 +68,12 @@ class _Deciding:
         self._weights = np.array(conditions.columns).reshape(columns, n)  # no columns for one stage
         self._sums_of = BitSums(self._weights.T)
         self._crossing_of = BitSums(lattice.value_nbytes[:, None])
-        self._after = _with_later(lattice, np.array([bit_row([u], n) for u in range(n)]))
+        self._after = _with_later(lattice, np.array([_bit_row([u], n) for u in range(n)]))
         self._after_sums = self._sums_of(self._after)
-        self._touched_by = np.array([bit_row(v, m) for v in lattice.values_of])
+        self._touched_by = np.array([_bit_row(v, m) for v in lattice.values_of])
         self._touched_after = _with_later(lattice, self._touched_by)
-        self._rest = bit_row(range(n), n)  # units that are not decided yet
-        units, values = bit_row((), n)[None], bit_row((), m)[None]
+        self._rest = _bit_row(range(n), n)  # units that are not decided yet
+        units, values = _bit_row((), n)[None], _bit_row((), m)[None]
         self.rows = _Partial(
             inside=units,
             outside=units,
@@ -144,3 +145,11 @@ def _with_later(lattice: Lattice, rows: Words) -> Words:
         for reader in lattice.succs[u]:
             found[u] |= found[reader]
     return found
+
+
+def _bit_row(members: Iterable[int], bits: int) -> Words:
+    """One row with the bits of ``members`` set."""
+    flags = np.zeros(num_words(bits) * 64, dtype=bool)
+    flags[list(members)] = True
+    row: Words = pack(flags[None])[0]
+    return row

@@ -114,7 +114,7 @@ class PolicySearch:
                 steps[max(column, start) - start] += nbytes
                 steps[min(until, end) - start] -= nbytes
 
-        for change in pending_gradients(costs, place, add):
+        for change in pending_gradients(costs, place.tolist(), add):
             if end <= change.sender:
                 add(change.first, change.last, change.begin, change.until, change.nbytes)
         at = {node: t for t, node in enumerate(nodes)}

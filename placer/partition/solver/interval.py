@@ -52,9 +52,10 @@ def best_intervals(problem: PartitionProblem, order: Indices, bound: float) -> I
             load = np.maximum(load, value[:-width])
             load[nbytes[width:] - nbytes[:-width] > budget] = np.inf
             load[foreign[width:] - foreign[:-width] > 0.5] = np.inf
-            better = (load < following[width:]) & (load < bound)
-            following[width:][better] = load[better]
-            choice[width:][better] = np.flatnonzero(better)
+            (better,) = ((load < following[width:]) & (load < bound)).nonzero()
+            if better.size:
+                following[width + better] = load[better]
+                choice[width + better] = better
         value = following
         choices.append(choice)
     if not value[-1] < bound:
@@ -101,27 +102,25 @@ def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) ->
     """``[x, y]``: the bytes of values that cross the boundaries of the stage from cut x to cut y."""
     count = len(cuts)
     size = count + 1
-    at: list[int] = []
-    changes: list[float] = []
-
-    def add(first: int, last: int, column: int, until: int, nbytes: float) -> None:
-        """Add ``nbytes`` to stages with first <= x <= last and column <= y < until."""
-        top, bottom = first * size, (last + 1) * size
-        at.extend((top + column, bottom + column, top + until, bottom + until))
-        changes.extend((nbytes, -nbytes, -nbytes, nbytes))
-
+    # (first, last, column, until, bytes) for stages with first <= x <= last and column <= y < until
+    added: list[tuple[int, int, int, int, float]] = []
     interval_of = (np.searchsorted(cuts, place, side="right") - 1).tolist()
     for value in problem.values:
         own = sorted({interval_of[unit] for unit in value.units})
         previous = -1
         for interval in own:  # [x, y) has some unit if the first one at or after x is before y
-            add(previous + 1, interval, interval + 1, count, value.nbytes)
+            added.append((previous + 1, interval, interval + 1, count, value.nbytes))
             previous = interval
         if not value.external:
-            add(0, own[0], own[-1] + 1, count, -value.nbytes)
-    steps: Vector = np.bincount(
-        np.array(at, dtype=np.int64), weights=np.array(changes, dtype=float), minlength=size * size
-    ).astype(float, copy=False)
+            added.append((0, own[0], own[-1] + 1, count, -value.nbytes))
+    table = np.array(added, dtype=float).reshape(-1, 5)
+    first, last, column, until = table[:, :4].astype(np.int64).T
+    top, bottom, nbytes = first * size, (last + 1) * size, table[:, 4]
+    at = np.concatenate([top + column, bottom + column, top + until, bottom + until])
+    changes = np.concatenate([nbytes, -nbytes, -nbytes, nbytes])
+    steps: Vector = np.bincount(at, weights=changes, minlength=size * size).astype(
+        float, copy=False
+    )
     steps = steps.reshape(size, size)
-    table: Vector = np.cumsum(np.cumsum(steps, axis=0), axis=1)[:count, :count]
-    return table
+    found: Vector = np.cumsum(np.cumsum(steps, axis=0), axis=1)[:count, :count]
+    return found

@@ -94,14 +94,6 @@ def num_words(bits: int) -> int:
     return max(1, -(-bits // 64))
 
 
-def bit_row(members: Iterable[int], bits: int) -> Words:
-    """One row with the bits of ``members`` set."""
-    flags = np.zeros(num_words(bits) * 64, dtype=bool)
-    flags[list(members)] = True
-    row: Words = pack(flags[None])[0]
-    return row
-
-
 def pack(flags: Flags) -> Words:
     """Rows of booleans (a multiple of 64 columns) as rows of words."""
     packed = np.packbits(flags, axis=1, bitorder="little")

@@ -102,11 +102,12 @@ def _retained_values(
 ) -> RetainedValues:
     saved, saved_fixed, backward, forward = (Rectangles() for _ in range(4))
     loss = len(place) - 1
+    at: list[int] = place.tolist()
     for number, v in enumerate(costs.values):
         if regions is not None and regions.take(number):
             continue
-        savers, users = _at(place, v.savers), _at(place, v.users)
-        producer = int(place[v.producer]) if v.producer >= 0 else -1
+        savers, users = _at(at, v.savers), _at(at, v.users)
+        producer = at[v.producer] if v.producer >= 0 else -1
         saved.add_if_any_inside(savers, v.nbytes)
         if v.fixed:
             saved_fixed.add_if_any_inside(savers, v.nbytes)
@@ -119,7 +120,7 @@ def _retained_values(
             forward.add(0, producer, producer + 1, v.nbytes, until=last)
     pending = pending_gradients(
         costs,
-        place,
+        at,
         lambda x, y, i, j, nbytes: backward.add(x, y, i, nbytes, until=j),
         live_from=None if regions is None else regions.live_from,
     )
@@ -139,11 +140,12 @@ def _crossing_values(costs: CostTable, place: NDArray[np.int64]) -> CrossingValu
     received, computed, sent, results = (Rectangles() for _ in range(4))
     loss = len(place) - 1
     needs = find_needs(costs, place)
-    made_by = zip(place.tolist(), costs.readers, costs.nodes, needs.nodes, strict=False)
+    at: list[int] = place.tolist()
+    made_by = zip(at, costs.readers, costs.nodes, needs.nodes, strict=False)
     inputs = zip(costs.input_readers, costs.input_nbytes, needs.inputs, strict=True)
     made = [(producer, nodes, cost.output_nbytes, need) for producer, nodes, cost, need in made_by]
     crossing = [
-        Received(producer=producer, readers=tuple(_at(place, nodes)), nbytes=nbytes, need=need)
+        Received(producer=producer, readers=tuple(_at(at, nodes)), nbytes=nbytes, need=need)
         for producer, nodes, nbytes, need in (*made, *((-1, *each) for each in inputs))
         if nodes
     ]
@@ -177,6 +179,6 @@ def by_position(place: NDArray[np.int64], values: Sequence[float]) -> Table:
     return table
 
 
-def _at(place: NDArray[np.int64], nodes: Iterable[int]) -> list[int]:
+def _at(place: Sequence[int], nodes: Iterable[int]) -> list[int]:
     """The distinct positions of ``nodes``, ascending."""
-    return sorted({int(place[i]) for i in nodes})
+    return sorted({place[i] for i in nodes})

@@ -52,7 +52,7 @@ class IntervalCorrection(NamedTuple):
 
 def pending_gradients(
     costs: CostTable,
-    place: NDArray[np.int64],
+    place: Sequence[int],
     add: Add,
     *,
     live_from: LiveFrom | None = None,
@@ -70,10 +70,10 @@ def pending_gradients(
     source_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
         sum_at = gradient.target, gradient.home
-        source = int(place[gradient.source])
+        source = place[gradient.source]
         if place[gradient.target] < source:
             filling.count(gradient)
-            sender = int(place[gradient.sender])
+            sender = place[gradient.sender]
             sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
         else:
             source_of[sum_at] = max(source, source_of.get(sum_at, source))
@@ -85,7 +85,7 @@ def pending_gradients(
             for saver in value.savers:
                 shared[saver].append(found)
     for sum_ in costs.added:
-        home, node = int(place[sum_.home]), int(place[sum_.node])
+        home, node = place[sum_.home], place[sum_.node]
         if home >= node:
             continue
         sum_at = sum_.node, sum_.home
@@ -103,7 +103,7 @@ def pending_gradients(
 class _Filling:
     """Adds pending gradients to a table for stages with all senders; collects corrections for the others."""
 
-    def __init__(self, costs: CostTable, place: NDArray[np.int64], add: Add) -> None:
+    def __init__(self, costs: CostTable, place: Sequence[int], add: Add) -> None:
         self._costs = costs
         self._place = place
         self._add = add
@@ -127,8 +127,8 @@ class _Filling:
 
     def count(self, gradient: PendingGradient) -> None:
         """Count a gradient by the rules in this module's docstring."""
-        source, sender = int(self._place[gradient.source]), int(self._place[gradient.sender])
-        target, home = int(self._place[gradient.target]), int(self._place[gradient.home])
+        source, sender = self._place[gradient.source], self._place[gradient.sender]
+        target, home = self._place[gradient.target], self._place[gradient.home]
         whole, needed = gradient.nbytes, gradient.nbytes - gradient.surplus
 
         # The stage has the target.
@@ -155,9 +155,7 @@ class _Filling:
         pass_on(target, needed)
         until = target  # the whole is freed after the backward of this node
         last = sender  # the last node of the stage that needs a part of it
-        for to, nbytes in sorted(
-            ((int(self._place[t]), b) for t, b in gradient.earlier), reverse=True
-        ):
+        for to, nbytes in sorted(((self._place[t], b) for t, b in gradient.earlier), reverse=True):
             self.change(0, to, to, to + 1, sender, nbytes)  # without the sender, a copy is received
             if to < target:  # the nodes are in another order than in the recorded run
                 self.count_with_sender(0, to, to, until, sender, whole)
@@ -194,11 +192,11 @@ class _SharedValue(NamedTuple):
     is_recomputed: bool  # by one of these regions
 
 
-def _shared_value(number: int, costs: CostTable, place: NDArray[np.int64]) -> _SharedValue:
+def _shared_value(number: int, costs: CostTable, place: Sequence[int]) -> _SharedValue:
     value = costs.values[number]
     savers: dict[RegionKey | None, list[int]] = defaultdict(list)
     for saver in value.savers:
-        savers[_key_of(saver, costs)].append(int(place[saver]))
+        savers[_key_of(saver, costs)].append(place[saver])
     return _SharedValue(
         number=number,
         nbytes=value.nbytes,
@@ -215,7 +213,7 @@ def _beside_sum(
     added: AddedGradient,
     shared: Sequence[_SharedValue],
     costs: CostTable,
-    place: NDArray[np.int64],
+    place: Sequence[int],
     live_from: LiveFrom | None,
 ) -> Iterator[tuple[int, int, float]]:
     """Yields the bytes that a sum of gradients adds, as (first start, last start, bytes).
@@ -223,7 +221,7 @@ def _beside_sum(
     Values that the node has saved and that no earlier node of the stage needs are freed before gradients are
     added. ``shared`` are the values that both this node and others save.
     """
-    node = int(place[added.node])
+    node = place[added.node]
     own = _key_of(added.node, costs)
     # start of a stage -> change of the freed bytes, compared with the previous start
     steps: dict[int, float] = defaultdict(float)

@@ -52,12 +52,13 @@ class Received:
 def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
     """The needs of all results, including those of their views. ``place`` has the position of each node."""
     lent: list[list[tuple[int, int]]] = [[] for _ in costs.values]
+    at: list[int] = place.tolist()
     for node, stored_in in enumerate(costs.results):
         if costs.readers[node]:
-            last = max(int(place[reader]) for reader in costs.readers[node])
+            last = max([at[reader] for reader in costs.readers[node]])
             for value in stored_in:
-                lent[value].append((int(place[node]), last))
-    needs = [_need(costs, v, place, results) for v, results in zip(costs.values, lent, strict=True)]
+                lent[value].append((at[node], last))
+    needs = [_need(costs, v, at, results) for v, results in zip(costs.values, lent, strict=True)]
     inputs = [need for value, need in zip(costs.values, needs, strict=True) if value.producer < 0]
     if len(inputs) != len(costs.input_readers):  # some share a storage
         inputs = [_joined(inputs)] * len(costs.input_readers)
@@ -88,10 +89,11 @@ def copied_parts(
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (value, start of a stage, bytes of the parts) where a stage receives only parts of a value."""
     views: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # node, last reader, bytes
+    at: list[int] = place.tolist()
     for node, stored_in in enumerate(costs.results):
         if len(stored_in) == 1 and costs.readers[node]:
-            last = max(int(place[reader]) for reader in costs.readers[node])
-            views[stored_in[0]].append((int(place[node]), last, costs.nodes[node].output_nbytes))
+            last = max([at[reader] for reader in costs.readers[node]])
+            views[stored_in[0]].append((at[node], last, costs.nodes[node].output_nbytes))
     whole_until = _whole_until(costs, place)
     for index, parts in views.items():
         value = costs.values[index]
@@ -176,7 +178,7 @@ def _joined(needs: Sequence[Need]) -> Need:
 def _need(
     costs: CostTable,
     value: StoredValue,
-    place: NDArray[np.int64],
+    place: Sequence[int],
     lent: Sequence[tuple[int, int]],
 ) -> Need:
     def keeps(node: int) -> bool:
@@ -187,7 +189,7 @@ def _need(
 
     users = {*value.users, *value.savers}
     return Need(
-        kept=tuple(sorted(int(place[node]) for node in users if keeps(node))),
-        used=tuple(sorted(int(place[node]) for node in users)),
+        kept=tuple(sorted([place[node] for node in users if keeps(node)])),
+        used=tuple(sorted([place[node] for node in users])),
         lent=tuple(sorted(lent)),
     )

@@ -1,4 +1,4 @@
-"""Smaller partition problems with the same answer, in which units are joined."""
+"""A smaller partition problem with the same answer: units on a cycle are one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
-"""Units without edges: each goes to the stage where it costs least, once the others are placed."""
+"""Units without edges ("isolated units"): left out of the search, each then goes where it costs least.
+
+The published graphs have them: backward nodes of no colour class. Captured models have none.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +14,40 @@ from numpy.typing import NDArray
 from placer.partition.solver.problem import PartitionProblem, SharedValue, Vector, stage_loads
 
 _MOST_ROUNDS = 10
+
+
+def isolated_units(problem: PartitionProblem) -> list[int]:
+    """Units without edges that share values with others."""
+    tied = {u for edge in problem.edges for u in edge} | {*problem.pins} | problem.auxiliary
+    tied |= {u for value in problem.values if value.external for u in value.units}
+    free = {u for v in problem.values if len(v.units) > 1 for u in v.units} - tied
+    return sorted(free) if len(free) < problem.num_units else []
+
+
+def without_units(
+    problem: PartitionProblem, units: Collection[int]
+) -> tuple[PartitionProblem, NDArray[np.int64]]:
+    """The problem without ``units``, which have no edges, and each unit's number in it (-1: left out)."""
+    kept = [u for u in range(problem.num_units) if u not in units]
+    number = np.full(problem.num_units, -1, dtype=np.int64)
+    number[kept] = np.arange(len(kept))
+    values = []
+    for value in problem.values:
+        sharing = tuple(int(number[u]) for u in value.units if number[u] >= 0)
+        if sharing and (value.external or len(sharing) > 1):
+            values.append(replace(value, units=sharing))
+    slots = tuple(
+        replace(slot, seconds=slot.seconds[kept], nbytes=slot.nbytes[kept])
+        for slot in problem.slots
+    )
+    return PartitionProblem(
+        num_units=len(kept),
+        edges=tuple((int(number[a]), int(number[b])) for a, b in problem.edges),
+        values=tuple(values),
+        slots=slots,
+        pins={int(number[u]): device for u, device in problem.pins.items()},
+        auxiliary=frozenset(int(number[u]) for u in problem.auxiliary),
+    ), number
 
 
 def assign_isolated(problem: PartitionProblem, stage_of: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,118 @@
+"""Says what a command does while that takes a while: what was tried, the best so far, what is left."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from placer.quantities import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from placer.plan.types import Plan
+    from placer.simulation.judge import JudgingPlanner
+    from placer.spec import PlacementSpec
+
+_EVERY = 1.0  # seconds between looks at what is new
+_AGAIN = 15.0  # seconds after which a line is written though nothing is new
+
+
+class Progress:
+    """What a command does at the moment; a `placer.simulation.judge.Watcher`.
+
+    ``most`` is how many plans there will be at most; 0 is not known. With ``compare`` it says which is best.
+    """
+
+    def __init__(self, title: str, most: int = 0, *, compare: bool = True) -> None:
+        self._title, self._most, self._compare = title, most, compare
+        self._what, self._planned = "", 0
+        self._best: tuple[tuple[bool, int, float], str] | None = None
+        self._start = time.monotonic()
+
+    def doing(self, what: str) -> None:
+        """Say what is done now."""
+        self._what = what
+
+    def planned(self, spec: PlacementSpec, plan: Plan) -> None:
+        """Count a plan, and keep the best: what fits, then what is over by the fewest bytes, then time."""
+        self._planned += 1
+        key = not plan.fits, plan.overflow_bytes, plan.rank_time
+        if self._compare and (self._best is None or key < self._best[0]):
+            self._best = key, f"{format_count(len(spec.devices), 'device')}, {_verdict(plan)}"
+
+    @property
+    def state(self) -> str:
+        """All that is known, without seconds."""
+        text = f"{self._title}: {self._what}" if self._what else self._title
+        if self._planned:
+            of = f" of at most {self._most}" if self._planned <= self._most else ""
+            text += f"; tried {self._planned}{of}"
+        return f"{text}, best so far: {self._best[1]}" if self._best is not None else text
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._start
+        left = ""
+        if 0 < self._planned < self._most:
+            most = seconds / self._planned * (self._most - self._planned)
+            left = f", about {most:.0f} s left or less"
+        return f"{self.state} ({seconds:.0f} s{left})"
+
+    def __rich__(self) -> str:
+        return str(self).replace("[", "\\[")
+
+    def write_lines(self, stop: threading.Event) -> None:
+        """Write a line to stderr when something is new, but not more than one each second, until ``stop``."""
+        said, when = self._title, time.monotonic()
+        while not stop.wait(_EVERY):
+            if self.state != said or time.monotonic() - when > _AGAIN:
+                said, when = self.state, time.monotonic()
+                print(f"  {self}", file=sys.stderr, flush=True)
+
+
+def _verdict(plan: Plan) -> str:
+    if not plan.fits:
+        return f"does not fit by {format_bytes(plan.overflow_bytes)}"
+    seconds = "" if plan.step_seconds is None else f", {format_seconds(plan.step_seconds)} a step"
+    headroom = plan.tightest.headroom
+    return f"fits{seconds}" + ("" if headroom is None else f", {format_bytes(headroom)} headroom")
+
+
+@contextmanager
+def progress(
+    console: Console,
+    title: str,
+    make: JudgingPlanner | None = None,
+    *,
+    most: int = 0,
+    compare: bool = True,
+) -> Iterator[Progress]:
+    """Show that something takes a while: beside a spinner on a terminal, otherwise by lines on stderr.
+
+    Yields what can be told how far it is; a planner ``make`` tells that by itself. For ``most`` and
+    ``compare`` see `Progress`.
+    """
+    found = Progress(title, most, compare=compare)
+    if make is not None:
+        make.watcher = found
+    try:
+        if console.is_terminal:
+            with console.status(found):
+                yield found
+            return
+        print(f"{title} …", file=sys.stderr, flush=True)
+        stop = threading.Event()
+        thread = threading.Thread(target=found.write_lines, args=(stop,), daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            stop.set()
+            thread.join()
+    finally:
+        if make is not None:
+            make.watcher = None

@@ -1,0 +1,79 @@
+"""What long work says: within a second what it does, then what was tried, the best, and what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import time
+
+import pytest
+import torch
+from plans import make_plan
+from rich.console import Console
+from torch import nn
+
+from placer.cli.progress import Progress, progress
+from placer.program import lower
+from placer.simulation.judge import JudgingPlanner
+from placer.spec import PlacementSpec
+
+SPEC = PlacementSpec.model_validate({"devices": ["cuda:0", "cuda:1"]})
+
+
+def test_it_counts_what_was_tried_and_keeps_the_best() -> None:
+    told = Progress("looking", most=4)
+    assert str(told) == "looking (0 s)"
+    told.planned(SPEC, make_plan(budget=11 * 2**30))
+    told.doing("2 devices, looking for stages")
+    best = "2 devices, does not fit by 3.00 GiB"
+    assert told.state == (
+        f"looking: 2 devices, looking for stages; tried 1 of at most 4, best so far: {best}"
+    )
+    told.planned(SPEC, make_plan())
+    told.planned(SPEC, dataclasses.replace(make_plan(), rank_time=9.0))
+    assert told.state.endswith(
+        "tried 3 of at most 4, best so far: 2 devices, fits, 6.00 s a step, 2.00 GiB headroom"
+    )
+    assert "s left or less)" in str(told)
+
+
+def test_in_a_pipe_it_writes_lines_when_something_is_new(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("placer.cli.progress._EVERY", 0.02)
+    with progress(Console(file=io.StringIO()), "working") as told:
+        assert capsys.readouterr().err == "working …\n"
+        told.doing("half")
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "  working: half (0 s)\n"
+
+
+def test_on_a_terminal_it_stands_beside_a_spinner() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with progress(console, "working") as told:
+        told.doing("half [2]")
+        time.sleep(0.3)
+    assert "working: half [2] (0 s)" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_planner_tells_what_it_does() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.empty(4, 8)
+    make = JudgingPlanner(lower(model, (x,)), [x])
+    said: list[str] = []
+
+    class Watcher:
+        def doing(self, what: str) -> None:
+            said.append(what)
+
+        def planned(self, spec: PlacementSpec, plan: object) -> None:
+            said.append("planned")
+
+    make.watcher = Watcher()
+    make(SPEC.model_copy(update={"microbatches": 2}))
+    about = "2 devices, microbatches 2"
+    assert said == [
+        f"{about}, looking for stages",
+        f"{about}, running a step without data",
+        "planned",
+    ]
