@@ -172,7 +172,7 @@ class ProgramCache:
         self,
         modes: tuple[bool, ...],
         condition: Hashable,
-        whole: tuple[tuple[int, int], ...],
+        whole: tuple[Hashable, ...],
         inputs: Sequence[Tensor],
         leaves: Mapping[str, Any],
     ) -> StagedModel:
@@ -244,7 +244,7 @@ class ProgramCache:
     def _make(
         self,
         modes: tuple[bool, ...],
-        whole: tuple[tuple[int, int], ...],
+        whole: tuple[Hashable, ...],
         inputs: Sequence[Tensor],
         leaves: Mapping[str, Any],
         *,
@@ -303,7 +303,7 @@ class ProgramCache:
     def _remember(
         self,
         condition: Hashable,
-        whole: tuple[tuple[int, int], ...],
+        whole: tuple[Hashable, ...],
         inputs: Sequence[Tensor],
         program: _CachedProgram,
     ) -> None:
@@ -344,18 +344,22 @@ class ProgramCache:
         parents = [m for m in self._modules if isinstance(m, lists) or not is_torch_leaf(m)]
         self._parents = [(module, tuple(module._modules.values())) for module in parents]
 
-    def _kept_whole(self) -> tuple[tuple[int, int], ...]:
+    def _kept_whole(self) -> tuple[Hashable, ...]:
         """Indices of the container modules that have hooks or parametrizations at present.
 
         Such a module must be recorded as one node, unless forward itself installs all its hooks. If
         forward installs any, each index comes with the number of hooks, which tells when one is added.
         """
         counted = self._captured.conditions.hooked_by_forward
-        return tuple(
+        found: list[Hashable] = [
             (index, hook_count(module) if counted else 0)
             for index, module in enumerate(self._containers)
             if must_stay_whole(module)
-        )
+        ]
+        # What a rewrite makes of a layer depends on its hooks, and on its settings.
+        if self._plan.rewrites:
+            found += [(hook_count(layer), _settings(layer)) for layer, *_ in self._leaves]
+        return tuple(found)
 
     def _capture(
         self,
@@ -384,6 +388,12 @@ class ProgramCache:
             method=method or captured.call.method,
             together=captured.together,
         )
+
+
+def _settings(layer: nn.Module) -> str:
+    """The plain attributes of a layer of torch.nn."""
+    plain = (int, float, str, list, tuple, type(None))
+    return repr([value for value in vars(layer).values() if isinstance(value, plain)])
 
 
 def capture_for_plan(

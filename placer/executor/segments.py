@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from placer._torch import function_modes, is_transformed
 from placer.emit import SegmentCode, StageCode
+from placer.errors import PlacerError
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place, on
 from placer.generators import random_state, set_random_state
@@ -64,6 +65,12 @@ def _run(
     exchange: Exchange | None,
 ) -> tuple[Any, ...]:
     tree, place = trees[0], places[0]
+    if exchange is not None and is_transformed():
+        raise PlacerError(
+            "torch.func",
+            "transforms a model that is split in space, whose parts it cannot follow",
+            'leave out "space" for it, or use backward()',
+        )
     if segment.shards > 1:
         further = zip(trees[1 : segment.shards], places[1 : segment.shards], strict=True)
         inputs[:0] = [x for own, there in further for x in (own, there.device)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -88,7 +89,8 @@ class Alone:
         return nullcontext()
 
 
-_current: list[Exchange] = []  # not a context variable: autograd's threads see it too
+# Per thread: backward does not read it, and a recomputation sets it where it runs.
+_current: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
 
 @contextmanager
@@ -97,16 +99,18 @@ def exchanging(exchange: Exchange | None) -> Iterator[None]:
     if exchange is None:
         yield
         return
-    _current.append(exchange)
+    token = _current.set(exchange)
     try:
         yield
     finally:
-        _current.pop()
+        _current.reset(token)
 
 
 def innermost_exchange() -> Exchange:
     """The exchange of the innermost `exchanging` block, which there must be."""
-    return _current[-1]
+    exchange = _current.get()
+    assert exchange is not None, "no exchange is set"
+    return exchange
 
 
 def current_exchange(shards: int, likely: int, tensor: Tensor | None) -> Exchange:
@@ -116,7 +120,7 @@ def current_exchange(shards: int, likely: int, tensor: Tensor | None) -> Exchang
     """
     if shards == 1:
         return Alone(1, 0)
-    if _current:
-        return _current[-1]
+    if (exchange := _current.get()) is not None:
+        return exchange
     assert tensor is None or isinstance(tensor, FakeTensor) or tensor.is_meta, "no exchange is set"
     return Alone(shards, likely)

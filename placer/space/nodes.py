@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from placer.errors import PlacerError
 from placer.program import must_stay_whole
@@ -156,8 +157,8 @@ class NormalizeParts(InSpace):
             flat += [module.weight, module.bias, x]
         first = arguments[0][0]
         kind = flat[2].device.type
-        if self.groups.number is not None and torch.is_autocast_enabled(kind):
-            flat = [x if x is None else x.float() for x in flat]  # as autocast does for these norms
+        if isinstance(first, nn.GroupNorm) and kind != "cpu" and torch.is_autocast_enabled(kind):
+            flat = [x if x is None else x.float() for x in flat]  # as autocast does for this norm
         with torch.autocast(kind, enabled=False):
             mean, var, *results = Normalize.apply(exchange, self.groups, first.eps, *flat)
         if self.groups.number is None:
@@ -169,20 +170,37 @@ class NormalizeParts(InSpace):
 
 @dataclass(frozen=True)
 class SumParts(InSpace):
-    """The sum, or the mean, of a value over ``dims``, all cut ones among them."""
+    """The sum, or the mean, of a value over ``dims``, all cut ones among them.
+
+    ``kind`` is what forward calls: "sum", "mean", or an adaptive pool.
+    """
 
     layout: Layout
     dims: tuple[int, ...]
     keepdim: bool
-    is_mean: bool
+    kind: str
     is_whole = True
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
-        parts = [x.sum(self.dims, keepdim=self.keepdim) for (x,) in arguments]
+        first: Tensor = arguments[0][0]
+        # Half precision overflows before a mean is one.
+        wide = torch.promote_types(first.dtype, torch.float32)
+        parts = [x.sum(self.dims, keepdim=self.keepdim, dtype=wide) for (x,) in arguments]
         total = Total.apply(exchange, *parts)
-        shape = self.layout.shape_of(self.layout.whole, arguments[0][0].shape)
+        shape = self.layout.shape_of(self.layout.whole, first.shape)
         count = math.prod(shape[dim] for dim in self.dims)
-        return [total / count if self.is_mean else total]
+        found = total if self.kind == "sum" else total / count
+        return [found.to(self._dtype(first))]
+
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        """The data type of the result, which autocast may choose."""
+        if not torch.is_autocast_enabled(x.device.type):
+            return x.dtype
+        one = x.detach().new_zeros((1,) * x.dim())
+        if self.kind in ("sum", "mean"):
+            return (one.sum(0) if self.kind == "sum" else one.mean(0)).dtype
+        made: Tensor = getattr(F, self.kind)(one, 1)
+        return made.dtype
 
 
 @dataclass(frozen=True)
@@ -202,15 +220,18 @@ class LossOfParts(InSpace):
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
         options: dict[str, Any] = {**dict(self.options), "reduction": "sum"}
-        sums = [self.function(x, target, **options) for x, target in arguments]
+        first: Tensor = arguments[0][0]
+        wide = torch.promote_types(first.dtype, torch.float32)  # half precision would overflow
+        sums = [self.function(x.to(wide), target, **options) for x, target in arguments]
         total = Total.apply(exchange, *sums)
-        if not self.is_mean:
-            return [total]
-        if self.ignored is None:
-            shape = self.layout.shape_of(self.layout.whole, arguments[0][0].shape)
-            return [total / math.prod(shape)]
-        counts = [(target != self.ignored).sum() for _, target in arguments]
-        return [total / exchange.sum(counts)[0]]
+        if self.is_mean and self.ignored is None:
+            shape = self.layout.shape_of(self.layout.whole, first.shape)
+            total = total / math.prod(shape)
+        elif self.is_mean:
+            counts = [(target != self.ignored).sum() for _, target in arguments]
+            total = total / exchange.sum(counts)[0]
+        # Autocast computes losses in float32.
+        return [total if torch.is_autocast_enabled(first.device.type) else total.to(first.dtype)]
 
 
 @dataclass(frozen=True)

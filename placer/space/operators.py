@@ -31,6 +31,10 @@ class Operator(Protocol):
     def fill(self) -> float:
         """What padding is filled with."""
 
+    @property
+    def is_linear(self) -> bool:
+        """Is the gradient of the input the same for every input, and are there no parameters?"""
+
     def source(self, out: Box) -> Box:
         """The spans of the input that the non-empty part ``out`` of the output reads, padding included."""
 
@@ -83,6 +87,8 @@ class Convolution:
     output_padding: tuple[int, ...]
     groups: int
     transposed: bool
+
+    is_linear = False
 
     @property
     def fill(self) -> float:
@@ -178,6 +184,10 @@ class Pool(_ByAutograd):
     def fill(self) -> float:
         return 0.0 if self.average else -math.inf
 
+    @property
+    def is_linear(self) -> bool:
+        return self.average
+
     def source(self, out: Box) -> Box:
         return tuple(
             (
@@ -236,6 +246,8 @@ class Resize(_ByAutograd):
     nearest: bool
     align_corners: bool
     factors: tuple[float | None, ...]
+
+    is_linear = True
 
     @property
     def fill(self) -> float:

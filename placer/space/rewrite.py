@@ -154,7 +154,8 @@ class _Cutter:
                 f"{first.name} has {sizes} positions in space, too few for a grid of "
                 f"{'x'.join(map(str, shape))}"
             )
-        return found
+        # An input of one plane, such as a scale per channel, is broadcast.
+        return {name: layout for name, layout in found.items() if layout.can_be_cut}
 
     def _error(self, problem: str) -> SpecError:
         remedy = 'write fewer "shards", another "grid", or the "dims" of the inputs that are space'
@@ -209,7 +210,7 @@ class _Cutter:
     def _write_fact(self, node: fx.Node) -> None:
         """A size, which may depend on the number of rows, is asked of the parts; others are constants."""
         name, source = name_of(node), node.all_input_nodes[0]
-        is_shape = name == "size" or (name == "getattr" and node.args[1] == "shape")
+        is_shape = name in ("size", "numel") or node.args[1] == "shape"
         layout = self._of[source].layout
         if not is_shape or layout is None:
             if is_shape:  # of a whole value
@@ -219,21 +220,23 @@ class _Cutter:
         target = WholeShape(layout)
         part = self._parts(source, node)
         given = [*node.args[1:], *node.kwargs.values()] if name == "size" else []
-        name = f"{node.name}_shape" if given else node.name
+        counts = name == "numel"
+        name = f"{node.name}_shape" if given or counts else node.name
         made = self._new(node, "call_function", target, (part,), name)
-        if given:
+        if counts:
+            made = self._new(node, "call_method", "numel", (made,), node.name)
+        elif given:
             index = fx.node.map_arg(given[0], lambda x: self._whole(x, node, ""))
             made = self._new(node, "call_function", operator.getitem, (made, index), node.name)
         self._of[node] = _Values(whole=made)
 
     def _is_fact(self, node: fx.Node) -> bool:
         """Is it a size, a type or a device of a value that is cut?"""
-        if any(True for _ in tensors_of_tree(self.values[node])) or node.op == "get_attr":
+        name = name_of(node)
+        if name == "getattr" and node.args[1:] not in (("shape",), ("dtype",), ("device",)):
             return False
-        known = (int, float, bool, str, torch.Size, torch.dtype, torch.device, type(None))
-        return isinstance(self.values[node], known) and any(
-            self._is_cut(x) for x in node.all_input_nodes
-        )
+        known = name in ("getattr", "size", "numel") and node.op != "get_attr"
+        return known and any(self._is_cut(x) for x in node.all_input_nodes)
 
     def _is_cut(self, node: fx.Node) -> bool:
         found = self._of.get(node)
@@ -303,7 +306,7 @@ class _Cutter:
     def _can_be_read(self, node: fx.Node, rule: Local) -> bool:
         """Is every tensor among the inputs cut, or can it be?"""
         return all(
-            self._of[x].layout is not None
+            self._is_cut(x)
             or not isinstance(self.values[x], Tensor)
             or isinstance(self.values[node], Tensor)
             for x in node.all_input_nodes

@@ -50,9 +50,8 @@ class Call:
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument; one of a node with a number is that number."""
-        found = self.node.kwargs.get(
-            name, self.node.args[position] if len(self.node.args) > position else default
-        )
+        given = self.node.args[position] if len(self.node.args) > position else default
+        found = self.node.kwargs.get(name, self.node.kwargs.get(_ALIASES.get(name, ""), given))
         known: Any = fx.node.map_arg(
             found, lambda x: x if isinstance(self.values[x], Tensor) else self.values[x]
         )
@@ -90,6 +89,8 @@ def find_rule(call: Call) -> Rule:
     """How ``call`` runs on parts, or why it does not."""
     if call.module is not None and (not is_torch_leaf(call.module) or must_stay_whole(call.module)):
         return "it has hooks, or is one operation of the graph"
+    if "out" in call.node.kwargs:
+        return "it writes to a tensor that is given"
     if len({len(layout.dims) for layout in call.layouts.values()}) > 1:
         return "its inputs are cut in different ways"
     maker = _RULES.get(call.name)
@@ -114,7 +115,27 @@ def _pointwise(call: Call) -> Rule:
         shift = result.dim() - len(layout.shape)
         if any(layout.shape[dim - shift] != result.shape[dim] for dim in dims):
             return f"{node.name} is broadcast along a dimension that is cut"
+    for node in call.inputs:
+        if node not in call.layouts and _is_cut_in_some(call.values[node], result, dims):
+            return f"{node.name} has only some of the dimensions that are cut"
     return Local(dims)
+
+
+def _is_cut_in_some(value: Any, result: Tensor, dims: Sequence[int]) -> bool:
+    """Would an operand have to be cut in some of ``dims``, and broadcast in others?"""
+    if not isinstance(value, Tensor):
+        return False
+    shift = result.dim() - value.dim()
+    along = [d for d in dims if d >= shift and value.shape[d - shift] > 1]
+    return 0 < len(along) < len(dims)
+
+
+def _activation_per_channel(call: Call) -> Rule:
+    """PReLU, whose weights are per channel, the dimension 1."""
+    module: Any = call.module
+    if module.num_parameters > 1 and any(1 in layout.dims for layout in call.layouts.values()):
+        return "its rows or channels are cut"
+    return _pointwise(call)
 
 
 def _dropout(call: Call) -> Rule:
@@ -142,9 +163,14 @@ def _along(position: int, name: str, default: Any) -> _Maker:
         along = [d % rank for d in (given if isinstance(given, list | tuple) else (given,))]
         if set(along) & set(layout.dims):
             return "it computes along a dimension that is cut"
-        return Local(layout.dims)
+        return Local(layout.dims if call.result.dim() == rank else _without(along, layout.dims))
 
     return rule
+
+
+def _without(gone: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    """The positions of ``dims`` after the dimensions ``gone`` are."""
+    return tuple(dim - sum(other < dim for other in gone) for dim in dims)
 
 
 def _last(count: Callable[[Call], int]) -> _Maker:
@@ -155,8 +181,12 @@ def _last(count: Callable[[Call], int]) -> _Maker:
         layout = call.layouts[first]
         if others or call.inputs[0] is not first:
             return "an input besides the first one is cut"
-        if max(layout.dims) >= len(layout.shape) - count(call):
+        rank = len(layout.shape)
+        if max(layout.dims) >= rank - count(call):
             return "it computes along a dimension that is cut"
+        ranks = [x.dim() for n in call.inputs[1:] if isinstance(x := call.values[n], Tensor)]
+        if any(max(layout.dims) >= rank - other for other in ranks):  # it would be cut too
+            return "its weight has as many dimensions as are after one that is cut"
         return Local(layout.dims)
 
     return rule
@@ -174,6 +204,10 @@ def _concatenate(call: Call) -> Rule:
     dims = {layout.dims for layout in call.layouts.values()}
     if len(dims) != 1 or dim in next(iter(dims)):
         return "it joins values along a dimension that is cut"
+    if len(call.layouts) < len(call.inputs) and any(
+        result.shape[d] == 1 for d in next(iter(dims))
+    ):
+        return "it joins a single plane with what is not cut"
     return Local(next(iter(dims)))
 
 
@@ -197,8 +231,7 @@ def _permutation(call: Call, rank: int) -> Sequence[int]:
 
 def _transposition(call: Call, rank: int) -> Sequence[int]:
     order = list(range(rank))
-    first = call.argument(1, "dim0") % rank
-    second = call.argument(2, "dim1") % rank
+    first, second = (call.argument(i + 1, f"dim{i}") % rank for i in range(2))
     order[first], order[second] = order[second], order[first]
     return order
 
@@ -225,20 +258,18 @@ def _reduce(call: Call) -> Rule:
     (layout,) = call.layouts.values()
     rank = len(layout.shape)
     given = call.argument(1, "dim", None)
-    if given is None or given == ():
+    if given is None or (isinstance(given, list | tuple) and not given):
         given = list(range(rank))
     dims = sorted(d % rank for d in (given if isinstance(given, list | tuple) else (given,)))
     if call.argument(3, "dtype") is not None:
         return "it computes in another type"
     if not set(dims) & set(layout.dims):
         keep = call.argument(2, "keepdim", False)
-        return Local(
-            layout.dims if keep else tuple(d - sum(gone < d for gone in dims) for d in layout.dims)
-        )
+        return Local(layout.dims if keep else _without(dims, layout.dims))
     if not set(layout.dims) <= set(dims) or not call.values[call.inputs[0]].is_floating_point():
         return "it reduces some of the dimensions that are cut"
     keepdim = bool(call.argument(2, "keepdim", False))
-    total = SumParts(layout, tuple(dims), keepdim, call.name == "mean")
+    total = SumParts(layout, tuple(dims), keepdim, call.name)
     return Replace(total, (call.inputs[0],))
 
 
@@ -429,16 +460,17 @@ def _adaptive(call: Call) -> Rule:
     spatial = layout.shape[FIRST:]
     if set(output) == {1} and {dim - FIRST for dim in layout.dims} <= set(range(rank)):
         dims = tuple(range(FIRST, rank + FIRST))
-        return Replace(SumParts(layout, dims, keepdim=True, is_mean=True), (call.inputs[0],))
+        total = SumParts(layout, dims, keepdim=True, kind=f"adaptive_avg_pool{rank}d")
+        return Replace(total, (call.inputs[0],))
     if any(length % size for length, size in zip(spatial, output, strict=True)):
         return "its windows overlap"
     kernel = tuple(length // size for length, size in zip(spatial, output, strict=True))
     none = (0,) * rank
-    return _windowed(
-        call,
-        Pool(spatial, kernel, kernel, none, tuple(1 for _ in none), average=True),
-        (call.inputs[0],),
-    )
+    result = Layout(layout.cuts, tuple(call.result.shape), layout.dims)
+    operator = Pool(spatial, kernel, kernel, none, tuple(1 for _ in none), average=True)
+    windows = Windows(operator, (layout,), result, call.count)
+    # Never the layer itself on a part: that would make the size of the whole result.
+    return Replace(RunInWindows(windows), (call.inputs[0],), dims=layout.dims)
 
 
 def _resize(call: Call) -> Rule:
@@ -501,8 +533,11 @@ def _norm(call: Call) -> Rule:
         return "it sums over processes itself"
     if batch and not module.training and module.running_mean is not None:
         return Local(layout.dims)
-    if isinstance(module, _INSTANCE_NORMS) and module.track_running_stats:
-        return "it has running statistics per row"
+    if isinstance(module, _INSTANCE_NORMS):
+        if module.track_running_stats:
+            return "it has running statistics per row"
+        if not _is_spatial(layout, int(call.name[-2])):
+            return "it is called without rows"
     number = None if batch else getattr(module, "num_groups", layout.shape[1])
     operation = NormalizeParts(Groups(layout, number))
     return Replace(operation, (call.inputs[0],), takes_layer=True, dims=layout.dims)
@@ -518,11 +553,12 @@ _LOSSES = {
     "CrossEntropyLoss": "cross_entropy",
 }
 _UNKNOWN_OPTIONS = ("weight", "pos_weight", "size_average", "reduce")
+_ALIASES = {"dim": "axis", "keepdim": "keepdims", "dim0": "axis0", "dim1": "axis1"}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _INPLACE = ("iadd", "isub", "imul", "itruediv")
 _ACTIVATIONS = (
-    *("ReLU", "ReLU6", "LeakyReLU", "PReLU", "ELU", "SELU", "CELU", "GELU", "SiLU"),
+    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU"),
     *("Sigmoid", "Tanh", "Softplus", "Softsign", "Mish", "Hardswish", "Hardsigmoid", "Hardtanh"),
     *("Identity", "LogSigmoid", "Threshold", "Tanhshrink", "Softshrink", "Hardshrink"),
 )
@@ -541,6 +577,7 @@ _FUNCTIONS = (
 )
 _RULES: dict[str, _Maker] = {
     **dict.fromkeys((*_ACTIVATIONS, *_FUNCTIONS), _pointwise),
+    "PReLU": _activation_per_channel,
     **dict.fromkeys(("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"), _dropout),
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"), _dropout),
     **dict.fromkeys(("Softmax", "LogSoftmax", "softmax", "log_softmax"), _along(1, "dim", None)),

@@ -71,7 +71,7 @@ class RunWindowed(torch.autograd.Function):
         ctx.exchange, ctx.given, ctx.parameters = exchange, given, parameters
         ctx.keys = [list(pieces) for pieces in run.pieces]
         kept = [piece for pieces in run.pieces for piece in pieces.values()]
-        ctx.save_for_backward(*tensors, *kept)
+        ctx.save_for_backward(*run.saved(kept))
         results = []
         for at, shard in enumerate(exchange.local):
             with exchange.at(shard):
@@ -107,6 +107,14 @@ class _Run:
         self.parameters = [row[:parameters] for row in rows]
         self.inputs: list[list[Tensor]] = [list(row[parameters:]) for row in rows]  # type: ignore[arg-type]
         self.pieces: list[Pieces] = []
+
+    def saved(self, pieces: Sequence[Tensor]) -> list[Tensor | None]:
+        """What backward needs: all tensors, or only their shapes where the operator is linear in its input."""
+        rows = zip(self.parameters, self.inputs, strict=True)
+        tensors = [x for row in rows for own in row for x in own]
+        if not self.given.operator.is_linear:
+            return [*tensors, *pieces]
+        return [x if x is None else x.new_zeros(()).expand(x.shape) for x in (*tensors, *pieces)]
 
     def fetch(self, window: Window, number: int) -> Pieces:
         """What the local shards need of others of input ``number``."""
