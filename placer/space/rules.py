@@ -204,9 +204,7 @@ def _concatenate(call: Call) -> Rule:
     dims = {layout.dims for layout in call.layouts.values()}
     if len(dims) != 1 or dim in next(iter(dims)):
         return "it joins values along a dimension that is cut"
-    if len(call.layouts) < len(call.inputs) and any(
-        result.shape[d] == 1 for d in next(iter(dims))
-    ):
+    if len(call.layouts) < len(call.inputs) and any(result.shape[d] == 1 for d in next(iter(dims))):
         return "it joins a single plane with what is not cut"
     return Local(next(iter(dims)))
 
