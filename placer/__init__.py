@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.spec import load_spec as load_spec
     from placer.verification import verify as verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "api": ("auto_spec", "compile", "make_plan", "simulate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from placer.simulation.ledger import Ledger
 from placer.simulation.roles import Role, find_role
 from placer.simulation.steps import FakeCall, Process, running_kernels
 from placer.simulation.usage import DeviceTimeline
-from placer.space import Alone, shard_class
+from placer.space import Alone, similar_shards
 from placer.timeline import Moment, StepPosition, Timeline, rename_nodes
 
 _CPU = torch.device("cpu")
@@ -89,14 +90,18 @@ class RankLedger(Ledger):
 def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
     """For every device of the first replica, the timeline of its process.
 
-    Of ranks with the same role only one is run.
+    Of ranks with the same role only one is run, and of shards that take as much memory.
     """
     replica, plan = _FakeReplica(call), call.plan
     ran: dict[Hashable, tuple[Role, Timeline]] = {}
     found = []
     rows = dict.fromkeys(plan.devices_of(stage, 0) for stage in plan.stages)
-    for index, name in enumerate(name for row in rows for name in row):
-        job = Job(rank=index, world_size=plan.grid.size, local_rank=0)
+    similar = similar_shards(call.program)
+    names = [name for row in rows for name in row]
+    at = itertools.product(range(len(rows)), similar)
+    for (index, shard), name in zip(at, names, strict=True):
+        rank = plan.grid.rank(pp=index, sp=shard)
+        job = Job(rank=rank, world_size=plan.grid.size, local_rank=0)
         assignment, device = assign_rank(plan, job), call.run_on or name
         role = replica.find_role(assignment, device)
         if role.key not in ran:
@@ -181,8 +186,7 @@ class _FakeReplica:
                 self._find_crossings(kind, assignment.shard_index),
                 *self._find_messages(kind),
             )
-        alike = shard_class(self._call.program, assignment.shard_index)
-        return replace(found, key=(kind, alike, found.key))
+        return replace(found, key=(kind, assignment.shard_index, found.key))
 
     def run_rank(self, assignment: RankAssignment, device: str) -> Timeline:
         """The timeline of one rank with the kernels of ``device``.

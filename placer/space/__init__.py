@@ -21,7 +21,7 @@ from placer.space.rewrite import (
     find_gathered,
     nodes_in_space,
     parts_in,
-    shard_class,
+    similar_shards,
     spec_rewrites,
 )
 
@@ -42,6 +42,6 @@ __all__ = [
     "innermost_exchange",
     "nodes_in_space",
     "parts_in",
-    "shard_class",
+    "similar_shards",
     "spec_rewrites",
 ]

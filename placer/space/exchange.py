@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses import FakeTensor
 
 Pieces: TypeAlias = dict[tuple[int, int], Tensor]
 """``(from, to)`` -> a piece of a value that one shard sends to another."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from pydantic import JsonValue
@@ -517,19 +518,56 @@ def cuts_of(program: Program) -> Cuts | None:
     return next((operation.layout.cuts for _, operation in nodes_in_space(program)), None)
 
 
-def shard_class(program: Program, shard: int) -> Hashable:
-    """What the memory of a shard depends on: shards of one class differ in nothing that is counted."""
-    found: list[Hashable] = []
+def similar_shards(program: Program) -> list[int]:
+    """For each shard the first one that takes as much memory: its parts and pieces have the same sizes.
+
+    Of more than a few shards, one that takes at least as much, because its parts and pieces are as large or
+    larger: that is most often one in the middle of the grid.
+    """
+    cuts = cuts_of(program)
+    if cuts is None:
+        return [0]
+    loads = [_load(program, shard) for shard in range(cuts.shards)]
+    if cuts.shards <= _EXACT:
+        return [loads.index(load) for load in loads]
+    order = sorted(range(cuts.shards), key=lambda shard: -sum(sum(part) for part in loads[shard]))
+    found = []
+    for load in loads:
+        found.append(next(other for other in order if _covers(loads[other], load)))
+    return found
+
+
+_EXACT = 8
+_Load: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+def _covers(large: _Load, small: _Load) -> bool:
+    """Is nothing of ``small`` larger?"""
+    return all(
+        len(a) >= len(b) and all(x >= y for x, y in zip(sorted(a)[::-1], sorted(b)[::-1]))  # noqa: B905
+        for a, b in zip(large, small, strict=True)
+    )
+
+
+def _load(program: Program, shard: int) -> _Load:
+    """The elements of a shard's parts, of what it reads, and of the pieces that it gets and sends."""
+    found: list[tuple[int, ...]] = []
     for _, operation in nodes_in_space(program):
-        found.append(sizes(operation.layout.boxes[shard]))
+        found.append((math.prod(sizes(operation.layout.boxes[shard])),))
         if isinstance(operation, RunInWindows):
             windows = operation.windows
             for window in windows.windows:
-                pieces = window.pieces.items()
-                found.append(tuple(sizes(box) for (_, target), box in pieces if target == shard))
-                found.append(tuple(sizes(box) for (source, _), box in pieces if source == shard))
+                found += [
+                    tuple(
+                        math.prod(sizes(box))
+                        for pair, box in window.pieces.items()
+                        if pair[end] == shard
+                    )
+                    for end in (0, 1)
+                ]
             out = windows.outputs[shard]
-            found.append(out if is_empty(out) else sizes(windows.operator.source(out)))
+            read = () if is_empty(out) else sizes(windows.operator.source(out))
+            found.append((math.prod(read) if read else 0,))
     return tuple(found)
 
 

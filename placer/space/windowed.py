@@ -109,7 +109,7 @@ class _Run:
         self.pieces: list[Pieces] = []
 
     def saved(self, pieces: Sequence[Tensor]) -> list[Tensor | None]:
-        """What backward needs: all tensors, or only their shapes where the operator is linear."""
+        """What backward needs: all tensors, or their shapes, where the operator is linear in its input."""
         rows = zip(self.parameters, self.inputs, strict=True)
         tensors = [x for row in rows for own in row for x in own]
         if not self.given.operator.is_linear:

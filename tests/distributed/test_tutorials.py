@@ -112,3 +112,15 @@ def test_spawn(job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch) ->
     ]
     losses = [float(line.split()[-1]) for line in lines]
     assert losses == sorted(losses, reverse=True)
+
+
+def _train_in_space() -> tuple[list[float], list[float]]:
+    sys.path.insert(0, str(EXAMPLES))
+    import unet3d_in_space
+
+    return unet3d_in_space.train(), unet3d_in_space.train_plain()
+
+
+def test_a_unet_split_in_space_trains_as_the_plain_one(job_of: Callable[[int], Job]) -> None:
+    for found, expected in job_of(2).run(_train_in_space):
+        assert found == pytest.approx(expected, rel=1e-10)

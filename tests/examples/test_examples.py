@@ -84,6 +84,14 @@ def test_unet_skips_cross_by_themselves() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_a_unet_split_in_space_trains_as_the_plain_one() -> None:
+    example = _example("unet3d_in_space")
+    assert placer.load_spec(example.SPEC).space.shards == 2
+    found, expected = example.train(), example.train_plain()
+    assert found == pytest.approx(expected, rel=1e-10)
+    assert found[-1] < found[0]
+
+
 def test_unet_shapes() -> None:
     assert _example("unet3d").main() is None
     model = _example("unet3d").unet3d(in_channels=2, out_channels=4, width=4, depth=3, norm="group")

@@ -17,7 +17,7 @@ group exists. The part of the table above the line works in both, so one script 
 ``placed.sampler(dataset, batch_size, shuffle=…)``  all stages of a replica see the same rows
 ``placed.plan``                                     the whole plan, the same on every rank
 --------------------------------------------------  ----------------------------------------------
-``placed.mesh``                                     ``DeviceMesh`` of dims ``("dp", "pp")``
+``placed.mesh``                                     ``DeviceMesh`` of dims ``("dp", "pp")``, and "sp" in space
 ``placed.replica_index``, ``placed.num_replicas``   the row of the mesh, and the number of rows
 ``placed.stage_indices``, ``placed.device``         the stages of this rank, and its device
 ``placed.tensor_names``                             local name -> the first of the tensor's names
