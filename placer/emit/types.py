@@ -33,7 +33,7 @@ class SegmentCode:
     recompute: bool
     offload: bool
     overlapped: bool
-    shards: int
+    shards: int = 1
     forward: Callable[..., tuple[Any, ...]]
     source: str  # the generated Python code
 

@@ -259,7 +259,7 @@ def test_random_states_of_all_replicas_are_saved(
 ) -> None:
     """The weights are on the first replica's devices, and the others draw random numbers on theirs."""
     placed = _place(1, replicas=2)
-    runtime_of(placed).replicas[1].places = (Place("cuda:1", torch.device("cuda:1")),)
+    runtime_of(placed).replicas[1].shards = ((Place("cuda:1", torch.device("cuda:1")),),)
     states = {torch.device("cuda:1"): torch.tensor([7], dtype=torch.uint8)}
     restored: list[tuple[int, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)

@@ -68,7 +68,7 @@ def _place(model: nn.Module, x: Tensor, spec: dict[str, Any]) -> placer.PlacedMo
     plan = placer.make_plan(model, {"devices": ["cpu:1", "cpu:2"], **spec}, x)
     places = [
         [
-            Place(stage.devices[replica], torch.device(stage.devices[replica]))
+            [Place(name, torch.device(name)) for name in plan.devices_of(stage, replica)]
             for stage in plan.stages
         ]
         for replica in range(plan.replicas)

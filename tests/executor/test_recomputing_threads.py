@@ -38,7 +38,7 @@ def _dropped(x: Tensor, recomputing: Callable[[], Any]) -> Tensor:
         source="",
     )
     stage = StageCode(**names, index=0, state=(), segments=(segment,))
-    (y,) = run_segments(stage, None, CPU, [x])
+    (y,) = run_segments(stage, [None], [CPU], [x])
     assert isinstance(y, Tensor)
     return y
 
