@@ -11,10 +11,11 @@ from torch import fx, nn
 
 from placer.program import Program, register_rewrite, with_graph
 from placer.program.leaves import is_torch_leaf, must_stay_whole
+from placer.space.call import Call, Replace, Rule
 from placer.space.layout import Cuts, Layout
 from placer.space.nodes import RunInWindows
 from placer.space.operators import FIRST
-from placer.space.rules import Call, Replace, Rule, find_rule
+from placer.space.rules import find_rule
 from placer.space.values import whole_values
 from placer.spec.rewrite import Rewrite
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from pydantic import JsonValue
@@ -18,25 +17,23 @@ from placer.operands import tensors_of_tree
 from placer.program import Program, register_rewrite, with_graph
 from placer.program.rows import name_of
 from placer.program.targets import UnderModes
+from placer.space.call import Call, Local, Replace, Rule
 from placer.space.chunks import chunk_rewrites, find_joins, parts_of_join
-from placer.space.layout import Cuts, Layout, even_grid, is_empty, sizes
+from placer.space.inputs import input_layouts
+from placer.space.layout import Layout
 from placer.space.nodes import (
     CutWhole,
     GatherParts,
-    InSpace,
-    RunInWindows,
     SpreadWhole,
     WholeShape,
 )
-from placer.space.rules import Call, Local, Replace, Rule, find_rule
+from placer.space.rules import find_rule
 from placer.space.values import whole_values
 from placer.spec import PlacementSpec
 from placer.spec.layers import resolve_patterns
 from placer.spec.rewrite import Rewrite
 
 SPACE = "space"
-_NAMES = ("depth", "height", "width")  # of the last dimensions
-_SPATIAL = 2  # the first spatial dimension of an input that the spec does not describe
 
 
 def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
@@ -104,7 +101,7 @@ class _Cutter:
 
     def __post_init__(self) -> None:
         self._modules = dict(self.program.model.named_modules(remove_duplicate=False))
-        self._inputs = self._input_layouts()
+        self._inputs = input_layouts(self.program, self.settings)
         patterns = cast("list[str]", self.settings.get("layers") or ["**"])
         inside, unmatched = resolve_patterns("space/layers", patterns, self._modules)
         if patterns == ["**"]:
@@ -114,68 +111,6 @@ class _Cutter:
         self._chosen = inside
         self._joins = find_joins(self.program)
         self._parts_of = {join: parts_of_join(join) for join in self._joins}
-
-    # -- the grid ---------------------------------------------------------------------------------------
-
-    def _input_layouts(self) -> dict[str, Layout]:
-        """How each input is cut, by its placeholder."""
-        shards = cast(int, self.settings["shards"])
-        asked = cast("list[int | str]", self.settings.get("dims", []))
-        grid = self.settings.get("grid")
-        named = {}
-        for node, each in zip(self._placeholders(), self.program.call.inputs, strict=False):
-            rank = len(each.shape)
-            batch = each.batch_dim
-            free = [d for d in range(_SPATIAL, rank) if d != batch]
-            names: dict[int | str, int] = dict(zip(_NAMES[-len(free) :], free, strict=False))
-            dims: list[int | str] = [names.get(d, d) for d in asked] if asked else [*free]
-            numbers = [d for d in dims if isinstance(d, int) and -rank <= d < rank]
-            if dims and len(numbers) == len(dims) and each.dtype.is_floating_point:
-                own = [d % rank for d in numbers]
-                if batch in own:
-                    raise self._error(
-                        f"dim {batch} of {each.name} has the rows of the batch",
-                        'write other "dims", or "replicas" to split the batch',
-                    )
-                if len(set(own)) < len(own):
-                    raise self._error(f"names a dim of {each.name} twice", 'write other "dims"')
-                named[node.name] = each, own
-        if not named:
-            raise self._error(
-                "no input has dimensions to cut: floating-point inputs of rows x channels x space are"
-            )
-        first, own = next(iter(named.values()))
-        lengths = [first.shape[d] for d in own]
-        if grid is None:
-            grid = list(even_grid(shards, lengths))
-        shape = tuple(cast("list[int]", grid))
-        if len(shape) > len(own):
-            raise self._error(f"the grid has {len(shape)} axes, and {first.name} {len(own)} dims")
-        shape += (1,) * (len(own) - len(shape))
-        kept = [k for k, parts in enumerate(shape) if parts > 1] or [0]
-        cuts = Cuts(tuple(shape[k] for k in kept), tuple(lengths[k] for k in kept))
-        found = {}
-        for name, (each, others) in named.items():
-            if len(others) == len(own):
-                found[name] = Layout(cuts, tuple(each.shape), tuple(others[k] for k in kept))
-        layout = next(iter(found.values()))
-        if not layout.can_be_cut:
-            sizes = "x".join(map(str, lengths))
-            raise self._error(
-                f"{first.name} has {sizes} positions in space, too few for a grid of "
-                f"{'x'.join(map(str, shape))}"
-            )
-        # An input of one plane, such as a scale per channel, is broadcast.
-        return {name: layout for name, layout in found.items() if layout.can_be_cut}
-
-    def _error(self, problem: str, remedy: str = "") -> SpecError:
-        remedy = remedy or (
-            'write fewer "shards", another "grid", or the "dims" of the inputs that are space'
-        )
-        return SpecError(SpecError.UNNAMED, [("/space", problem, remedy)])
-
-    def _placeholders(self) -> list[fx.Node]:
-        return [node for node in self.program.graph.nodes if node.op == "placeholder"]
 
     # -- the graph --------------------------------------------------------------------------------------
 
@@ -463,114 +398,3 @@ class _Cutter:
                 reader, "call_function", SpreadWhole(layout), (whole,), f"{whole.name}_each"
             )
         return found.spread
-
-
-def parts_in(graph: fx.Graph) -> set[str]:
-    """The nodes of which every shard has a part of its own, by name."""
-    found: set[str] = set()
-    for node in graph.nodes:
-        if isinstance(node.target, InSpace):
-            if not node.target.is_whole:
-                found.add(node.name)
-        elif any(x.name in found for x in node.all_input_nodes) and node.op != "output":
-            found.add(node.name)
-    return found
-
-
-def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
-    """The nodes of ``program`` that are operations over shards."""
-    for node in program.graph.nodes:
-        if isinstance(node.target, InSpace):
-            yield node, node.target
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """A value that is put together, because ``reader``, a node of ``layer``, cannot run on parts: ``reason``.
-
-    ``nbytes`` are those of the whole value in the captured call.
-    """
-
-    value: str
-    reader: str
-    layer: str
-    reason: str
-    nbytes: int
-
-
-def find_gathered(program: Program) -> list[Gathered]:
-    """What is gathered in ``program``, besides its results."""
-    return [
-        Gathered(
-            value=node.all_input_nodes[0].name,
-            reader=operation.reader,
-            layer=program.layers.get(operation.reader, ""),
-            reason=operation.reason,
-            nbytes=operation.whole_nbytes,
-        )
-        for node, operation in nodes_in_space(program)
-        if isinstance(operation, GatherParts) and operation.reason
-    ]
-
-
-def cuts_of(program: Program) -> Cuts | None:
-    """How ``program`` is split in space; None if it is not."""
-    return next((operation.layout.cuts for _, operation in nodes_in_space(program)), None)
-
-
-def similar_shards(program: Program) -> list[int]:
-    """For each shard the first one that takes as much memory: its parts and pieces have the same sizes.
-
-    Of more than a few shards, one that takes at least as much, because its parts and pieces are as large or
-    larger: that is most often one in the middle of the grid.
-    """
-    cuts = cuts_of(program)
-    if cuts is None:
-        return [0]
-    loads = [_load(program, shard) for shard in range(cuts.shards)]
-    if cuts.shards <= _EXACT:
-        return [loads.index(load) for load in loads]
-    order = sorted(range(cuts.shards), key=lambda shard: -sum(sum(part) for part in loads[shard]))
-    found = []
-    for load in loads:
-        found.append(next(other for other in order if _covers(loads[other], load)))
-    return found
-
-
-_EXACT = 8
-_Load: TypeAlias = tuple[tuple[int, ...], ...]
-
-
-def _covers(large: _Load, small: _Load) -> bool:
-    """Is nothing of ``small`` larger?"""
-    return all(
-        len(a) >= len(b) and all(x >= y for x, y in zip(sorted(a)[::-1], sorted(b)[::-1]))  # noqa: B905
-        for a, b in zip(large, small, strict=True)
-    )
-
-
-def _load(program: Program, shard: int) -> _Load:
-    """The elements of a shard's parts, of what it reads, and of the pieces that it gets and sends."""
-    found: list[tuple[int, ...]] = []
-    for _, operation in nodes_in_space(program):
-        found.append((math.prod(sizes(operation.layout.boxes[shard])),))
-        if isinstance(operation, RunInWindows):
-            windows = operation.windows
-            for window in windows.windows:
-                found += [
-                    tuple(
-                        math.prod(sizes(box))
-                        for pair, box in window.pieces.items()
-                        if pair[end] == shard
-                    )
-                    for end in (0, 1)
-                ]
-            out = windows.outputs[shard]
-            read = () if is_empty(out) else sizes(windows.operator.source(out))
-            found.append((math.prod(read) if read else 0,))
-    return tuple(found)
-
-
-def count_windows(program: Program) -> int:
-    """How many operations of ``program`` run in windows."""
-    return sum(isinstance(op, RunInWindows) for _, op in nodes_in_space(program))

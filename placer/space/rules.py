@@ -6,83 +6,15 @@ gathered, it runs on the whole, and what reads the result cuts it again: slower,
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from placer.program import is_torch_leaf, must_stay_whole
-from placer.space.layout import Layout
-from placer.space.nodes import InSpace, LossOfParts, NormalizeParts, RunInWindows, SumParts
-from placer.space.norms import Groups
-from placer.space.operators import FIRST, Convolution, Operator, Pool, Resize
-from placer.space.windowed import Windows, needs_no_window
-
-
-@dataclass(frozen=True)
-class Call:
-    """A node, by the ``name`` of what it calls.
-
-    ``values`` has the whole value of every node on fake tensors. ``layouts`` are those of the inputs that are
-    cut. ``parts_of`` has, for a concatenation that is not made, its tensors.
-    """
-
-    node: fx.Node
-    name: str
-    module: nn.Module | None
-    values: Mapping[fx.Node, Any]
-    layouts: Mapping[fx.Node, Layout]
-    parts_of: Mapping[fx.Node, Sequence[fx.Node]]
-    count: int  # chunks of planes in which windowed operators run
-
-    @property
-    def result(self) -> Any:
-        """The whole result."""
-        return self.values[self.node]
-
-    @property
-    def inputs(self) -> list[fx.Node]:
-        """The nodes that it reads."""
-        return self.node.all_input_nodes
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument; one of a node with a number is that number."""
-        given = self.node.args[position] if len(self.node.args) > position else default
-        found = self.node.kwargs.get(name, self.node.kwargs.get(_ALIASES.get(name, ""), given))
-        known: Any = fx.node.map_arg(
-            found, lambda x: x if isinstance(self.values[x], Tensor) else self.values[x]
-        )
-        return known
-
-
-@dataclass(frozen=True)
-class Local:
-    """The operation runs on each part as it is; the result has its dimensions ``dims`` cut.
-
-    Inputs that are not cut are cut like the result where they are as long, and copied where they are not.
-    """
-
-    dims: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Replace:
-    """``operation`` runs instead, called with the layer (if it takes it), ``parameters`` and ``inputs``."""
-
-    operation: InSpace
-    inputs: tuple[fx.Node, ...]
-    parameters: tuple[Any, ...] = ()
-    takes_layer: bool = False
-    dims: tuple[int, ...] = ()  # of the result; none if it is whole
-    # How inputs that are not cut are to be cut; the others are cut already.
-    layouts: Mapping[fx.Node, Layout] = field(default_factory=dict)
-
-
-Rule: TypeAlias = Local | Replace | str
-_Maker: TypeAlias = Callable[[Call], Rule]
+from placer.space import window_rules
+from placer.space.call import Call, Local, Replace, Rule, RuleMaker
+from placer.space.nodes import SumParts
 
 
 def find_rule(call: Call) -> Rule:
@@ -148,7 +80,7 @@ def _dropout(call: Call) -> Rule:
     return _pointwise(call)
 
 
-def _along(position: int, name: str, default: Any) -> _Maker:
+def _along(position: int, name: str, default: Any) -> RuleMaker:
     """A rule for what computes along dimensions: they must not be cut."""
 
     def rule(call: Call) -> Rule:
@@ -173,7 +105,7 @@ def _without(gone: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(dim - sum(other < dim for other in gone) for dim in dims)
 
 
-def _last(count: Callable[[Call], int]) -> _Maker:
+def _last(count: Callable[[Call], int]) -> RuleMaker:
     """A rule for what computes along the last ``count`` dimensions."""
 
     def rule(call: Call) -> Rule:
@@ -209,7 +141,7 @@ def _concatenate(call: Call) -> Rule:
     return Local(next(iter(dims)))
 
 
-def _permuted(order: Callable[[Call, int], Sequence[int]]) -> _Maker:
+def _permuted(order: Callable[[Call, int], Sequence[int]]) -> RuleMaker:
     """A rule for views that put dimensions into another order: ``order(call, rank)``."""
 
     def rule(call: Call) -> Rule:
@@ -271,289 +203,6 @@ def _reduce(call: Call) -> Rule:
     return Replace(total, (call.inputs[0],))
 
 
-def _loss(call: Call) -> Rule:
-    """A loss that is a sum or a mean over elements, or over targets that are classes."""
-    function = getattr(F, call.name if call.module is None else _LOSSES[call.name])
-    names = list(inspect.signature(function).parameters)
-    given = {name: call.argument(i, name) for i, name in enumerate(names)}
-    if call.module is not None:
-        own = (
-            "reduction",
-            "beta",
-            "delta",
-            "ignore_index",
-            "label_smoothing",
-            "weight",
-            "pos_weight",
-        )
-        given |= {name: getattr(call.module, name, None) for name in own if name in names}
-    source, target = given.pop(names[0]), given.pop(names[1])
-    options = {name: value for name, value in given.items() if value is not None}
-    reduction = options.pop("reduction", "mean")
-    if reduction not in ("mean", "sum") or any(name in options for name in _UNKNOWN_OPTIONS):
-        return "its reduction or its weights have no rule"
-    if source not in call.layouts or not isinstance(call.values.get(target), Tensor):
-        return "its input is not cut"
-    layout, y = call.layouts[source], call.values[target]
-    classes = function is F.cross_entropy and not y.is_floating_point()
-    if function is F.cross_entropy and (not classes or options.get("label_smoothing")):
-        return "its targets are no classes"
-    if min(layout.dims) < FIRST:
-        return "its rows or channels are cut"
-    shape = (layout.shape[0], *layout.shape[FIRST:]) if classes else layout.shape
-    if tuple(y.shape) != shape:
-        return "its input and target have other shapes"
-    dims = tuple(dim - 1 for dim in layout.dims) if classes else layout.dims
-    wanted = Layout(layout.cuts, shape, dims)
-    if target in call.layouts and call.layouts[target].dims != dims:
-        return "its target is cut in other dimensions"
-    ignored = options.get("ignore_index", -100) if classes else None
-    operation = LossOfParts(
-        layout, function, tuple(options.items()), is_mean=reduction == "mean", ignored=ignored
-    )
-    return Replace(operation, (source, target), layouts={target: wanted})
-
-
-# -- operators in windows ---------------------------------------------------------------------------
-
-
-def _windowed(
-    call: Call,
-    operator: Operator,
-    inputs: Sequence[fx.Node],
-    takes: str = "",
-    parameters: tuple[Any, ...] = (),
-) -> Rule:
-    layouts = tuple(call.layouts[x] for x in inputs)
-    dims = layouts[0].dims
-    output = Layout(layouts[0].cuts, tuple(call.result.shape), dims)
-    given = Windows(operator, layouts, output, call.count)
-    borders = isinstance(operator, Convolution) and (any(operator.padding) or operator.transposed)
-    if takes != "tensors" and not borders and call.count == 1 and needs_no_window(given):
-        return Local(dims)
-    return Replace(RunInWindows(given, takes), tuple(inputs), parameters, takes == "module", dims)
-
-
-def _sizes(value: Any, count: int) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,) * count
-
-
-def _is_spatial(layout: Layout, rank: int) -> bool:
-    return len(layout.shape) == rank + FIRST and min(layout.dims) >= FIRST
-
-
-def _convolution(call: Call) -> Rule:
-    module: Any = call.module
-    node = call.node
-    if module is not None:
-        padding, groups, mode = module.padding, module.groups, module.padding_mode
-        kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-        extra = module.output_padding
-        parameters: tuple[Any, ...] = ()
-        source: Any = node.args[0] if len(node.args) == 1 and not node.kwargs else None
-    else:
-        transposed = "transpose" in call.name
-        names = ["input", "weight", "bias", "stride", "padding"]
-        names += ["output_padding", "groups", "dilation"] if transposed else ["dilation", "groups"]
-        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-        own = {n: call.argument(i, n, defaults.get(n)) for i, n in enumerate(names)}
-        source, parameters, mode = own["input"], (own["weight"], own["bias"]), "zeros"
-        if not isinstance(own["weight"], fx.Node) or own["weight"] in call.layouts:
-            return "its weight is cut"
-        kernel = tuple(call.values[own["weight"]].shape[FIRST:])
-        padding, groups = own["padding"], own["groups"]
-        stride, dilation = own["stride"], own["dilation"]
-        extra = own.get("output_padding", 0)
-    if not isinstance(source, fx.Node):
-        return "it is called with a size"
-    inputs = call.parts_of.get(source, (source,))
-    layout = call.layouts.get(inputs[0])
-    rank = len(kernel)
-    if layout is None or not _is_spatial(layout, rank):
-        return "it is called without rows"
-    dilation = _sizes(dilation, rank)
-    if isinstance(padding, str):
-        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        padding = (0,) * rank if padding == "valid" else tuple(r // 2 for r in reach)
-        if any(r % 2 for r in reach) and any(padding):
-            return "its two sides are padded differently"
-    if mode != "zeros":
-        return f"its padding is {mode}"
-    return _windowed(
-        call,
-        Convolution(
-            lengths=layout.shape[FIRST:],
-            cut=tuple(FIRST + dim in layout.dims for dim in range(rank)),
-            kernel=tuple(kernel),
-            stride=_sizes(stride, rank),
-            padding=_sizes(padding, rank),
-            dilation=dilation,
-            output_padding=_sizes(extra, rank),
-            groups=groups,
-            transposed="ranspose" in call.name,
-        ),
-        inputs,
-        "tensors" if parameters else "module",
-        parameters,
-    )
-
-
-def _pool(average: bool) -> _Maker:
-    def rule(call: Call) -> Rule:
-        names = ["kernel_size", "stride", "padding"]
-        names += (
-            ["ceil_mode", "count_include_pad", "divisor_override"]
-            if average
-            else ["dilation", "ceil_mode", "return_indices"]
-        )
-        defaults: dict[str, Any] = {
-            "padding": 0,
-            "dilation": 1,
-            "ceil_mode": False,
-            "count_include_pad": True,
-        }
-        given = {
-            name: getattr(call.module, name, defaults.get(name))
-            if call.module is not None
-            else call.argument(i, name, defaults.get(name))
-            for i, name in enumerate(names, start=1)
-        }
-        layout = call.layouts[call.inputs[0]]
-        rank = int(call.name.removesuffix("_with_indices")[-2])
-        if given.get("return_indices") or not isinstance(call.result, Tensor):
-            return "it returns positions in the whole value"
-        if not _is_spatial(layout, rank):
-            return "it is called without rows"
-        kernel = _sizes(given["kernel_size"], rank)
-        stride = kernel if not given["stride"] else _sizes(given["stride"], rank)
-        operator = Pool(
-            lengths=layout.shape[FIRST:],
-            kernel=kernel,
-            stride=stride,
-            padding=_sizes(given["padding"], rank),
-            dilation=_sizes(given.get("dilation", 1), rank),
-            average=average,
-            include_pad=bool(given.get("count_include_pad", True)),
-            divisor=given.get("divisor_override"),
-        )
-        found = _windowed(call, operator, (call.inputs[0],))
-        partly = given["ceil_mode"] or any(operator.padding)
-        if isinstance(found, Local) and partly:  # the operator itself must not see a border
-            windows = Windows(
-                operator, (layout,), Layout(layout.cuts, tuple(call.result.shape), layout.dims), 1
-            )
-            return Replace(RunInWindows(windows), (call.inputs[0],), dims=layout.dims)
-        return found
-
-    return rule
-
-
-def _adaptive(call: Call) -> Rule:
-    """Adaptive average pooling to one position, or to a divisor of the length."""
-    layout = call.layouts[call.inputs[0]]
-    rank = len(layout.shape) - FIRST
-    if not _is_spatial(layout, rank) or str(rank) != call.name[-2]:
-        return "it is called without rows"
-    output = tuple(call.result.shape[FIRST:])
-    spatial = layout.shape[FIRST:]
-    if set(output) == {1} and {dim - FIRST for dim in layout.dims} <= set(range(rank)):
-        dims = tuple(range(FIRST, rank + FIRST))
-        total = SumParts(layout, dims, keepdim=True, kind=f"adaptive_avg_pool{rank}d")
-        return Replace(total, (call.inputs[0],))
-    if any(length % size for length, size in zip(spatial, output, strict=True)):
-        return "its windows overlap"
-    kernel = tuple(length // size for length, size in zip(spatial, output, strict=True))
-    none = (0,) * rank
-    result = Layout(layout.cuts, tuple(call.result.shape), layout.dims)
-    operator = Pool(spatial, kernel, kernel, none, tuple(1 for _ in none), average=True)
-    windows = Windows(operator, (layout,), result, call.count)
-    # Never the layer itself on a part: that would make the size of the whole result.
-    return Replace(RunInWindows(windows), (call.inputs[0],), dims=layout.dims)
-
-
-def _resize(call: Call) -> Rule:
-    layout = call.layouts[call.inputs[0]]
-    rank = len(layout.shape) - FIRST
-    names = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
-    if call.module is not None:
-        given = {name: getattr(call.module, name, None) for name in names}
-    else:
-        given = {name: call.argument(i, name, None) for i, name in enumerate(names, start=1)}
-        if call.argument(6, "antialias", False):
-            return "it smooths over many positions"
-    mode = given["mode"] or "nearest"
-    if not _is_spatial(layout, rank):
-        return "it is called without rows"
-    if mode not in ("nearest", "linear", "bilinear", "trilinear"):
-        return f"its mode is {mode}"
-    spatial, output = layout.shape[FIRST:], tuple(call.result.shape[FIRST:])
-    factors: tuple[float | None, ...] = (None,) * rank
-    if given["scale_factor"] is not None and not given["recompute_scale_factor"]:
-        factors = tuple(map(float, _sizes(given["scale_factor"], rank)))
-    odd = any(size % length for length, size in zip(spatial, output, strict=True))
-    odd = odd or any(f is not None and f != int(f) for f in factors)
-    if odd and mode == "nearest":
-        return "its factor is no integer"
-    operator = Resize(
-        lengths=spatial,
-        outputs=output,
-        cut=tuple(odd or FIRST + dim in layout.dims for dim in range(rank)),
-        nearest=mode == "nearest",
-        align_corners=bool(given["align_corners"]),
-        factors=factors,
-    )
-    dims = layout.dims
-    result = Layout(layout.cuts, tuple(call.result.shape), dims)
-    windows = Windows(operator, (layout,), result, call.count)
-    if mode == "nearest" and not odd and needs_no_window(windows) and _even(layout, windows):
-        return Local(dims)
-    return Replace(RunInWindows(windows), (call.inputs[0],), dims=dims)
-
-
-def _even(layout: Layout, windows: Windows) -> bool:
-    """Is every part of the output so many times as long as its input, in every dimension?"""
-    lengths = zip(layout.shape[FIRST:], windows.output.shape[FIRST:], strict=True)
-    ratios = [after // before for before, after in lengths]
-    return all(
-        (own[1] - own[0]) * ratio == out[1] - out[0]
-        for box, result in zip(layout.boxes, windows.outputs, strict=True)
-        for own, out, ratio in zip(box[FIRST:], result, ratios, strict=True)
-    )
-
-
-def _norm(call: Call) -> Rule:
-    module: Any = call.module
-    (layout,) = call.layouts.values()
-    batch = isinstance(module, _BATCH_NORMS)
-    if len(layout.shape) < FIRST + 1 or min(layout.dims) < FIRST:
-        return "its rows or channels are cut"
-    if isinstance(module, nn.SyncBatchNorm):
-        return "it sums over processes itself"
-    if batch and not module.training and module.running_mean is not None:
-        return Local(layout.dims)
-    if isinstance(module, _INSTANCE_NORMS):
-        if module.track_running_stats:
-            return "it has running statistics per row"
-        if not _is_spatial(layout, int(call.name[-2])):
-            return "it is called without rows"
-    number = None if batch else getattr(module, "num_groups", layout.shape[1])
-    operation = NormalizeParts(Groups(layout, number))
-    return Replace(operation, (call.inputs[0],), takes_layer=True, dims=layout.dims)
-
-
-_LOSSES = {
-    "MSELoss": "mse_loss",
-    "L1Loss": "l1_loss",
-    "SmoothL1Loss": "smooth_l1_loss",
-    "HuberLoss": "huber_loss",
-    "BCELoss": "binary_cross_entropy",
-    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
-    "CrossEntropyLoss": "cross_entropy",
-}
-_UNKNOWN_OPTIONS = ("weight", "pos_weight", "size_average", "reduce")
-_ALIASES = {"dim": "axis", "keepdim": "keepdims", "dim0": "axis0", "dim1": "axis1"}
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _INPLACE = ("iadd", "isub", "imul", "itruediv")
 _ACTIVATIONS = (
     *("ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU"),
@@ -573,7 +222,7 @@ _FUNCTIONS = (
     *("multiply", "divide", "subtract", "xlogy", "zeros_like", "ones_like", "full_like"),
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__"),
 )
-_RULES: dict[str, _Maker] = {
+_RULES: dict[str, RuleMaker] = {
     **dict.fromkeys((*_ACTIVATIONS, *_FUNCTIONS), _pointwise),
     "PReLU": _activation_per_channel,
     **dict.fromkeys(("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"), _dropout),
@@ -588,9 +237,9 @@ _RULES: dict[str, _Maker] = {
     **dict.fromkeys(("chunk", "split"), _split),
     "getitem": _item,
     **dict.fromkeys(("sum", "mean"), _reduce),
-    **dict.fromkeys((*_LOSSES, *_LOSSES.values()), _loss),
+    **dict.fromkeys((*window_rules.LOSSES, *window_rules.LOSSES.values()), window_rules.loss),
     **{
-        f"{prefix}{n}{suffix}": _convolution
+        f"{prefix}{n}{suffix}": window_rules.convolution
         for n in "123"
         for prefix, suffix in (
             ("Conv", "d"),
@@ -599,15 +248,19 @@ _RULES: dict[str, _Maker] = {
             ("conv_transpose", "d"),
         )
     },
-    **{f"{name}{n}d": _pool(False) for n in "123" for name in ("MaxPool", "max_pool")},
-    **{f"{name}{n}d": _pool(True) for n in "123" for name in ("AvgPool", "avg_pool")},
+    **{f"{name}{n}d": window_rules.pool(False) for n in "123" for name in ("MaxPool", "max_pool")},
+    **{f"{name}{n}d": window_rules.pool(True) for n in "123" for name in ("AvgPool", "avg_pool")},
     **{
-        f"{name}{n}d": _adaptive for n in "123" for name in ("AdaptiveAvgPool", "adaptive_avg_pool")
+        f"{name}{n}d": window_rules.adaptive_average
+        for n in "123"
+        for name in ("AdaptiveAvgPool", "adaptive_avg_pool")
     },
-    **dict.fromkeys(("Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), _resize),
-    "interpolate": _resize,
-    **{f"BatchNorm{n}d": _norm for n in "123"},
-    **{f"InstanceNorm{n}d": _norm for n in "123"},
-    "GroupNorm": _norm,
-    "SyncBatchNorm": _norm,
+    **dict.fromkeys(
+        ("Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), window_rules.resize
+    ),
+    "interpolate": window_rules.resize,
+    **{f"BatchNorm{n}d": window_rules.norm for n in "123"},
+    **{f"InstanceNorm{n}d": window_rules.norm for n in "123"},
+    "GroupNorm": window_rules.norm,
+    "SyncBatchNorm": window_rules.norm,
 }

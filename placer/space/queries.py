@@ -1,0 +1,125 @@
+"""What a program that is split in space has: its parts, its windows, and what it gathers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import fx
+
+from placer.program import Program
+from placer.space.layout import Cuts, is_empty, sizes
+from placer.space.nodes import GatherParts, InSpace, RunInWindows
+
+
+def parts_in(graph: fx.Graph) -> set[str]:
+    """The nodes of which every shard has a part of its own, by name."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, InSpace):
+            if not node.target.is_whole:
+                found.add(node.name)
+        elif any(x.name in found for x in node.all_input_nodes) and node.op != "output":
+            found.add(node.name)
+    return found
+
+
+def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
+    """The nodes of ``program`` that are operations over shards."""
+    for node in program.graph.nodes:
+        if isinstance(node.target, InSpace):
+            yield node, node.target
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A value that is put together, because ``reader``, a node of ``layer``, cannot run on parts: ``reason``.
+
+    ``nbytes`` are those of the whole value in the captured call.
+    """
+
+    value: str
+    reader: str
+    layer: str
+    reason: str
+    nbytes: int
+
+
+def find_gathered(program: Program) -> list[Gathered]:
+    """What is gathered in ``program``, besides its results."""
+    return [
+        Gathered(
+            value=node.all_input_nodes[0].name,
+            reader=operation.reader,
+            layer=program.layers.get(operation.reader, ""),
+            reason=operation.reason,
+            nbytes=operation.whole_nbytes,
+        )
+        for node, operation in nodes_in_space(program)
+        if isinstance(operation, GatherParts) and operation.reason
+    ]
+
+
+def cuts_of(program: Program) -> Cuts | None:
+    """How ``program`` is split in space; None if it is not."""
+    return next((operation.layout.cuts for _, operation in nodes_in_space(program)), None)
+
+
+def similar_shards(program: Program) -> list[int]:
+    """For each shard the first one that takes as much memory: its parts and pieces have the same sizes.
+
+    Of more than a few shards, one that takes at least as much, because its parts and pieces are as large or
+    larger: that is most often one in the middle of the grid.
+    """
+    cuts = cuts_of(program)
+    if cuts is None:
+        return [0]
+    loads = [_load(program, shard) for shard in range(cuts.shards)]
+    if cuts.shards <= _EXACT:
+        return [loads.index(load) for load in loads]
+    order = sorted(range(cuts.shards), key=lambda shard: -sum(sum(part) for part in loads[shard]))
+    found = []
+    for load in loads:
+        found.append(next(other for other in order if _covers(loads[other], load)))
+    return found
+
+
+_EXACT = 8
+_Load: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+def _covers(large: _Load, small: _Load) -> bool:
+    """Is nothing of ``small`` larger?"""
+    return all(
+        len(a) >= len(b) and all(x >= y for x, y in zip(sorted(a)[::-1], sorted(b)[::-1]))  # noqa: B905
+        for a, b in zip(large, small, strict=True)
+    )
+
+
+def _load(program: Program, shard: int) -> _Load:
+    """The elements of a shard's parts, of what it reads, and of the pieces that it gets and sends."""
+    found: list[tuple[int, ...]] = []
+    for _, operation in nodes_in_space(program):
+        found.append((math.prod(sizes(operation.layout.boxes[shard])),))
+        if isinstance(operation, RunInWindows):
+            windows = operation.windows
+            for window in windows.windows:
+                found += [
+                    tuple(
+                        math.prod(sizes(box))
+                        for pair, box in window.pieces.items()
+                        if pair[end] == shard
+                    )
+                    for end in (0, 1)
+                ]
+            out = windows.outputs[shard]
+            read = () if is_empty(out) else sizes(windows.operator.source(out))
+            found.append((math.prod(read) if read else 0,))
+    return tuple(found)
+
+
+def count_windows(program: Program) -> int:
+    """How many operations of ``program`` run in windows."""
+    return sum(isinstance(op, RunInWindows) for _, op in nodes_in_space(program))
