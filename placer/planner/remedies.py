@@ -269,29 +269,29 @@ def _in_chunks(make: PlanMaker, spec: PlacementSpec, program: Program) -> Iterat
 
 
 def _in_space(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Change]:
-    """The fewest shards that fit, in one stage: on the given devices, or on more like the last of them."""
+    """One stage on as many shards as should suffice: on the given devices, or on more like the last of them.
+
+    Only one number is tried, because every number needs another run of the model.
+    """
     if not isinstance(spec.space.shards, int) or spec.replica_devices:
         return
     devices = list(spec.devices)
     least = max(spec.space.shards + 1, len(devices), _fewest_devices(plan))
-    for count in (n for n in _SHARDS if n >= least):
-        while len(devices) < count:
-            devices.append(_next_device(devices))
-        more = ", ".join(d.name for d in devices[len(spec.devices) :])
-        change = (
-            f'"space": {count}, "chunks": {MOST_CHUNKS}'
-            + f" and more devices ({more})" * bool(more)
-            + " without 'layers'" * bool(spec.layers)
-            + ": every device has a part of the volume"
-        )
-        space = spec.space.model_copy(update={"shards": count, "grid": ()})
-        wanted = _updated(spec.with_layers({}).with_devices(devices), space=space)
-        tried = next(_try(change, make, _updated(wanted, chunks=MOST_CHUNKS)), None)
-        if tried is None:
-            return  # nothing can be cut, or not in so many parts
-        if tried.fits or count == _SHARDS[-1]:
-            yield tried
-            return
+    count = next((n for n in _SHARDS if n >= least), None)
+    if count is None:
+        return
+    while len(devices) < count:
+        devices.append(_next_device(devices))
+    more = ", ".join(d.name for d in devices[len(spec.devices) :])
+    change = (
+        f'"space": {count}, "chunks": {MOST_CHUNKS}'
+        + f" and more devices ({more})" * bool(more)
+        + " without 'layers'" * bool(spec.layers)
+        + ": every device has a part of the volume"
+    )
+    space = spec.space.model_copy(update={"shards": count, "grid": ()})
+    wanted = _updated(spec.with_layers({}).with_devices(devices), space=space)
+    yield from _try(change, make, _updated(wanted, chunks=MOST_CHUNKS))
 
 
 def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:

@@ -54,7 +54,7 @@ def find_role(
     me = assignment.device_index
     holders = [ownership.holders[ownership.first_name[name]] for name in ownership.names[me]]
     if program.captured.conditions.guess.others or any(c.staged is not staged for c in crossings):
-        return Role(key=(assignment.rank,), names=())
+        return Role(key=(assignment.rank,), names=(), stages=tuple(assignment.stage_indices))
     different = {id(each): each for each in crossings}
     numbers = _Numbers(program)
     key = (

@@ -57,9 +57,8 @@ def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
     assert not plan.fits
     fitting = " ".join(tried.change for tried in error.tried if tried.fits)
     assert "microbatches" in fitting and "checkpoint" in fitting and "add " in fitting
-    # The batch, the same in chunks and in two numbers of parts, one size of micro-batch, and a forward that
-    # sends to the host.
-    assert runs["cost"] <= 6
+    # The batch, the same in chunks and in parts, one size of micro-batch, and what offloading takes.
+    assert runs["cost"] <= 5
     assert runs["dry"] <= 8  # of the plans that a user would get, where they are near the budget
     runs.clear()
     assert "devices of" in memory_needed(spec, make)
