@@ -44,11 +44,7 @@ def _space_notes(program: Program, spec: PlacementSpec) -> list[str]:
         f"Every stage is split in space over {cuts.shards} devices ({grid}); "
         f"{format_count(count_windows(program), 'operation')} read what neighbours have."
     ]
-    gathered = find_gathered(program)
-    reasons: dict[str, list[str]] = {}
-    for each in gathered:
-        reasons.setdefault(each.reason, []).append(each.layer or each.reader)
-    for reason, layers in reasons.items():
+    for reason, layers in find_gathered(program).items():
         names = ", ".join(dict.fromkeys(layers[:_NAMED]))
         more = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""
         notes.append(f"Gathered, and run whole on every shard: {names}{more} ({reason}).")

@@ -76,13 +76,12 @@ class CutWhole(InSpace):
 class GatherParts(InSpace):
     """Puts the parts of a value together, because ``reader`` has no rule for parts: ``reason``.
 
-    Both are empty for a result of the model. The whole value has ``whole_nbytes`` in the captured call.
+    Both are empty for a result of the model.
     """
 
     layout: Layout
     reader: str = ""
     reason: str = ""
-    whole_nbytes: int = 0
     is_whole = True
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,22 +24,19 @@ FIRST = 2
 Gradients = tuple[Tensor | None, Sequence[Tensor | None]]
 
 
-class Operator(Protocol):
+class Operator:
     """An operator on one tensor, with parameters. Where it reads outside of that, it reads ``fill``."""
 
-    @property
-    def fill(self) -> float:
-        """What padding is filled with."""
-
-    @property
-    def is_linear(self) -> bool:
-        """Is the gradient of the input the same for every input, and are there no parameters?"""
+    fill = 0.0  # what padding is filled with
+    is_linear = False  # is the gradient of the input the same for every input, without parameters?
 
     def source(self, out: Box) -> Box:
         """The spans of the input that the non-empty part ``out`` of the output reads, padding included."""
+        raise NotImplementedError
 
     def run(self, x: Tensor, out: Box, parameters: Sequence[Tensor | None]) -> Tensor:
         """The part ``out`` of the output; ``x`` is the input at ``source(out)``."""
+        raise NotImplementedError
 
     def gradients(
         self,
@@ -49,29 +46,19 @@ class Operator(Protocol):
         parameters: Sequence[Tensor | None],
         wanted: Sequence[bool],
     ) -> Gradients:
-        """The gradients of ``x`` and of the parameters; ``wanted`` says of which."""
+        """The gradients of ``x`` and of the parameters; ``wanted`` says of which.
 
-
-class _ByAutograd:
-    """Gradients of an operator by running it again."""
-
-    def gradients(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        out: Box,
-        parameters: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-    ) -> Gradients:
+        Without parameters, they are found by running the operator again.
+        """
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            made = self.run(leaf, out, parameters)  # type: ignore[attr-defined]
+            made = self.run(leaf, out, parameters)
         (found,) = torch.autograd.grad(made, leaf, dy)
         return found, ()
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(Operator):
     """A convolution, or a transposed one, by the names of ``torch.nn.Conv3d``.
 
     ``lengths`` are those of the input; ``cut`` says which of the dimensions are cut, so that the window has
@@ -87,12 +74,6 @@ class Convolution:
     output_padding: tuple[int, ...]
     groups: int
     transposed: bool
-
-    is_linear = False
-
-    @property
-    def fill(self) -> float:
-        return 0.0
 
     def _window(self, dim: int, out: Box) -> Window:
         axis = Axis(
@@ -165,7 +146,7 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Pool(_ByAutograd):
+class Pool(Operator):
     """Max or average pooling, in windows in all dimensions, so that no rounding mode needs a case of its own.
 
     An average is a sum over the window, divided by the number of positions that torch counts.
@@ -181,11 +162,11 @@ class Pool(_ByAutograd):
     divisor: int | None = None
 
     @property
-    def fill(self) -> float:
+    def fill(self) -> float:  # type: ignore[override]
         return 0.0 if self.average else -math.inf
 
     @property
-    def is_linear(self) -> bool:
+    def is_linear(self) -> bool:  # type: ignore[override]
         return self.average
 
     def source(self, out: Box) -> Box:
@@ -233,7 +214,7 @@ class Pool(_ByAutograd):
 
 
 @dataclass(frozen=True)
-class Resize(_ByAutograd):
+class Resize(Operator):
     """Interpolation, one dimension after the other: cut ones by positions in the whole value.
 
     A local call of ``interpolate`` with local lengths would be wrong where a factor is no integer, and with
@@ -248,10 +229,6 @@ class Resize(_ByAutograd):
     factors: tuple[float | None, ...]
 
     is_linear = True
-
-    @property
-    def fill(self) -> float:
-        return 0.0
 
     def source(self, out: Box) -> Box:
         found = []

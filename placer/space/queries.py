@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import fx
@@ -12,6 +11,9 @@ from torch import fx
 from placer.program import Program
 from placer.space.layout import Cuts, is_empty, sizes
 from placer.space.nodes import GatherParts, InSpace, RunInWindows
+
+_EXACT = 8  # shards, of which each that takes another amount of memory is told apart
+_Load: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def parts_in(graph: fx.Graph) -> set[str]:
@@ -33,33 +35,14 @@ def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
             yield node, node.target
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """A value that is put together, because ``reader``, a node of ``layer``, cannot run on parts: ``reason``.
-
-    ``nbytes`` are those of the whole value in the captured call.
-    """
-
-    value: str
-    reader: str
-    layer: str
-    reason: str
-    nbytes: int
-
-
-def find_gathered(program: Program) -> list[Gathered]:
-    """What is gathered in ``program``, besides its results."""
-    return [
-        Gathered(
-            value=node.all_input_nodes[0].name,
-            reader=operation.reader,
-            layer=program.layers.get(operation.reader, ""),
-            reason=operation.reason,
-            nbytes=operation.whole_nbytes,
-        )
-        for node, operation in nodes_in_space(program)
-        if isinstance(operation, GatherParts) and operation.reason
-    ]
+def find_gathered(program: Program) -> dict[str, list[str]]:
+    """Why values of ``program`` are gathered, besides its results, and the layers that need them whole."""
+    found: dict[str, list[str]] = {}
+    for _, operation in nodes_in_space(program):
+        if isinstance(operation, GatherParts) and operation.reason:
+            layer = program.layers.get(operation.reader, "")
+            found.setdefault(operation.reason, []).append(layer or operation.reader)
+    return found
 
 
 def cuts_of(program: Program) -> Cuts | None:
@@ -84,10 +67,6 @@ def similar_shards(program: Program) -> list[int]:
     for load in loads:
         found.append(next(other for other in order if _covers(loads[other], load)))
     return found
-
-
-_EXACT = 8
-_Load: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def _covers(large: _Load, small: _Load) -> bool:

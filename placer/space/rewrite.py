@@ -150,10 +150,7 @@ class _Cutter:
 
     def _enter(self, node: fx.Node) -> None:
         copied = self._graph.node_copy(node)
-        self._of[node] = _Values(
-            whole=copied,
-            likely=self._inputs.get(node.name),
-        )
+        self._of[node] = _Values(whole=copied, likely=self._inputs.get(node.name))
 
     def _write_fact(self, node: fx.Node) -> None:
         """A size, which may depend on the number of rows, is asked of the parts; others are constants."""
@@ -246,19 +243,7 @@ class _Cutter:
         parts_of = {x: y for x, y in self._parts_of.items() if x not in self._of}
         count = cast(int, self.settings.get("chunks", 1))
         call = Call(node, name, module, self.values, layouts, parts_of, count)
-        rule = find_rule(call)
-        if isinstance(rule, Local) and not self._can_be_read(node, rule):
-            return "an input that is not cut cannot be cut like the others"
-        return rule
-
-    def _can_be_read(self, node: fx.Node, rule: Local) -> bool:
-        """Is every tensor among the inputs cut, or can it be?"""
-        return all(
-            self._is_cut(x)
-            or not isinstance(self.values[x], Tensor)
-            or isinstance(self.values[node], Tensor)
-            for x in node.all_input_nodes
-        )
+        return find_rule(call)
 
     def _replace(self, node: fx.Node, rule: Replace) -> None:
         given: list[Any] = []
@@ -334,12 +319,7 @@ class _Cutter:
             found.whole = self._new(
                 node,
                 "call_function",
-                GatherParts(
-                    found.layout,
-                    reader.name if reason else "",
-                    reason,
-                    self.values[node].numel() * self.values[node].element_size(),
-                ),
+                GatherParts(found.layout, reader.name if reason else "", reason),
                 (found.parts,),
                 f"{node.name}_all",
             )
@@ -392,9 +372,11 @@ class _Cutter:
     def _spread(self, found: _Values, reader: fx.Node) -> fx.Node:
         if found.spread is None:
             assert found.whole is not None
-            layout = next(iter(self._inputs.values()))
-            whole = found.whole
             found.spread = self._new(
-                reader, "call_function", SpreadWhole(layout), (whole,), f"{whole.name}_each"
+                reader,
+                "call_function",
+                SpreadWhole(next(iter(self._inputs.values()))),
+                (found.whole,),
+                f"{found.whole.name}_each",
             )
         return found.spread

@@ -239,14 +239,9 @@ _RULES: dict[str, RuleMaker] = {
     **dict.fromkeys(("sum", "mean"), _reduce),
     **dict.fromkeys((*window_rules.LOSSES, *window_rules.LOSSES.values()), window_rules.loss),
     **{
-        f"{prefix}{n}{suffix}": window_rules.convolution
+        f"{name}{n}d": window_rules.convolution
         for n in "123"
-        for prefix, suffix in (
-            ("Conv", "d"),
-            ("ConvTranspose", "d"),
-            ("conv", "d"),
-            ("conv_transpose", "d"),
-        )
+        for name in ("Conv", "ConvTranspose", "conv", "conv_transpose")
     },
     **{f"{name}{n}d": window_rules.pool(False) for n in "123" for name in ("MaxPool", "max_pool")},
     **{f"{name}{n}d": window_rules.pool(True) for n in "123" for name in ("AvgPool", "avg_pool")},

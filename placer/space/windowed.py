@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -315,6 +314,5 @@ def needs_no_window(given: Windows) -> bool:
     return (
         len(given.inputs) == 1
         and given.windows[0].is_local
-        and not any(map(is_empty, given.outputs))
-        and all(math.prod(sizes(box)) for box in given.output.boxes)
+        and not any(map(is_empty, given.output.boxes))
     )
