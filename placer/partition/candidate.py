@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from placer.catalogue import DeviceKind
-from placer.cost import device_type, updates_together
+from placer.machine.catalogue import DeviceKind
+from placer.machine.devices import device_type, updates_together
 from placer.partition.chain import Mask, Table, best_cuts, boundary_costs, for_each
 from placer.partition.stage_cost.optimizer import OptimizerMemory, optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes, stage_seconds, transfer_seconds

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.catalogue import DeviceKind
-from placer.cost import CostTable, device_type
+from placer.cost import CostTable
+from placer.machine.catalogue import DeviceKind
+from placer.machine.devices import device_type
 from placer.partition.candidate import (
     Candidate,
     boundary_alternatives,

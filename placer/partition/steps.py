@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placer.cost import CostTable, device_type
+from placer.cost import CostTable
+from placer.machine.devices import device_type
 from placer.partition.candidate import Candidate, copies_overlap
 from placer.partition.chain import Mask, Table
 from placer.partition.stage_cost.optimizer import optimizer_seconds

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from placer.catalogue import DeviceKind, kinds_with_memory
-from placer.cost import device_kind, device_type
 from placer.errors import SpecError
+from placer.machine.catalogue import DeviceKind, kinds_with_memory
+from placer.machine.devices import device_kind, device_type
 from placer.partition import DeviceSlot
 from placer.quantities import format_bytes
 from placer.spec import DeviceSpec, PlacementSpec

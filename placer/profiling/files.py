@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from placer.api import example_call
-from placer.catalogue import DeviceKind
-from placer.cost import device_kind
 from placer.errors import PlacerError
 from placer.files import check_writable
-from placer.kindfile import SUFFIX, is_kind_file, kind_to_json, save_kind
+from placer.machine.catalogue import DeviceKind
+from placer.machine.devices import device_kind
+from placer.machine.kindfile import SUFFIX, is_kind_file, kind_to_json, save_kind
 from placer.precision import planned_autocast, recorded_under
 from placer.profiling.profile import Measured, profile_model
 from placer.program import flatten_call, lower

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
-from placer.catalogue import CATALOGUE
 from placer.errors import nearest
-from placer.kindfile import is_kind_file
+from placer.machine.catalogue import CATALOGUE
+from placer.machine.kindfile import is_kind_file
 from placer.quantities import parse_bytes
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
