@@ -11,6 +11,7 @@ from placer.errors import PlacerError, SpecError
 from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
+from placer.planner.devices import links_of
 from placer.planner.notes import layer_paths, shared_modules
 from placer.program import Program, is_inside, rows_of
 from placer.regions import RegionKey, region_keys
@@ -205,6 +206,8 @@ def planning_options(
         schedule=spec.schedule,
         microbatches=len(sizes),
         replicas=replicas,
+        shards=spec.space.number,
+        links=links_of(spec),
         last_share=sizes[-1] / max(sizes[0], 1),
         optimizer=_optimizer(spec),
         training=spec.training,
