@@ -224,7 +224,7 @@ def _auto(
         spec = spec.model_copy(update={"loss": loss.spec})
     program, leaves = lower_call(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
-    return choose_spec(program, spec, leaves, make)
+    return choose_spec(spec, make)
 
 
 def simulate(

@@ -126,7 +126,7 @@ def _check_spec(
 
     Raises ``SpecError`` for patterns that match no layer, and exits if the plan does not fit.
     """
-    from placer.cli.fit import report_misfit, with_comparisons
+    from placer.cli.misfit import report_misfit, with_comparisons
     from placer.report import plan_table
     from placer.simulation.judge import JudgingPlanner
     from placer.spec import resolve_layers, resolve_patterns

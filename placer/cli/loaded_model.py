@@ -44,13 +44,17 @@ class LoadedModel:
     ) -> tuple[Program, list[Tensor]]:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
         with progress(console, "recording the operations of the model"):
-            return lower_call(
-                self.model,
-                self.args,
-                dict(self.kwargs),
-                wanted or PlacementSpec.model_validate({"devices": ["cpu"]}),
-                ignore_device_moves=self.ignore_device_moves,
-            )
+            return self.captured(wanted or PlacementSpec.model_validate({"devices": ["cpu"]}))
+
+    def captured(self, wanted: PlacementSpec | Plan) -> tuple[Program, list[Tensor]]:
+        """`record` without telling."""
+        return lower_call(
+            self.model,
+            self.args,
+            dict(self.kwargs),
+            wanted,
+            ignore_device_moves=self.ignore_device_moves,
+        )
 
 
 def load_model(
@@ -67,9 +71,6 @@ def load_model(
     weights and inputs. Arguments that a callable makes are used as they are, in memory or on ``meta``.
     Raises ``PlacerError`` for invalid options, and if the model's own code raises an exception.
     """
-    shapes, examples = options.split_inputs()
-    wanted = parse_inputs(shapes, required=inputs_required and not examples)
-    kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)
     arguments = parse_values("--model-arg", options.model_arguments)
     with IgnoreDeviceMoves() if options.ignore_device_moves else nullcontext():
@@ -77,6 +78,25 @@ def load_model(
     model.train(not options.evaluation)
     if double:
         model.double()
+    args, kwargs = make_arguments(options, allocate=allocate, required=inputs_required)
+    if double:
+        args, kwargs = tree_map_only(Tensor, _to_double, (args, kwargs))
+    return LoadedModel(
+        target=options.model,
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        ignore_device_moves=options.ignore_device_moves,
+    )
+
+
+def make_arguments(
+    options: ModelOptions, *, allocate: bool, required: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of forward that ``options`` describe, on ``meta`` unless ``allocate`` is set."""
+    shapes, examples = options.split_inputs()
+    wanted = parse_inputs(shapes, required=required and not examples)
+    kwargs = parse_values("--kwarg", options.keywords)
     args: tuple[Any, ...] = ()
     for text in examples:
         args, made = load_example(text, values_needed=allocate)
@@ -87,15 +107,7 @@ def load_model(
             args += (tensor,)
         else:
             kwargs[item.name] = tensor
-    if double:
-        args, kwargs = tree_map_only(Tensor, _to_double, (args, kwargs))
-    return LoadedModel(
-        target=options.model,
-        model=model,
-        args=args,
-        kwargs=kwargs,
-        ignore_device_moves=options.ignore_device_moves,
-    )
+    return args, kwargs
 
 
 def _to_double(tensor: Tensor) -> Tensor:

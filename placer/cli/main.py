@@ -20,6 +20,7 @@ from placer.versions import explain_failed_import
 
 _COMMANDS = (
     "auto",
+    "fit",
     "plan",
     "check",
     "simulate",
