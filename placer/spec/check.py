@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from placer.errors import nearest
 from placer.jsonfile import escape_token
 from placer.quantities import format_count
-from placer.spec.fields import MOST, device_name
+from placer.spec.fields import MOST, device_name, nearest_device
 from placer.spec.rows import shifted_rows
 
 Problem = tuple[str, str, str]
 
 
-def cross_problems(data: Any) -> list[Problem]:
-    """Contradictions between fields of an unvalidated spec. Values of a wrong type are skipped here."""
+def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
+    """Contradictions between fields of an unvalidated spec; the fields ``wrong`` have other problems.
+
+    Values of a wrong type are skipped here.
+    """
     if not isinstance(data, Mapping):
         return []
     names = _names(data.get("devices"))
     problems = _twice(names, "/devices", "a device holds one list entry")
-    problems += _unknown_targets(data.get("layers"), names)
-    return problems + _rows(data, names) + _shards(data, names)
+    problems += _unknown_targets(data, names)
+    if not {"replicas", "replica_devices"}.intersection(wrong):
+        problems += _rows(data, names)
+    if not {"devices", "space"}.intersection(wrong):
+        problems += _shards(data, names)
+    return problems
 
 
 def _shards(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
@@ -80,14 +87,17 @@ def _twice(names: list[str | None], where: str, rule: str) -> list[Problem]:
     ]
 
 
-def _unknown_targets(layers: Any, names: list[str | None]) -> list[Problem]:
+def _unknown_targets(data: Mapping[str, Any], names: list[str | None]) -> list[Problem]:
+    layers = data.get("layers")
     if not isinstance(layers, Mapping) or not any(names):
         return []
+    guesses = map(nearest_device, map(_entry_name, data["devices"]))  # of names that are misspelt
+    meant = [name or guess for name, guess in zip(names, guesses, strict=True)]
     known = list(dict.fromkeys(name for name in names if name))
-    problems = []
+    problems: list[Problem] = []
     for pattern, target in layers.items():
         name = _name(target)
-        if name is not None and name not in known:
+        if name is not None and name not in meant and all(meant):
             near = nearest(name, known) or known[0]
             problems.append(
                 (

@@ -34,7 +34,7 @@ def device_name(value: Any) -> str:
     """
     match = _DEVICE.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[1] not in DEVICE_TYPES:
-        near = _nearest_device(value) if isinstance(value, str) else None
+        near = nearest_device(value)
         hint = f"did you mean {near!r}?" if near else "write a name such as 'cuda:0' or 'cpu'"
         raise ValueError(f"{value!r} is not a device; {hint} (types: {', '.join(DEVICE_TYPES)})")
     if match[2] is None and match[1] != "cpu":
@@ -42,9 +42,9 @@ def device_name(value: Any) -> str:
     return str(value)
 
 
-def _nearest_device(name: str) -> str | None:
+def nearest_device(name: Any) -> str | None:
     """The device that was probably meant, such as ``cuda:0`` for ``GPU:0`` or ``cuda0``; or None."""
-    match = _MISSPELT_DEVICE.fullmatch(name)
+    match = _MISSPELT_DEVICE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return None
     kind = match[1].lower()

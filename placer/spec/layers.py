@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from placer.errors import nearest
+from placer.errors import KeyProblem, nearest
 from placer.jsonfile import escape_token
 from placer.spec.check import Problem
 
@@ -35,7 +35,7 @@ def resolve_layers(
             later = winner[found[0]]
             problem = f"has no effect, because {later!r} comes later and covers it"
             remedy = f"write {pattern!r} after {later!r}, or leave it out"
-            problems.append((f"/layers/{escape_token(pattern)}", problem, remedy))
+            problems.append(KeyProblem(f"/layers/{escape_token(pattern)}", problem, remedy))
     return {path: layers[winner[path]] for path in known if path in winner}, problems
 
 
@@ -83,7 +83,7 @@ def _unmatched(field: str, pattern: str, paths: Sequence[str]) -> Problem:
     tops = dict.fromkeys(path.partition(".")[0] for path in paths)
     hint = f"did you mean {near!r}?" if near else f"top-level layers: {', '.join(tops)}"
     where = f"/{field}/{escape_token(pattern)}" if field == "layers" else f"/{field}"
-    return where, f"no layer matches {pattern!r}", hint
+    return KeyProblem(where, f"no layer matches {pattern!r}", hint)
 
 
 def _nearest_pattern(pattern: str, paths: Sequence[str]) -> str | None:
