@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from placer.cost import Loss, batch_rows, loss_of
-from placer.errors import CaptureError, PlacerError
+from placer.errors import CaptureError, PlacerError, SpecError
 from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.device_map import map_devices
 from placer.executor.distributed.job.assignment import Job, find_job
@@ -35,13 +36,30 @@ from placer.program import (
 )
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
-from placer.spec import DeviceSpec, PlacementSpec, load_spec
+from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec
+from placer.spec.load import errors_located
 from placer.spec.rewrite import Rewrite
 from placer.versions import require
 
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
+def _located(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let errors of a spec that is a file name its lines; the spec is the second argument of ``function``."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        names = ("spec", "spec_or_plan", "plan")
+        given = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), None)
+        with errors_located(given):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_located
 def make_plan(
     model: nn.Module,
     spec: SpecSource,
@@ -80,6 +98,7 @@ def make_plan(
     return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
 
 
+@_located
 def compile(
     model: nn.Module,
     spec_or_plan: SpecSource | Plan,
@@ -191,6 +210,7 @@ def auto_spec(
     return choose_spec(program, spec, leaves, make)
 
 
+@_located
 def simulate(
     model: nn.Module,
     plan: Plan | SpecSource,
@@ -308,6 +328,12 @@ def _refuse_placed(model: nn.Module) -> None:
             )
 
 
+def check_layers(model: nn.Module, spec: PlacementSpec) -> None:
+    """Raise ``SpecError`` for patterns of layers that ``model`` has not."""
+    if problems := layer_problems(spec, dict(model.named_modules(remove_duplicate=False))):
+        raise SpecError(SpecError.UNNAMED, problems)
+
+
 def lower_call(
     model: nn.Module,
     args: Sequence[Any] | Tensor,
@@ -319,10 +345,13 @@ def lower_call(
 ) -> tuple[Program, list[Tensor]]:
     """The program of a call, to be placed as ``wanted`` says, and the call's tensors.
 
-    The rewrites are those of a plan, or else ``rewrites``. Raises ``CaptureError``.
+    The rewrites are those of a plan, or else ``rewrites``. Raises ``CaptureError``, and ``SpecError`` before
+    anything is recorded.
     """
     positional, keywords = example_call(args, kwargs)
     _refuse_placed(model)
+    if isinstance(model, nn.Module) and isinstance(wanted, PlacementSpec):
+        check_layers(model, wanted)
     # A plan is for training, too.
     with torch.inference_mode(False), recorded_under(planned_autocast(wanted.precision)):
         program = lower(

@@ -33,9 +33,9 @@ Model = Annotated[
         "(a class or a function).",
     ),
 ]
-Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON).")]
+Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON, YAML or TOML).")]
 SpecOrPlan = Annotated[
-    Path, typer.Argument(metavar="SPEC", help="Placement spec or saved plan (JSON).")
+    Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON, YAML or TOML) or saved plan.")
 ]
 Inputs = Annotated[
     list[str],

@@ -45,6 +45,7 @@ def step_seconds(
         training=options.training,
         processes=options.processes,
         optimizer_seconds=optimizer_seconds,
+        shards=options.shards,
     )
     return end_of(spans)
 

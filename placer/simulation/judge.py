@@ -40,6 +40,7 @@ _PLAN = TypeAdapter(Plan)
 _STAGE_COSTS = {
     *("layers", "memory", "budget", "reserve", "host_copy_seconds", "host_copy_nbytes"),
     *("forward_seconds", "backward_seconds", "forward_launch_seconds", "backward_launch_seconds"),
+    "sum_seconds",
 }
 _DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
 _COSTS: Any = {

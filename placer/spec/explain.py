@@ -54,12 +54,14 @@ def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> li
         )
     ]
     problems = [_explain(detail, data, keys) for detail in details if not _is_echo(detail)]
-    return [p for p in problems if p[1] != _REQUIRED or not _is_misspelt(p[0], problems)]
+    return [p for p in problems if p[1] != _REQUIRED or not _is_explained(p[0], problems)]
 
 
-def _is_misspelt(missing: str, problems: Sequence[Problem]) -> bool:
-    """Is there an unknown key where the key ``missing`` belongs that may be a misspelling of it?"""
+def _is_explained(missing: str, problems: Sequence[Problem]) -> bool:
+    """Is it said already why there is no key ``missing``: is it misspelt, or is the machine unknown?"""
     above, _, key = missing.rpartition("/")
+    if missing == "/devices" and any(where == "/machine" for where, *_ in problems):
+        return True
     hints = [p[2] for p in problems if isinstance(p, KeyProblem) and p[0].rpartition("/")[0] == above]
     return bool(hints) if above else _DID_YOU_MEAN.format(key) in hints
 
