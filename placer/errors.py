@@ -109,8 +109,7 @@ class SpecError(PlacerError):
             return
         lines = first_few([str(error) for error in errors], self._SHOWN)
         count = "1 problem" if len(errors) == 1 else f"{len(errors)} problems"
-        within = "" if source == self.OPTIONS else " in the placement spec"
-        super().__init__(source, f"{count}{within}\n" + "\n".join(lines))
+        super().__init__(source, f"{count}\n" + "\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.source, self.problems, self.locations)

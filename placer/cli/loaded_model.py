@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer.api import lower_call
+from placer.api import check_layers, lower_call
 from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
 from placer.cli.progress import progress
@@ -43,6 +42,8 @@ class LoadedModel:
         self, console: Console, wanted: PlacementSpec | Plan | None = None
     ) -> tuple[Program, list[Tensor]]:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
+        if isinstance(wanted, PlacementSpec):
+            check_layers(self.model, wanted)  # `lower_call` does it too, after it is said to record
         with progress(console, "recording the operations of the model"):
             return lower_call(
                 self.model,
@@ -60,11 +61,12 @@ def load_model(
     double: bool,
     inputs_required: bool,
     seed: int,
+    moves: IgnoreDeviceMoves | None = None,
 ) -> LoadedModel:
     """Build the model that ``options`` name, and its inputs, on ``meta`` unless ``allocate`` is set.
 
     ``double`` converts all floating-point parameters, buffers and inputs to float64. ``seed`` is for
-    weights and inputs. Arguments that a callable makes are used as they are, in memory or on ``meta``.
+    weights and inputs, and ``moves`` is told of the model's own choice of devices. Arguments that a callable makes are used as they are, in memory or on ``meta``.
     Raises ``PlacerError`` for invalid options, and if the model's own code raises an exception.
     """
     shapes, examples = options.split_inputs()
@@ -72,8 +74,9 @@ def load_model(
     kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)
     arguments = parse_values("--model-arg", options.model_arguments)
-    with IgnoreDeviceMoves() if options.ignore_device_moves else nullcontext():
-        model = build_model(options.model, arguments, allocate=allocate)
+    if moves is None and options.ignore_device_moves:
+        moves = IgnoreDeviceMoves()
+    model = build_model(options.model, arguments, allocate=allocate, moves=moves)
     model.train(not options.evaluation)
     if double:
         model.double()
