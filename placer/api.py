@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.cost import Loss, batch_rows, loss_of
-from placer.errors import CaptureError, PlacerError, SpecError
+from placer.errors import CaptureError, PlacerError, SpecError, nearest
 from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.device_map import map_devices
 from placer.executor.distributed.job.assignment import Job, find_job
@@ -41,6 +42,7 @@ from placer.spec.load import errors_located
 from placer.spec.rewrite import Rewrite
 from placer.versions import require
 
+Example = Sequence[Any] | Mapping[str, Any] | Tensor  # a mapping is one argument
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -63,7 +65,7 @@ def _located(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def make_plan(
     model: nn.Module,
     spec: SpecSource,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -102,7 +104,7 @@ def make_plan(
 def compile(
     model: nn.Module,
     spec_or_plan: SpecSource | Plan,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     weights: str | Path | None = None,
@@ -177,7 +179,7 @@ def _plan_or_refuse(
 
 def auto_spec(
     model: nn.Module,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     devices: Iterable[Any] | str,
@@ -214,7 +216,7 @@ def auto_spec(
 def simulate(
     model: nn.Module,
     plan: Plan | SpecSource,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -286,16 +288,21 @@ def as_spec(source: SpecSource) -> PlacementSpec:
 
 
 def example_call(
-    args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
+    model: nn.Module, args: Example, kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example inputs as ``forward`` gets them; a single tensor need not be in a tuple.
+    """The example inputs as the ``forward`` of ``model`` gets them.
 
-    Raises ``CaptureError`` if they are neither a tuple of arguments nor a dict of keywords.
+    A single tensor need not be in a tuple, nor need a single dict, unless ``forward`` has arguments with the
+    names of its keys. Raises ``CaptureError`` if they are neither a tuple of arguments nor keywords.
     """
-    if isinstance(args, Tensor) or is_mark(args):
+    if isinstance(args, Tensor) or is_mark(args) or takes_dict(model, args):
         args = (args,)
     if not isinstance(args, tuple | list):
-        remedy = "pass a dict as kwargs={...}" if isinstance(args, Mapping) else "write (x,)"
+        remedy = "write (x,)"
+        if isinstance(args, Mapping):
+            remedy = (
+                "write kwargs={...} if its keys are arguments of forward, or (batch,) if it is one"
+            )
         raise CaptureError("args", f"is a {type(args).__name__}, not a tuple of inputs", remedy)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise CaptureError(
@@ -304,6 +311,16 @@ def example_call(
             "write several inputs as one tuple: (x, y)",
         )
     return tuple(args), dict(kwargs or {})
+
+
+def takes_dict(model: nn.Module, value: Any) -> bool:
+    """Is ``value`` a dict that can only be one argument of ``forward``, of which none is named like a key?"""
+    if not isinstance(value, Mapping) or not isinstance(model, nn.Module):
+        return False
+    parameters = inspect.signature(model.forward).parameters
+    named = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    near = any(isinstance(key, str) and nearest(key, parameters) for key in value)
+    return bool(parameters) and not named and not near
 
 
 def _check_one_process(plan: Plan) -> None:
@@ -336,7 +353,7 @@ def check_layers(model: nn.Module, spec: PlacementSpec) -> None:
 
 def lower_call(
     model: nn.Module,
-    args: Sequence[Any] | Tensor,
+    args: Example,
     kwargs: Mapping[str, Any] | None,
     wanted: PlacementSpec | Plan,
     *,
@@ -348,7 +365,7 @@ def lower_call(
     The rewrites are those of a plan, or else ``rewrites``. Raises ``CaptureError``, and ``SpecError`` before
     anything is recorded.
     """
-    positional, keywords = example_call(args, kwargs)
+    positional, keywords = example_call(model, args, kwargs)
     _refuse_placed(model)
     if isinstance(model, nn.Module) and isinstance(wanted, PlacementSpec):
         check_layers(model, wanted)

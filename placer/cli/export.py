@@ -13,7 +13,9 @@ from placer.cli.output import human_console, print_text
 
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write the map here (JSON), not to stdout."),
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Write the map here (JSON), not to stdout."
+    ),
 ]
 
 EXAMPLE = "placer export net.py:Net plan.json -o device_map.json"

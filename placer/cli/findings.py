@@ -57,9 +57,7 @@ def sarif(rule: str, findings: list[_Finding], file: str | None) -> dict[str, An
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
-        "runs": [
-            {"tool": {"driver": tool}, "columnKind": "unicodeCodePoints", "results": results}
-        ],
+        "runs": [{"tool": {"driver": tool}, "columnKind": "unicodeCodePoints", "results": results}],
     }
 
 

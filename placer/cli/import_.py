@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="SPEC", help="Write the spec here (JSON), not to stdout."),
+    typer.Option(
+        "--output", "-o", metavar="SPEC", help="Write the spec here (JSON), not to stdout."
+    ),
 ]
 _SHOWN = 6  # how many of the layers without a device are listed
 
@@ -95,7 +97,8 @@ def _of_model(options: ModelOptions, console: Console) -> PlacementSpec:
     free = [path for path in layers if path and path not in known]
     if free:
         console.print(
-            f"not on a device, so placer chooses: {', '.join(first_few(free, _SHOWN))}", markup=False
+            f"not on a device, so placer chooses: {', '.join(first_few(free, _SHOWN))}",
+            markup=False,
         )
     patterns = {path or "**": device for path, device in shortest(known).items()}
     return PlacementSpec.model_validate({"devices": in_order(known.values()), "layers": patterns})

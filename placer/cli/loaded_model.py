@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer.api import check_layers, lower_call
+from placer.api import check_layers, lower_call, takes_dict
 from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
 from placer.cli.progress import progress
@@ -66,8 +66,9 @@ def load_model(
     """Build the model that ``options`` name, and its inputs, on ``meta`` unless ``allocate`` is set.
 
     ``double`` converts all floating-point parameters, buffers and inputs to float64. ``seed`` is for
-    weights and inputs, and ``moves`` is told of the model's own choice of devices. Arguments that a callable makes are used as they are, in memory or on ``meta``.
-    Raises ``PlacerError`` for invalid options, and if the model's own code raises an exception.
+    weights and inputs, and ``moves`` is told of the model's own choice of devices. Arguments that a callable
+    makes are used as they are, in memory or on ``meta``; a dict is one of them if forward has no arguments
+    with the names of its keys. Raises ``PlacerError`` for invalid options, and if the model's own code raises an exception.
     """
     shapes, examples = options.split_inputs()
     wanted = parse_inputs(shapes, required=inputs_required and not examples)
@@ -83,6 +84,8 @@ def load_model(
     args: tuple[Any, ...] = ()
     for text in examples:
         args, made = load_example(text, values_needed=allocate)
+        if not args and takes_dict(model, made):
+            args, made = (made,), {}
         kwargs = {**made, **kwargs}
     for item in wanted:
         tensor = item.random() if allocate else item.on_meta()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from placer.cli.loaded_model import LoadedModel
     from placer.plan.types import Plan
-    from placer.program import IgnoreDeviceMoves
+    from placer.program.moves import IgnoreDeviceMoves as DeviceMoves
     from placer.spec import LossSpec, PlacementSpec
 
 REPEATABLE: dict[str, Any] = {"default_factory": list, "show_default": False}
@@ -210,7 +210,7 @@ class ModelOptions:
         double: bool = False,
         inputs_required: bool = True,
         seed: int = 0,
-        moves: IgnoreDeviceMoves | None = None,
+        moves: DeviceMoves | None = None,
     ) -> LoadedModel:
         """Import torch, and build the model and its inputs; see `placer.cli.loaded_model.load_model`."""
         with progress(console, "importing torch and the model"):

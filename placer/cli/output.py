@@ -63,8 +63,8 @@ def print_text(text: str) -> None:
 def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> None:
     """Print ``error`` to stdout as a JSON object: kind, place, problem, remedy and exit code.
 
-    With the file, line and column if they are known. A `SpecError` also has a list of ``problems``; a `BudgetError` has the device, the missing bytes and the
-    changes that were tried.
+    With the file, line and column if they are known. A `SpecError` also has a list of ``problems``; a
+    `BudgetError` has the device, the missing bytes and the changes that were tried.
     """
     found: dict[str, Any] = {
         "kind": kind or type(error).__name__,

@@ -37,7 +37,10 @@ def build_model(
     _check_arguments(target, make, arguments)
     if not allocate:
         try:
-            with torch.device("meta"), moves or nullcontext():  # so that it sees meta as the default
+            with (
+                torch.device("meta"),
+                moves or nullcontext(),
+            ):  # so that it sees meta as the default
                 return _module(target, make(**arguments))
         except ModelError:
             raise

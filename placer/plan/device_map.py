@@ -15,15 +15,17 @@ from placer.spec.device_map import shortest
 def to_device_map(model: nn.Module, placement: PlacementSpec | Plan) -> dict[str, int | str]:
     """accelerate's ``device_map`` for ``model``, with the devices of the first replica.
 
-    Every parameter and buffer is below one of its keys. CUDA devices are numbers. Raises ``PlacerError`` for a
-    spec that leaves layers to placer, and where stages are split in space.
+    Every parameter and buffer is below one of its keys. CUDA devices are numbers. Raises ``PlacerError`` for
+    a spec that leaves layers to placer, and where stages are split in space.
     """
     names = list(model.state_dict())
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     shards = placement.shards if isinstance(placement, Plan) else placement.space.number
     if shards > 1:
-        raise PlacerError("/space", "splits layers, and a device_map has one device for each of them")
+        raise PlacerError(
+            "/space", "splits layers, and a device_map has one device for each of them"
+        )
     if isinstance(placement, Plan):
         known = _layers_of(placement)
         first = placement.stages[0].devices[0]

@@ -10,14 +10,15 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves
 
 from placer.program.moves import IgnoreDeviceMoves, replace_device
+from placer.spec.fields import device_name
 
 
 class DeviceNotes(IgnoreDeviceMoves):
     """Ignores moves to accelerators, and notes which tensors would be where.
 
-    A tensor is on the device that the call which makes it names, else on that of the call's arguments; so is a
-    parameter that a call reads. In this context, a model is built and, if its constructor does not say where
-    its layers are, called with tensors on ``meta``.
+    A tensor is on the device that the call which makes it names, else on that of the call's arguments; so is
+    a parameter that a call reads. In this context, a model is built and, if its constructor does not say
+    where its layers are, called with tensors on ``meta``.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,11 @@ class DeviceNotes(IgnoreDeviceMoves):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        _, _, device = replace_device(name, args, dict(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if name == "cpu" or (name == "to" and str((*args[1:2], kwargs.get("device"))[0]) == "cpu"):
+            self._note(args[0], torch.device("cpu"))
+            return args[0]
+        _, _, device = replace_device(name, args, kwargs)
         result = super().__torch_function__(func, types, args, kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if device is None:
@@ -61,7 +66,5 @@ class DeviceNotes(IgnoreDeviceMoves):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             path = name.rpartition(".")[0]
             device = self.device_of(parameter)
-            if device is not None and device.index is None:
-                device = torch.device(device.type, 0)
-            found[path] = found.get(path) or (None if device is None else str(device))
+            found[path] = found.get(path) or (None if device is None else device_name(str(device)))
         return found

@@ -35,7 +35,9 @@ def from_device_map(device_map: Mapping[str, Any]) -> PlacementSpec:
         text = str(value)
         number = isinstance(value, int) and not isinstance(value, bool)
         if text in _OFFLOADED and not (only_cpu and text == "cpu"):
-            problem = f"with {text!r}, accelerate {_OFFLOADED[text]}; placer computes where weights are"
+            problem = (
+                f"with {text!r}, accelerate {_OFFLOADED[text]}; placer computes where weights are"
+            )
             remedy = "leave the layer out, so that placer chooses its device, or name a device"
             problems.append((where, problem, remedy))
             continue
@@ -59,7 +61,9 @@ def in_order(devices: Iterable[str]) -> list[str]:
     >>> in_order(["cuda:10", "cuda:2", "cuda:10"])
     ['cuda:2', 'cuda:10']
     """
-    return sorted(set(devices), key=lambda name: (name.partition(":")[0], int(name.partition(":")[2] or 0)))
+    return sorted(
+        set(devices), key=lambda name: (name.partition(":")[0], int(name.partition(":")[2] or 0))
+    )
 
 
 def _depth(path: str) -> int:

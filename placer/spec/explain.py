@@ -22,7 +22,10 @@ _JSON_WORDS = {
     "a valid dictionary or instance of LossSpec": "the name of a loss or an object",
 }
 _JSON_SINGLES = {None: "null", True: "true", False: "false"}
-_YES_AND_NO = {**dict.fromkeys(("yes", "on", "true"), "true"), **dict.fromkeys(("no", "off", "false"), "false")}
+_YES_AND_NO = {
+    **dict.fromkeys(("yes", "on", "true", "1"), "true"),
+    **dict.fromkeys(("no", "off", "false", "0"), "false"),
+}
 _REQUIRED = "is required"
 _DID_YOU_MEAN = "did you mean '{}'?"
 _KEYS = {
@@ -62,18 +65,20 @@ def _is_explained(missing: str, problems: Sequence[Problem]) -> bool:
     above, _, key = missing.rpartition("/")
     if missing == "/devices" and any(where == "/machine" for where, *_ in problems):
         return True
-    hints = [p[2] for p in problems if isinstance(p, KeyProblem) and p[0].rpartition("/")[0] == above]
+    hints = [
+        p[2] for p in problems if isinstance(p, KeyProblem) and p[0].rpartition("/")[0] == above
+    ]
     return bool(hints) if above else _DID_YOU_MEAN.format(key) in hints
 
 
 def wrong_fields(problems: Sequence[Problem]) -> set[str]:
     """The fields of the spec with a problem, also those that a misspelt key was meant to be."""
-    meant = {p[2].removeprefix("did you mean '").removesuffix("'?") for p in problems if isinstance(p, KeyProblem)}
+    meant = {p[2].split("'")[1] for p in problems if "'" in p[2] and isinstance(p, KeyProblem)}
     return meant | {where.split("/")[1] for where, *_ in problems}
 
 
 def one_per_slip(problems: Sequence[Problem]) -> list[Problem]:
-    """``problems``, the first of each place, without those of a whole whose parts have problems themselves."""
+    """``problems``, the first of each place, without those of a whole whose parts have problems."""
     inner = {
         "/".join(steps[:count])
         for steps in (where.split("/") for where, *_ in problems)
@@ -110,7 +115,8 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
             hint = f"write {near} without quotes"
         hint = hint or _EXAMPLES.get(where.split("/")[1], "")
         if len(words) == 1:
-            return where, f"{spell(found)} was found where {words[0]!r} was expected", hint
+            only = words[0] if words[0].isdecimal() else repr(words[0])
+            return where, f"{spell(found)} was found where {only} was expected", hint
         return where, f"{spell(found)} is not one of {', '.join(words)}", hint
     if kind == "value_error":
         return where, str(detail["ctx"]["error"]), ""
@@ -118,9 +124,9 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
         return where, "is empty", "list at least one device, such as 'cuda:0' or 'cpu'"
     message = detail["msg"].removeprefix("Input should be ")
     expected = _JSON_WORDS.get(message, message)
-    if expected == "true or false" and str(found).lower() in _YES_AND_NO:
-        return where, f"{spell(found)} was found where {expected} was expected", f"write {_YES_AND_NO[str(found).lower()]}"
     example = _EXAMPLES.get(where.split("/")[1], "")
+    if expected == "true or false" and str(found).lower() in _YES_AND_NO:
+        example = f"write {_YES_AND_NO[str(found).lower()]}"
     return where, f"{spell(found)} was found where {expected} was expected", example
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from placer.errors import KeyProblem, Location, SpecError
+from placer.errors import KeyProblem, Location, SpecError, nearest
 from placer.jsonfile import JSONError, escape_token, read_text
 from placer.spec.check import Problem
+from placer.spec.toml_places import Span, TomlPlaces
 
 if TYPE_CHECKING:
     import yaml
 
 Format = Literal["JSON", "YAML", "TOML"]
-Span = tuple[int, int]  # characters of the text: from, to
 
 FORMATS: Mapping[str, Format] = {  # by the end of a file's name; others are JSON
     ".json": "JSON", ".jsonc": "JSON", ".json5": "JSON",
@@ -35,7 +35,7 @@ _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)"
 # What PyYAML says of the text that it did not expect, in words of ours.
 _WORDS = {
     r"but got": "but found",
-    r"expected <block end>, but found .*": "this does not belong to the lines above; is it indented like them?",
+    r"expected <block end>, but found .*": "this does not go with the lines above; is it indented like them?",
     r"expected the node content": "expected a value",
     r"mapping values are not allowed here": "found a second ':'; put text with ': ' in quotes",
     r"expected '<document start>', but found": "expected the end, but found",
@@ -82,7 +82,7 @@ class SpecText:
         return self._parsed[0]
 
     def locate(self, problem: Problem) -> Location | None:
-        """Where in the text the key or value is that the problem is about; what is missing is in its object."""
+        """Where in the text the key or value with the problem is; for a missing key, its object."""
         where = problem[0] if problem[0] != "/" else ""
         try:
             _, keys, values = self._parsed
@@ -134,7 +134,8 @@ class SpecText:
         try:
             json.loads(text if self.format == "JSON" else "{}")
         except json.JSONDecodeError as strict:
-            if "delimiter" in strict.msg:  # JSON's own parser is more exact here
+            # JSON's own parser is more exact here, but does not say which bracket is open.
+            if "delimiter" in strict.msg and text[strict.pos] not in "]}":
                 problem = strict.msg.replace("Expecting", "expected").removesuffix(" delimiter")
                 return self._wrong(strict.pos, problem, _MISSING)
         for words, ours in _WORDS.items():
@@ -159,7 +160,7 @@ class SpecText:
             raise self._wrong(index, problem[0].lower() + problem[1:], remedy) from None
         except RecursionError:
             raise self._wrong(0, "it is nested too deep") from None
-        places = _TomlPlaces(self.text)
+        places = TomlPlaces(self.text)
         return data, places.keys, places.values
 
     def _wrong(self, index: int, problem: str, remedy: str = "") -> SpecError:
@@ -194,7 +195,7 @@ def _without_foreign(match: re.Match[str]) -> str:
 
 
 class _Reader:
-    """Reads PyYAML's nodes, which know their places: the values, and the spans of keys and values by pointer."""
+    """Reads PyYAML's nodes, which know their places: values, and the spans of keys and values by pointer."""
 
     def __init__(self, text: SpecText) -> None:
         self.text = text
@@ -236,77 +237,14 @@ class _Reader:
         if not isinstance(value, str):
             return value
         if self.text.format == "YAML":
-            return None if value in ("", "~") else value
+            words = {"": None, "~": None, "null": None, "true": True, "false": False}
+            return words.get(value.lower(), value)
         index = node.start_mark.index
         if not value:
             raise self.text._wrong(index, "expected a value")
-        raise self.text._wrong(index, f"{value!r} is text without quotes", f'write "{value}"')
-
-
-class _TomlPlaces:
-    """The spans of keys and values of a valid TOML text, by pointer.
-
-    tomllib has no places, but each statement of TOML can be read alone. Its keys and values are then found in
-    its text, in their order.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.keys: dict[str, Span] = {}
-        self.values: dict[str, Span] = {"": (0, 0)}
-        self._text = text
-        self._end = 0  # of what has been read
-        self._tables: dict[str, int] = {}  # of an array of tables, the index of the last one
-        table, start = "", 0
-        for end in (match.end() for match in re.finditer(r"[^\n]*\n|[^\n]+", text)):
-            statement = text[start:end]
-            try:
-                data = tomllib.loads(statement)
-            except tomllib.TOMLDecodeError:
-                continue  # it goes on in the next line
-            self._end, start = start, end
-            if statement.lstrip().startswith("["):
-                table = self._header(data)
-            else:
-                self._add(table, data)
-
-    def _header(self, data: Any) -> str:
-        pointer = ""
-        while data:
-            ((key, data),) = data.items()
-            pointer = f"{pointer}/{escape_token(key)}"
-            self.keys[pointer] = self.values[pointer] = self._find(key)
-            if isinstance(data, list):
-                self._tables[pointer] = self._tables.get(pointer, -1) + 1
-                data = data[0]
-            if pointer in self._tables:
-                span = self.values[pointer]
-                pointer = f"{pointer}/{self._tables[pointer]}"
-                self.values[pointer] = span
-        return pointer
-
-    def _add(self, pointer: str, value: Any) -> None:
-        items: Iterator[tuple[Any, Any]] = iter(())
-        if isinstance(value, dict):
-            items = iter(value.items())
-        elif isinstance(value, list):
-            items = enumerate(value)
-        else:
-            self.values[pointer] = self._find(json.dumps(value, default=str).strip('"'))
-            return
-        for key, inner in items:
-            inside = f"{pointer}/{escape_token(str(key))}"
-            if isinstance(value, dict):
-                self.keys[inside] = self.values[inside] = self._find(key)
-            self._add(inside, inner)
-            if isinstance(inner, dict | list) and isinstance(value, list):
-                first = self._text.rfind("{" if isinstance(inner, dict) else "[", 0, self._end)
-                self.values[inside] = (first, first + 1)
-
-    def _find(self, word: str) -> Span:
-        """The next place of ``word``, after what has been read; the end of that if it is spelt otherwise."""
-        begin = self._text.find(word, self._end)
-        if begin < 0:
-            return self._end, self._end + 1
-        self._end = begin + len(word)
-        quoted = self._text[begin - 1 : begin] in ("'", '"')
-        return begin - quoted, self._end + quoted
+        if value.lstrip("-").isdecimal():
+            raise self.text._wrong(index, "a number has too many digits")
+        value = value if len(value) <= 60 else f"{value[:57]}..."
+        word = nearest(value, ("true", "false", "null"))
+        remedy = f"did you mean {word}?" if word else f'write "{value}"'
+        raise self.text._wrong(index, f"{value!r} is text without quotes", remedy)

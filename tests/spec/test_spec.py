@@ -114,8 +114,8 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
             "/replica_devices",
             "1 row for 3 replicas",
         ),
-        ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/", "twice"),
-        ('{"devices": ["cuda:0"]', "line 1, column 23", "JSON"),
+        ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/devices", "twice"),
+        ('{"devices": ["cuda:0"]', "", "is not JSON: '{' is not closed"),
         ({"devices": ["cpu:0", "cpu"]}, "/devices/1", "twice"),
         ({"devices": ["cuda:01"]}, "/devices/0", "did you mean 'cuda:1'?"),
         ({"devices": ["gpu:3"]}, "/devices/0", "did you mean 'cuda:3'?"),
@@ -136,8 +136,8 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
             "/replica_devices/0",
             "a list",
         ),
-        ('{"devices": ["cuda:0"], "replicas": ' + "1" * 5000 + "}", "/", "digits"),
-        ('{"devices": ' + "[" * 100_000, "/", "is nested too deep"),
+        ('{"devices": ["cuda:0"], "replicas": ' + "1" * 5000 + "}", "", "digits"),
+        ('{"devices": ' + "[" * 100_000, "", "is nested too deep"),
     ],
 )
 def test_one_wrong_thing(data: Any, where: str, said: str) -> None:
@@ -151,7 +151,7 @@ def test_many_problems_are_told_in_few_lines() -> None:
     with pytest.raises(SpecError) as error:
         load_spec({"devices": ["cuda:0"], "layers": layers})
     assert len(error.value.problems) == 500
-    assert str(error.value).startswith("placement spec: 500 problems in the placement spec\n")
+    assert str(error.value).startswith("placement spec: 500 problems\n")
     assert str(error.value).endswith("\n… and 480 more")
     assert str(error.value).count("is not one of the devices") == 20
 
