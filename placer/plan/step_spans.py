@@ -89,14 +89,19 @@ def lay_out_step(
     moved = _moved(transfers, rows[0])  # of any replica
 
     def operations(replicas: Sequence[int]) -> list[Operation]:
-        found: list[Operation] = []
+        copied = {} if processes or not training else {r: shards - (r == 0) for r in replicas}
+        found = [
+            _copy(stage, "weights", rows[replica], rows[0], count)
+            for replica, count in copied.items()
+            for stage in stages
+            if count and stage.sum_seconds
+        ]
         for replica in replicas:
             done = _operations(order, stages, replica, rows[replica], moved, processes=processes)
             if training and processes:
                 found += _with_sums(list(done), stages)
             else:
-                copies = shards - (replica == 0) if training else 0
-                found += _with_copies(done, stages, rows[replica], rows[0], copies)
+                found += _with_copies(done, stages, rows[replica], rows[0], copied.get(replica, 0))
         if optimizer_seconds:
             found.append(
                 Operation(
@@ -254,31 +259,34 @@ def _with_copies(
     leads: Sequence[str],
     copies: int,
 ) -> Iterator[Operation]:
-    """``operations`` of one process, with copies of the weights before and of gradients after them.
-
-    ``copies`` of each of the ``devices`` of the stages are sent from, and to, one of the ``leads``.
-    """
-
-    def copy(stage: StagePlan, what: str, *after: Operation) -> Operation:
-        there, lead = devices[stage.index], leads[stage.index]
-        return Operation(
-            kind="sum",
-            name=f"{what} of stage {stage.index}",
-            on=(there,) if there == lead else (there, lead),
-            seconds=copies * (stage.sum_seconds or 0),
-            after=after,
-            nbytes=copies * stage.memory.gradients,
-        )
-
-    if copies:
-        yield from (copy(stage, "weights") for stage in stages if stage.sum_seconds)
+    """``operations`` of one process, with copies of gradients to the ``leads`` after every backward."""
     for operation in operations:
         yield operation
         action = None if operation.task is None else operation.task.action
         if not copies or action is None or action.kind not in "BW":
             continue
         if (stage := stages[action.stage_index]).sum_seconds:
-            yield copy(stage, "gradients", operation)
+            yield _copy(stage, "gradients", devices, leads, copies, operation)
+
+
+def _copy(
+    stage: StagePlan,
+    what: str,
+    devices: Sequence[str],
+    leads: Sequence[str],
+    copies: int,
+    *after: Operation,
+) -> Operation:
+    """So many copies, to or from the stage's lead device, of what has the size of its gradients."""
+    there, lead = devices[stage.index], leads[stage.index]
+    return Operation(
+        kind="sum",
+        name=f"{what} of stage {stage.index}",
+        on=(there,) if there == lead else (there, lead),
+        seconds=copies * (stage.sum_seconds or 0),
+        after=after,
+        nbytes=copies * stage.memory.gradients,
+    )
 
 
 def _seconds(stage: StagePlan, action: Action) -> tuple[float, float]:

@@ -202,7 +202,7 @@ def planning_options(
     if host_budget is not None:
         host_budget = max(0, host_budget - host_correction) // (replicas if processes else 1)
     return PlanningOptions(
-        objective=spec.objective,
+        objective="throughput" if spec.objective == "devices" else spec.objective,
         schedule=spec.schedule,
         microbatches=len(sizes),
         replicas=replicas,
