@@ -197,7 +197,7 @@ def auto_spec(
 
 def auto_plan(
     model: nn.Module,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     devices: Iterable[Any] | str | None = None,
@@ -226,7 +226,7 @@ def auto_plan(
 
 def _auto(
     model: nn.Module,
-    args: Sequence[Any] | Tensor,
+    args: Example,
     kwargs: Mapping[str, Any] | None,
     devices: Iterable[Any] | str | None,
     loss_fn: Callable[..., Tensor] | None,

@@ -33,8 +33,10 @@ def export(model_options: ModelOptions, spec: SpecOrPlan, output: Output = None)
     model_options.check(inputs_required=False)
     check_writable(output)
     console = human_console(as_json=True)
-    loaded = model_options.load(console, inputs_required=False)
     from placer.plan.device_map import to_device_map
+    from placer.program import IgnoreDeviceMoves
+
+    loaded = model_options.load(console, inputs_required=False, moves=IgnoreDeviceMoves())
 
     text = json.dumps(to_device_map(loaded.model, placement), indent=2) + "\n"
     if output is None:

@@ -68,7 +68,8 @@ def load_model(
     ``double`` converts all floating-point parameters, buffers and inputs to float64. ``seed`` is for
     weights and inputs, and ``moves`` is told of the model's own choice of devices. Arguments that a callable
     makes are used as they are, in memory or on ``meta``; a dict is one of them if forward has no arguments
-    with the names of its keys. Raises ``PlacerError`` for invalid options, and if the model's own code raises an exception.
+    with the names of its keys. Raises ``PlacerError`` for invalid options, and if the model's own code raises
+    an exception.
     """
     shapes, examples = options.split_inputs()
     wanted = parse_inputs(shapes, required=inputs_required and not examples)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_leaves
 
+from placer._torch import storage_key
 from placer.program.moves import IgnoreDeviceMoves, replace_device
 from placer.spec.fields import device_name
 
@@ -53,12 +54,11 @@ class DeviceNotes(IgnoreDeviceMoves):
         """The device on which ``tensor`` would be; None if that is not known."""
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
-        return self._devices.get(tensor.untyped_storage()._cdata)
+        return self._devices.get(storage_key(tensor))
 
     def _note(self, tensor: Tensor, device: torch.device) -> None:
-        storage = tensor.untyped_storage()
-        self._devices[storage._cdata] = device
-        self._kept.append(storage)
+        self._devices[storage_key(tensor)] = device
+        self._kept.append(tensor.untyped_storage())
 
     def layers_of(self, model: nn.Module) -> Mapping[str, str | None]:
         """Path -> device of each module with parameters of its own; None if it is not known."""

@@ -53,7 +53,9 @@ def test_check_tells_code_scanners(placer: Run, wrong: str) -> None:
 def test_check_annotates_a_workflow(placer: Run, wrong: str) -> None:
     first, second = placer("check", wrong, "--format", "github").stdout.splitlines()
     assert first.startswith("::error title=placer,file=wrong.yaml,line=4,col=11,endColumn=19::/lay")
-    assert second.endswith("::/replica: is not a key of a placement spec%0A  -> did you mean 'replicas'?")
+    assert second.endswith(
+        "::/replica: is not a key of a placement spec%0A  -> did you mean 'replicas'?"
+    )
     assert placer("check", "net.py:Net", "fits.json", *X, "--format", "github").stdout == ""
     small = placer("check", "net.py:Net", "tight.json", *X, "--format", "github")
     assert small.exit_code == 3
@@ -97,7 +99,9 @@ def test_what_is_no_device_map_is_refused_with_its_place(placer: Run, folder: Pa
     (folder / "map.json").write_text('{"a": 0,\n "b": "disk"}')
     refused = placer("import", "map.json")
     assert refused.exit_code == 2 and refused.stdout == ""
-    assert "error: map.json:2:7: /b: with 'disk', accelerate keeps weights on disk" in refused.stderr
+    assert (
+        "error: map.json:2:7: /b: with 'disk', accelerate keeps weights on disk" in refused.stderr
+    )
     assert "fits.json: is not a device_map" in placer("import", "fits.json").stderr
     free = placer("export", "net.py:Net", "fits.json")
     assert "make a plan, which does" in free.stderr

@@ -60,5 +60,7 @@ def test_every_function_takes_it() -> None:
 def test_a_dict_with_names_of_arguments_is_asked_about(names: tuple[str, ...]) -> None:
     """It may have been meant as keywords."""
     batch = {name: torch.ones(6, 4) for name in names}
-    with pytest.raises(placer.CaptureError, match=r"write kwargs=\{\.\.\.\} if .* or \(batch,\) if"):
+    with pytest.raises(
+        placer.CaptureError, match=r"write kwargs=\{\.\.\.\} if .* or \(batch,\) if"
+    ):
         placer.make_plan(OnNames(), SPEC, batch)

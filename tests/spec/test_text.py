@@ -284,7 +284,8 @@ def test_layers_are_checked_before_the_model_is_recorded(tmp_path: Path) -> None
         def forward(self, x: Any) -> Any:
             raise AssertionError("was called")
 
-    text = 'devices: [cpu]\nlayers: {encodr: cpu}\ncheckpoint: [encoder, "hed.*"]\nspace: {shards: 1, layers: [x]}'
+    text = 'devices: [cpu]\nlayers: {encodr: cpu}\ncheckpoint: [encoder, "hed.*"]\n'
+    text += "space: {shards: 1, layers: [x]}"
     path = _file(tmp_path, "yaml", text)
     for spec in (path, str(path)):
         with pytest.raises(SpecError) as caught:
