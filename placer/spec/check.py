@@ -134,8 +134,11 @@ def _unknown_targets(data: Mapping[str, Any], names: list[str | None]) -> list[P
     layers = data.get("layers")
     if not isinstance(layers, Mapping) or not any(names):
         return []
-    guesses = map(nearest_device, map(_entry_name, data["devices"]))  # of names that are misspelt
-    meant = [name or guess for name, guess in zip(names, guesses, strict=True)]
+    entries = map(_entry_name, data["devices"])
+    meant = [  # also by names that are misspelt
+        name or (nearest_device(entry) if isinstance(entry, str) else None)
+        for name, entry in zip(names, entries, strict=True)
+    ]
     known = list(dict.fromkeys(name for name in names if name))
     problems: list[Problem] = []
     for pattern, target in layers.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -119,7 +119,10 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
             return where, f"{spell(found)} was found where {only} was expected", hint
         return where, f"{spell(found)} is not one of {', '.join(words)}", hint
     if kind == "value_error":
-        return where, str(detail["ctx"]["error"]), ""
+        problem, _, remedy = str(detail["ctx"]["error"]).partition("; ")
+        if where.startswith("/layers/"):
+            return where, problem, _hint_for_layer(str(detail["loc"][1]), found, keys) or remedy
+        return where, problem, remedy
     if kind == "too_short":
         return where, "is empty", "list at least one device, such as 'cuda:0' or 'cpu'"
     message = detail["msg"].removeprefix("Input should be ")
@@ -128,6 +131,15 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
     if expected == "true or false" and str(found).lower() in _YES_AND_NO:
         example = f"write {_YES_AND_NO[str(found).lower()]}"
     return where, f"{spell(found)} was found where {expected} was expected", example
+
+
+def _hint_for_layer(pattern: str, found: Any, keys: Sequence[str]) -> str:
+    """What to write for an entry of ``layers`` that is no entry; "" if it is only a wrong device."""
+    if isinstance(found, Mapping) and found:
+        return f'write the whole path as one text, "{pattern}.{next(iter(found))}", and its device'
+    if pattern in keys:
+        return f'{pattern!r} is a key of the spec: write it outside of "layers"'
+    return ""
 
 
 def _hint(word: str, known: Sequence[str]) -> str:
