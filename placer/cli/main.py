@@ -31,6 +31,8 @@ _COMMANDS = (
     "verify",
     "schema",
     "report",
+    "explain",
+    "diff",
     "profile",
     "calibrate",
     "doctor",

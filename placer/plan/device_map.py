@@ -27,7 +27,7 @@ def to_device_map(model: nn.Module, placement: PlacementSpec | Plan) -> dict[str
             "/space", "splits layers, and a device_map has one device for each of them"
         )
     if isinstance(placement, Plan):
-        known = _layers_of(placement)
+        known = layers_of(placement)
         first = placement.stages[0].devices[0]
         device_of = {owner: _inherited(owner, known) or first for owner in owners}
     else:
@@ -44,7 +44,7 @@ def to_device_map(model: nn.Module, placement: PlacementSpec | Plan) -> dict[str
     return {path: _number(device) for path, device in found.items()}
 
 
-def _layers_of(plan: Plan) -> dict[str, str]:
+def layers_of(plan: Plan) -> dict[str, str]:
     """Layer -> the device of its first node."""
     found: dict[str, str] = {}
     for stage in plan.stages:

@@ -105,3 +105,18 @@ def test_what_is_no_device_map_is_refused_with_its_place(placer: Run, folder: Pa
     assert "fits.json: is not a device_map" in placer("import", "fits.json").stderr
     free = placer("export", "net.py:Net", "fits.json")
     assert "make a plan, which does" in free.stderr
+
+
+def test_two_plans_are_compared(placer: Run, tmp_path: Path) -> None:
+    one, other = (str(tmp_path / name) for name in ("one.json", "other.json"))
+    placer("plan", "net.py:Net", "fits.json", *X, "-o", one)
+    placer("plan", "net.py:Net", "pinned.json", *X, "-o", other)
+    same = placer("diff", one, one)
+    assert (same.exit_code, same.stdout) == (0, "no difference\n")
+    result = placer("diff", one, other, "--json")
+    assert result.exit_code == 1
+    changes = json.loads(result.stdout)["changes"]
+    assert {"what": "microbatches", "before": "1", "after": "2"} in changes
+    mixed = placer("diff", "fits.json", one)
+    assert mixed.exit_code == 2 and "the other file is a plan" in mixed.stderr
+    assert "per micro-batch forward" in placer("explain", other).stdout
