@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,24 +43,8 @@ from placer.versions import require
 
 Example = Sequence[Any] | Mapping[str, Any] | Tensor  # a mapping is one argument
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
-def _located(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let errors of a spec that is a file name its lines; the spec is the second argument of ``function``."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        names = ("spec", "spec_or_plan", "plan")
-        given = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), None)
-        with errors_located(given):
-            return function(*args, **kwargs)
-
-    return call
-
-
-@_located
 def make_plan(
     model: nn.Module,
     spec: SpecSource,
@@ -92,15 +75,15 @@ def make_plan(
     changes of the captured graph by registered passes (`placer.program.lower`), which the plan keeps. Raises
     ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
     """
-    wanted = as_spec(spec)
-    program, leaves = lower_call(
-        model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
-    )
-    loss = _given_loss(loss_fn, target)
-    return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
+    with errors_located(spec):
+        wanted = as_spec(spec)
+        program, leaves = lower_call(
+            model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
+        )
+        loss = _given_loss(loss_fn, target)
+        return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
 
 
-@_located
 def compile(
     model: nn.Module,
     spec_or_plan: SpecSource | Plan,
@@ -129,15 +112,19 @@ def compile(
     file = Path(weights) if weights is not None else None
 
     def plan_here() -> tuple[Program, Plan]:
-        wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
-        require("running" if job is None else "a process per device")
-        _refuse_placed(model)
-        if isinstance(model, nn.Module):
-            check_names(model)
-        program, leaves = lower_call(
-            model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
-        )
-        return _plan_or_refuse(wanted, program, leaves, job)
+        with errors_located(spec_or_plan):
+            wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
+            require("running" if job is None else "a process per device")
+            _refuse_placed(model)
+            if isinstance(model, nn.Module):
+                check_names(model)
+            program, leaves = lower_call(
+                model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
+            )
+            program, plan = _plan_or_refuse(wanted, program, leaves, job)
+            if job is None:
+                _check_one_process(plan)
+            return program, plan
 
     if job is not None:
         # torch.distributed takes a while to import.
@@ -145,7 +132,6 @@ def compile(
 
         return launch(model, plan_here, job, weights=file, initialize=initialize, run_on=run_on)
     program, plan = plan_here()
-    _check_one_process(plan)
     places = map_devices(plan, run_on)
     used = [place for replica in places for shards in replica for place in shards]
     if any(place.device.type == "cuda" for place in used):
@@ -248,7 +234,6 @@ def _auto(
     return choose_spec(program, spec, leaves, make)
 
 
-@_located
 def simulate(
     model: nn.Module,
     plan: Plan | SpecSource,
@@ -269,15 +254,18 @@ def simulate(
     With ``processes`` every device has a process of its own, as under ``torchrun``. ``loss_fn``, ``target``
     and ``ignore_device_moves`` are as for `make_plan`.
     """
-    wanted = plan if isinstance(plan, Plan) else as_spec(plan)
-    program, leaves = lower_call(
-        model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
-    )
-    make = JudgingPlanner(program, leaves, processes=processes, loss=_given_loss(loss_fn, target))
-    planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
-    return simulate_captured(
-        program, planned, leaves, make.loss_of(planned), run_on=run_on, processes=processes
-    )
+    with errors_located(plan):
+        wanted = plan if isinstance(plan, Plan) else as_spec(plan)
+        program, leaves = lower_call(
+            model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
+        )
+        make = JudgingPlanner(
+            program, leaves, processes=processes, loss=_given_loss(loss_fn, target)
+        )
+        planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
+        return simulate_captured(
+            program, planned, leaves, make.loss_of(planned), run_on=run_on, processes=processes
+        )
 
 
 def simulate_captured(
