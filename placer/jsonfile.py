@@ -42,10 +42,10 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise JSONError(where, f"is not JSON: {error.msg}") from None
+        problem = f"is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
     except (RecursionError, ValueError):  # Python's own limits; that of numbers is 4,300 digits
-        raise JSONError("/", "is nested too deep, or has a number with too many digits") from None
+        problem = "is nested too deep, or has a number with too many digits"
+    raise JSONError(str(path), problem)
 
 
 def json_pointer(path: Iterable[int | str], data: Any) -> str:

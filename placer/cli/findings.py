@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from placer import __version__
 from placer.cli.output import print_error_json, print_json, print_text
-from placer.errors import Location, PlacerError, SpecError
+from placer.errors import BudgetError, Location, PlacerError, SpecError
 
 # One finding: what is wrong, and where.
 _Finding = tuple[str, Location | None]
@@ -17,8 +17,9 @@ _Finding = tuple[str, Location | None]
 def print_error_as(form: str, error: PlacerError, exit_code: int, file: str | None) -> None:
     """Print ``error`` to stdout in the form "json", "sarif" or "github"; nothing in the form "text".
 
-    ``file`` is that of the spec, for findings whose place in it is not known.
+    ``file`` is that of the spec, for findings about it whose place is not known.
     """
+    file = file if isinstance(error, SpecError | BudgetError) else None
     if form == "json":
         print_error_json(error, exit_code)
     elif form == "sarif":

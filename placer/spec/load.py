@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from placer.errors import PlacerError, SpecError
+from placer.errors import KeyProblem, PlacerError, SpecError
+from placer.spec.check import Problem
 from placer.spec.explain import spell
 from placer.spec.text import SpecText
 from placer.spec.types import PlacementSpec
@@ -61,7 +62,10 @@ def errors_located(source: object) -> Iterator[None]:
     except PlacerError as error:
         about_spec = error.where.startswith("/") and error.where.split("/")[1] in _FIELDS
         if about_spec and error.location is None and (text := _text_of(source)) is not None:
-            error.location = text.locate((error.where, error.problem, error.remedy))
+            problem: Problem = (error.where, error.problem, error.remedy)
+            if error.where.startswith(("/inputs/", "/stored/")):  # about the name of a tensor
+                problem = KeyProblem(*problem)
+            error.location = text.locate(problem)
         raise
 
 

@@ -25,7 +25,8 @@ FORMATS: Mapping[str, Format] = {  # by the end of a file's name; others are JSO
     ".json": "JSON", ".jsonc": "JSON", ".json5": "JSON",
     ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
 }  # fmt: skip
-_LARGEST = 1_000_000  # values, which a small YAML file can exceed by aliases of aliases
+_LARGEST = 1_000_000  # characters of a text in which places are looked for
+_MOST = 100_000  # values, which a small YAML file can exceed by aliases of aliases
 # What JSON5 has and YAML has not: comments of other languages, and tabs. In strings they are text.
 _FOREIGN = re.compile(
     r""" "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | (?P<blank> //[^\n]* | /\*.*?\*/ | \t ) """,
@@ -127,15 +128,20 @@ class SpecText:
     def _wrong_yaml(self, error: yaml.MarkedYAMLError, text: str) -> SpecError:
         problem, mark = str(error.problem), error.problem_mark or error.context_mark
         assert mark is not None
-        opened = error.context_mark and error.context_mark.index
-        at_end = "<stream end>" in problem or "end of stream" in problem
-        if at_end and opened is not None:
+        if error.context_mark is not None and "end of stream" in problem:
+            return self._wrong(error.context_mark.index, "this is not closed")
+        if error.context_mark is not None and problem == "could not find expected ':'":
+            return self._wrong(error.context_mark.index, "there is no ':' after this")
+        opened = None if error.context_mark is None else error.context_mark.index
+        if opened is None or text[opened : opened + 1] not in ("[", "{"):
+            opened = _open_bracket(text)
+        if "<stream end>" in problem and opened is not None:
             return self._wrong(opened, f"{text[opened]!r} is not closed")
         try:
             json.loads(text if self.format == "JSON" else "{}")
         except json.JSONDecodeError as strict:
             # JSON's own parser is more exact here, but does not say which bracket is open.
-            if "delimiter" in strict.msg and text[strict.pos] not in "]}":
+            if "delimiter" in strict.msg and text[strict.pos : strict.pos + 1] not in "]}":
                 problem = strict.msg.replace("Expecting", "expected").removesuffix(" delimiter")
                 return self._wrong(strict.pos, problem, _MISSING)
         for words, ours in _WORDS.items():
@@ -160,6 +166,8 @@ class SpecText:
             raise self._wrong(index, problem[0].lower() + problem[1:], remedy) from None
         except RecursionError:
             raise self._wrong(0, "it is nested too deep") from None
+        if len(self.text) > _LARGEST // 10:  # places take a while
+            return data, {}, {}
         places = TomlPlaces(self.text)
         return data, places.keys, places.values
 
@@ -180,6 +188,22 @@ class SpecText:
             width=max(1, min(end, begin + len(line)) - start),
             text=line,
         )
+
+
+def _open_bracket(text: str) -> int | None:
+    """Where the innermost bracket is that is open at the end of ``text``, or where it stops being YAML."""
+    import yaml
+
+    opened: list[int] = []
+    try:
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            if isinstance(token, yaml.FlowSequenceStartToken | yaml.FlowMappingStartToken):
+                opened.append(token.start_mark.index)
+            elif isinstance(token, yaml.FlowSequenceEndToken | yaml.FlowMappingEndToken):
+                del opened[-1:]
+    except yaml.YAMLError:
+        pass
+    return opened[-1] if opened else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -208,7 +232,7 @@ class _Reader:
 
         start = node.start_mark.index
         self.values[pointer] = (start, node.end_mark.index)
-        if len(self.values) > _LARGEST:
+        if len(self.values) > _MOST:
             raise self.text._wrong(start, "it has too many values", "use no aliases (*name)")
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, f"{pointer}/{i}") for i, item in enumerate(node.value)]

@@ -15,6 +15,7 @@ from torch import nn
 import placer
 from placer import SpecError, load_spec
 from placer.errors import Location
+from placer.spec.load import spec_in
 from placer.spec.text import FORMATS, Format, SpecText
 
 SPEC = {
@@ -169,6 +170,7 @@ def test_a_problem_reads_like_one_of_a_compiler(tmp_path: Path) -> None:
         ("JSON", '{"devices": [cuda:0]}', "1:14", 'write "cuda:0"'),
         ("JSON", '{"training": ture}', "1:14", "did you mean true?"),
         ("JSON", '{"devices": ["cuda:0]}', "1:14", "is not closed"),
+        ("JSON", '{"devices": [],', "1:1", "'{' is not closed"),
         ("JSON", '{"devices": []} x', "1:17", "expected the end"),
         ("JSON", '{"devices": [],\n "devices": []}', "2:2", "/devices: is written twice"),
         ("JSON", "// nothing", "1:1", "nothing but comments"),
@@ -179,6 +181,7 @@ def test_a_problem_reads_like_one_of_a_compiler(tmp_path: Path) -> None:
         ("YAML", "devices: [cuda:0\nlayers: {}", "2:7", "since '[' of line 1 is open"),
         ("YAML", "layers: a: cuda:0", "1:10", "found a second ':'"),
         ("YAML", "layers:\n  a: cuda:0\n  a: cuda:1", "3:3", "/layers/a: is written twice"),
+        ("YAML", "devices: [cuda:0]\nreplicas 2\ntraining: true", "2:1", "no ':' after this"),
         ("YAML", "devices: *all", "1:10", "undefined alias"),
         ("YAML", "devices: &all [*all]", "1:1", "nested too deep"),
         ("YAML", "a: &a [x,x]\n" + "b: [*a,*a]\n", "1:1", "/devices: is required"),
@@ -302,3 +305,24 @@ def test_what_is_found_when_a_plan_is_made_has_a_place_too(tmp_path: Path) -> No
     with pytest.raises(placer.PlacerError) as caught:
         placer.make_plan(model, path, torch.tensor(x))
     assert str(caught.value).startswith(f"{path}:3:14: /batch_norm: 'sync' takes")
+
+
+@pytest.mark.parametrize(
+    ("form", "text"), [("JSON", JSON5), ("YAML", YAML_SLIPS), ("TOML", TOML), ("TOML", TOML_SLIPS)]
+)
+def test_whatever_is_cut_off_or_doubled_is_an_error_with_a_place(form: Format, text: str) -> None:
+    """No slip of an editor ends in a traceback, and each error shows a line of the text."""
+    for start in range(0, len(text), 3):
+        for changed in (
+            text[:start],
+            text[:start] + text[start + 2 :],
+            text[:start] + text[start - 5 :],
+        ):
+            source = SpecText("a", changed, form)
+            try:
+                spec_in(source, source.values())
+            except SpecError as error:
+                lines = changed.split("\n")
+                assert all(
+                    place and place.text == lines[place.line - 1] for place in error.locations
+                )
