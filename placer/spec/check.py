@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from placer.errors import PlacerError, nearest
+from placer.errors import PlacerError, first_few, nearest
 from placer.jsonfile import escape_token
 from placer.machine.machine import find_machine
 from placer.quantities import format_count
@@ -14,6 +14,7 @@ from placer.spec.fields import MOST, device_name, nearest_device
 from placer.spec.rows import shifted_rows
 
 Problem = tuple[str, str, str]
+_SHOWN = 8  # devices that a problem lists
 
 
 def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
@@ -49,7 +50,7 @@ def with_machine_devices(data: Any) -> Any:
     except PlacerError:
         return data  # reported by the field's own validator
     stages, shards = data.get("stages"), _number_of_shards(data)
-    count = stages * shards if isinstance(stages, int) else machine.devices
+    count = stages * shards if type(stages) is int and stages > 0 else machine.devices
     device: dict[str, Any] = {"kind": machine.kind}
     if machine.memory is not None:
         device["memory"] = machine.memory
@@ -148,7 +149,7 @@ def _unknown_targets(data: Mapping[str, Any], names: list[str | None]) -> list[P
             problems.append(
                 (
                     f"/layers/{escape_token(str(pattern))}",
-                    f"{target!r} is not one of the devices ({', '.join(known)})",
+                    f"{target!r} is not one of the devices ({', '.join(first_few(known, _SHOWN))})",
                     f"did you mean {near!r}? Or add {target!r} to /devices",
                 )
             )

@@ -68,7 +68,8 @@ def _is_explained(missing: str, problems: Sequence[Problem]) -> bool:
     hints = [
         p[2] for p in problems if isinstance(p, KeyProblem) and p[0].rpartition("/")[0] == above
     ]
-    return bool(hints) if above else _DID_YOU_MEAN.format(key) in hints
+    meant = (key, "machine") if key == "devices" else (key,)
+    return bool(hints) if above else any(_DID_YOU_MEAN.format(name) in hints for name in meant)
 
 
 def wrong_fields(problems: Sequence[Problem]) -> set[str]:

@@ -353,11 +353,11 @@ class PlacementSpec(BaseModel):
     ) -> PlacementSpec:
         problems = []
         try:
-            spec = handler(with_machine_devices(data))
+            spec = handler(given := with_machine_devices(data))
         except ValidationError as error:
-            problems = explain_errors(error, data, cls.known_keys())
+            problems = explain_errors(error, given, cls.known_keys())
         if not isinstance(data, PlacementSpec):
-            problems += cross_problems(data, wrong_fields(problems))
+            problems += cross_problems(given, wrong_fields(problems))
         if problems:
             raise SpecError(SpecError.UNNAMED, one_per_slip(problems))
         return spec

@@ -236,6 +236,7 @@ GOOD: tuple[dict[str, Any], ...] = (
         "devices": ["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
         "space": {"shards": 4, "grid": [2, 2], "dims": ["depth", "height"], "layers": ["enc"]},
     },
+    {"machine": "dgx-h100", "stages": 2, "layers": {"enc": "cuda:1"}},
 )  # fmt: skip
 WRONG = (None, -1, 3.5, "wat", [], {}, [3], {"a": 1}, True, "", 10**6)
 
