@@ -33,6 +33,7 @@ _COMMANDS = (
     "report",
     "explain",
     "diff",
+    "what-if",
     "profile",
     "calibrate",
     "doctor",
@@ -51,7 +52,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        name = cmd_name + "_" * keyword.iskeyword(cmd_name)
+        name = cmd_name.replace("-", "_") + "_" * keyword.iskeyword(cmd_name)
         module = importlib.import_module(f"placer.cli.{name}")
         function = getattr(module, name)
         single = typer.Typer(

@@ -538,7 +538,7 @@ def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
 
 COMMANDS = (
     *("auto", "plan", "check", "simulate", "verify", "schema", "report"),
-    *("profile", "calibrate", "import", "export", "diff", "explain"),
+    *("profile", "calibrate", "import", "export", "diff", "explain", "what-if"),
 )
 
 
@@ -547,7 +547,9 @@ COMMANDS = (
 def test_the_example_in_the_help_of_a_command_works(
     placer: Run, command: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module(f"placer.cli.{command.replace('import', 'import_')}")
+    module = importlib.import_module(
+        f"placer.cli.{command.replace('import', 'import_').replace('-', '_')}"
+    )
     assert module.EXAMPLE in placer(command, "--help").stdout
     program, name, *arguments = shlex.split(module.EXAMPLE.partition(" > ")[0])
     assert (program, name) == ("placer", command)

@@ -120,3 +120,15 @@ def test_two_plans_are_compared(placer: Run, tmp_path: Path) -> None:
     mixed = placer("diff", "fits.json", one)
     assert mixed.exit_code == 2 and "the other file is a plan" in mixed.stderr
     assert "per micro-batch forward" in placer("explain", other).stdout
+
+
+def test_a_changed_spec_is_compared_with_the_spec(placer: Run) -> None:
+    given = ("what-if", "net.py:Net", "pinned.json", *X)
+    changes = json.loads(placer(*given, "--microbatches", "1", "--json").stdout)
+    assert changes["fits"] is True
+    assert changes["changes"][0] == {"what": "microbatches", "before": "2", "after": "1"}
+    fewer = placer(*given, "--devices", "1").stdout  # where its layer "head" cannot be
+    assert "head" in fewer and "fits: cuda:0" in fewer
+    assert placer("what-if", "net.py:Net", "tight.json", *X, "--precision", "fp32").exit_code == 3
+    assert "change nothing" in placer(*given).stderr
+    assert "did you mean '1F1B'?" in placer(*given, "--schedule", "1f1").stderr
