@@ -22,9 +22,10 @@ from placer.partition.candidate import (
     optimizer_on,
     peak_share,
     reference_bytes,
+    update_seconds,
 )
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
-from placer.partition.stage_cost.optimizer import OptimizerMemory, optimizer_seconds
+from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.overlap import overlapped_backward, overlapped_forward
 from placer.partition.stage_cost.score import (
     launch_seconds,
@@ -136,7 +137,9 @@ def _stages(
         received = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
         seconds = [float(table[x, y]) for table in stage_seconds(t, slot.kind)]
-        launching = [float(table[x, y]) for table in launch_seconds(t, slot.kind)]
+        # One process launches the operations of all shards.
+        shards = 1 if options.processes else options.shards
+        launching = [shards * float(table[x, y]) for table in launch_seconds(t, slot.kind)]
         # In the order for which the peak was computed
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]
         moved = 0
@@ -238,16 +241,12 @@ def _send_seconds(
 
 
 def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
-    """Seconds of the optimizer's step, which all devices make at the same time."""
-    if not options.training:
-        return 0.0
+    """Seconds of the optimizer's step."""
     owned: dict[DeviceSlot, float] = {}
     for q, x, y in used:
         slot = best.slots[q]
         owned[slot] = owned.get(slot, 0.0) + float(best.tables.state.owned[x, y])
-    return max(
-        optimizer_seconds(nbytes, options.optimizer, slot.kind) for slot, nbytes in owned.items()
-    )
+    return update_seconds(options, owned.items())
 
 
 def _memory(
