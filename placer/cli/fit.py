@@ -86,7 +86,7 @@ def fit(
 
         def case_of(size: int) -> Case:
             told.doing(f"{_shape(size)}, recording the model")
-            args, kwargs = make_arguments(options_for(size), allocate=False)
+            args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
             program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
             make = JudgingPlanner(program, leaves, processes=processes)
             make.watcher = told.about(_shape(size))
