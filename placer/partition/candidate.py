@@ -119,7 +119,8 @@ def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerM
     """The memory that the optimizer needs, if its parameters are on ``devices`` (names)."""
     if not options.training:
         return OptimizerMemory(state=0)
-    return optimizer_bytes(options.optimizer, together=updates_together(devices))
+    whole = optimizer_bytes(options.optimizer, together=updates_together(devices))
+    return whole.divided(options.state_layout.optimizer)
 
 
 def solve_order(

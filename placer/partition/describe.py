@@ -212,7 +212,8 @@ def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: Planning
     owned: dict[DeviceSlot, float] = {}
     for q, x, y in used:
         slot = best.slots[q]
-        owned[slot] = owned.get(slot, 0.0) + float(best.tables.state.owned[x, y])
+        updated = float(best.tables.state.owned[x, y]) / options.state_layout.optimizer
+        owned[slot] = owned.get(slot, 0.0) + updated
     return max(
         optimizer_seconds(nbytes, options.optimizer, slot.kind) for slot, nbytes in owned.items()
     )

@@ -105,7 +105,7 @@ class StepClock:
             )
         optimizer = 0.0
         if options.training:
-            owned = self._tables.state.owned
+            owned = self._tables.state.owned / options.state_layout.optimizer
             optimizer = max(
                 optimizer_seconds(float(owned[x, y - 1]), options.optimizer, slot.kind)
                 for slot, (x, y) in zip(self._slots, itertools.pairwise(cuts), strict=True)

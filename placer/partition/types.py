@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from placer.machine.catalogue import DeviceKind
 from placer.plan.types import Boundary, Optimality, StagePlan, Transfer
 from placer.spec.fields import AllocatorName
+from placer.state_layout import StateLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class PlanningOptions:
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     processes: bool = False  # one process per device
+    state_layout: StateLayout = field(default_factory=StateLayout)
     offload_overlap: bool = False  # copies to and from the host overlap with a GPU's kernels
     # Bytes of host memory for the offloaded activations of a replica
     host_budget: int | None = None

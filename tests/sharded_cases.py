@@ -1,0 +1,102 @@
+"""What the processes of a job run in tests of sharded state; in a module so that they can import it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_cases import IDS, make_optimizer, make_plain
+from checkpoint_cases import train as train_steps
+from distributed_cases import CASES, capture_case, compare_state, compile_all, make_case, make_spec
+from oracle import assert_close, mean_square, reference_step
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import placer
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}
+
+
+def train(
+    name: str,
+    plan: placer.Plan,
+    make: str,
+    batches: tuple[int, ...],
+    accumulated: int = 1,
+    clip: float | None = None,
+) -> tuple[int, int]:
+    """Train this rank's part and the plain model side by side.
+
+    Returns the elements of the optimizer's state on this rank, and in the plain model's optimizer.
+    """
+    model, *_ = make_case(name, batches[0])
+    (placed,) = compile_all(model, [plan], capture_case(name, batches[0]))
+    plain = copy.deepcopy(model)
+    ours, theirs = (OPTIMIZERS[make](m.parameters()) for m in (placed, plain))
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (ours, theirs)]
+    for step, rows in enumerate(batches):
+        torch.manual_seed(step)
+        for _ in range(accumulated):
+            _, args, kwargs = CASES[name](rows)
+            expected = reference_step(plain, args, kwargs, plan.replicas, plan.microbatches)
+            loss = placed.step(*args, loss_fn=mean_square, **kwargs)
+            assert_close(loss, expected, f"step {step}, loss")
+        if clip is not None:
+            norm = placed.clip_grad_norm_(clip)
+            assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), clip), "norm")
+        for optimizer, scheduler in zip((ours, theirs), schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        compare_state(placed, plain, f"{plan.schedule}, after step {step}")  # and gradients
+        ours.zero_grad()
+        theirs.zero_grad()
+    return count_elements(ours), count_elements(theirs)
+
+
+def count_elements(optimizer: Optimizer) -> int:
+    """The elements of the tensors of the optimizer's state, without numbers such as ``step``."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(v.numel() for v in values if isinstance(v, Tensor) and v.dim())
+
+
+Layout = tuple[int, int, str]  # stages, replicas, shard_state
+
+
+def make_placed(layout: Layout, *, seed: int) -> placer.PlacedModule:
+    stages, replicas, shard_state = layout
+    spec = make_spec(stages, replicas, 2, shard_state=shard_state)
+    placed = placer.compile(make_plain(seed).eval(), spec, (IDS,))
+    assert isinstance(placed, placer.PlacedModule)
+    return placed
+
+
+def save_and_go_on(layout: Layout, path: Path) -> dict[str, Any]:
+    """Train 2 steps, save, train 2 more: the later losses, and the elements of the optimizer's state."""
+    placed = make_placed(layout, seed=0)
+    optimizer = make_optimizer(placed)
+    train_steps(placed, optimizer, 2)
+    placer.save(placed, optimizer, path)
+    return {"losses": train_steps(placed, optimizer, 2), "elements": count_elements(optimizer)}
+
+
+def load_and_go_on(layout: Layout, path: Path) -> dict[str, Any]:
+    """The same, starting from the checkpoint with a module that was trained differently before."""
+    placed = make_placed(layout, seed=1)
+    optimizer = make_optimizer(placed)
+    train_steps(placed, optimizer, 1)
+    placer.load(placed, optimizer, path)
+    before = count_elements(optimizer)
+    placer.save(placed, optimizer, path.with_name("again"))  # state that has not made a step yet
+    placer.load(placed, optimizer, path.with_name("again"))
+    found = {"losses": train_steps(placed, optimizer, 2), "elements": count_elements(optimizer)}
+    assert before == found["elements"], (before, found["elements"])
+    return found
