@@ -835,6 +835,7 @@ def count_bytes(plan: placer.Plan) -> int:
     optimizer = torch.optim.Adam(placed.parameters())
     placed.step(x, loss_fn=placer.cost.mean_square)  # finds what crosses, on fake tensors
     optimizer.zero_grad()
+    optimizer.step()  # with sharded state it is tried whether it can update pieces
     ledger = RankLedger()
     ledger.add_state((*placed.parameters(), *placed.buffers()))
     ledger.add(x, CALLER)

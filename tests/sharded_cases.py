@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from checkpoint_cases import IDS, make_optimizer, make_plain
 from checkpoint_cases import train as train_steps
 from distributed_cases import CASES, capture_case, compare_state, compile_all, make_case, make_spec
@@ -99,4 +100,81 @@ def load_and_go_on(layout: Layout, path: Path) -> dict[str, Any]:
     placer.load(placed, optimizer, path.with_name("again"))
     found = {"losses": train_steps(placed, optimizer, 2), "elements": count_elements(optimizer)}
     assert before == found["elements"], (before, found["elements"])
+    return found
+
+
+class Muon(torch.optim.SGD):
+    """Looks at all of a matrix, as Muon and LAMB do: steps by its gradient's direction."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+def refused(spec: placer.PlacementSpec) -> list[str]:
+    """The errors of optimizers that cannot update pieces, and whether one that can still works."""
+    _, (x,), _ = CASES["convnet"](8)
+    placed = placer.compile(make_case("convnet", 8)[0], spec, x)
+    placed.step(x, loss_fn=mean_square)
+    before = [p.detach().clone() for p in placed.parameters()]
+    found = []
+    mine = list(placed.parameters())[dist.get_rank() :]
+    for optimizer in (
+        Muon(placed.parameters(), lr=0.1),
+        torch.optim.Adafactor(placed.parameters()),
+        torch.optim.LBFGS(placed.parameters()),
+        torch.optim.SGD(mine, lr=0.1),
+    ):
+        try:
+            optimizer.step(lambda: 0.0)
+        except placer.PlacerError as error:
+            found.append(str(error))
+    assert all(map(torch.equal, before, placed.parameters()))
+    return found
+
+
+def step_with_hooks_and_a_closure(spec: placer.PlacementSpec) -> None:
+    """The optimizer's own hooks, its closure, and hooks on gradients see whole tensors."""
+    model, (x,), _ = make_case("convnet", 8)
+    placed = placer.compile(model, spec, x)
+    shapes = [p.shape for p in placed.parameters()]
+    seen = []
+
+    def look(*_: Any) -> None:
+        seen.append([(p.shape, p.grad.shape) for p in placed.parameters() if p.grad is not None])
+
+    optimizer = torch.optim.Adam(placed.parameters())
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    for _ in range(2):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = placed.step(x, loss_fn=mean_square)
+            look()
+            return loss
+
+        loss = optimizer.step(closure)
+        assert isinstance(loss, Tensor) and loss.dim() == 0
+    assert seen == [[], *[[(s, s) for s in shapes]] * 5]
+
+
+def fail_in_a_step(spec: placer.PlacementSpec) -> list[str]:
+    """What is said after a step of the optimizer that failed halfway."""
+    model, (x,), _ = make_case("convnet", 8)
+    placed = placer.compile(model, spec, x)
+    placed.step(x, loss_fn=mean_square)
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    for p in placed.parameters():
+        optimizer.state[p]["momentum_buffer"] = torch.ones(3, 3, 3)  # of no use
+    optimizer.param_groups[0]["momentum"] = 0.9
+    found = []
+    for call in (optimizer.step, optimizer.step, lambda: placed.step(x, loss_fn=mean_square)):
+        try:
+            call()
+        except (RuntimeError, placer.PlacerError) as error:
+            found.append(str(error))
     return found

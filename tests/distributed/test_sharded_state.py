@@ -86,3 +86,48 @@ def test_checkpoints_of_every_layout(
     for layout, ranks in ((saved, expected), (loaded, found)):
         if layout[2] == "optimizer":
             assert sum(rank["elements"] for rank in ranks) == whole
+
+
+def test_optimizers_that_cannot_update_pieces_are_refused(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
+    for messages in job_of(2).run(sharded_cases.refused, spec):
+        kinds = ("Muon", "Adafactor", "LBFGS")
+        for message, kind in zip(messages, kinds, strict=False):
+            assert message.startswith(f"{kind}: does not update each number by itself"), message
+        assert "is in the optimizer on some of the ranks that have it" in messages[3]
+
+
+def test_hooks_and_closures_see_whole_tensors(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(1, 2, 2, shard_state="optimizer")
+    job_of(2).run(sharded_cases.step_with_hooks_and_a_closure, spec)
+
+
+def test_a_step_of_the_optimizer_that_fails_ends_the_job(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
+    for first, second, third in job_of(2).run(sharded_cases.fail_in_a_step, spec):
+        assert "size" in first
+        assert "optimizer.step(): has failed before" in second
+        assert "optimizer.step(): has failed before" in third
+
+
+def test_fp16_with_a_scaler(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(2, 2, 2, "1F1B", precision="fp16", shard_state="optimizer")
+    assert len(set(job_of(4).run(cases.train_with_a_scaler, spec))) == 1
+
+
+def test_one_process_has_one_copy() -> None:
+    model, args, _ = cases.make_case("convnet", 8)
+    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
+    plan = placer.make_plan(model, spec, args, processes=True)
+    for run in (
+        lambda: placer.make_plan(model, spec, args),
+        lambda: placer.compile(model, plan, args),
+        lambda: placer.simulate(model, plan, args),
+    ):
+        with pytest.raises(placer.PlacerError, match="one copy of the optimizer's state"):
+            run()
+
+
+def test_values_to_come_are_named() -> None:
+    with pytest.raises(placer.SpecError, match="/shard_state: 'gradients' is not possible yet"):
+        placer.PlacementSpec(devices=["cpu"], shard_state="gradients")  # type: ignore[arg-type]
