@@ -17,6 +17,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
+    from placer.api import auto_plan as auto_plan
     from placer.api import auto_spec as auto_spec
     from placer.api import compile as compile
     from placer.api import make_plan as make_plan
@@ -47,7 +48,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
 __version__ = "0.2.0"
 
 _NAMES = {
-    "api": ("auto_spec", "compile", "make_plan", "simulate"),
+    "api": ("auto_plan", "auto_spec", "compile", "make_plan", "simulate"),
     "errors": (
         *("BudgetError", "CaptureError", "CheckpointError", "DeviceError", "PeerError"),
         *("PlacerError", "PlanError", "SpecError", "StageError", "VersionError"),

@@ -21,7 +21,6 @@ from placer.executor.place_model import place_model
 from placer.executor.program_cache import split_rules
 from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
-from placer.planner.auto import choose_spec
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
@@ -33,6 +32,7 @@ from placer.program import (
     rewritten,
     unmarked,
 )
+from placer.search.auto import Answer, choose_spec
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, load_spec
@@ -161,27 +161,63 @@ def auto_spec(
     args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    devices: Iterable[Any] | str,
-    objective: str = "memory",
+    devices: Iterable[Any] | str | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     processes: bool = False,
     ignore_device_moves: bool = False,
     **options: Any,
 ) -> PlacementSpec:
-    """A spec with which ``model`` fits on ``devices``, and which uses as few of them as possible.
+    """The spec of `auto_plan`: the fastest way to train ``model`` that fits on ``devices``."""
+    return _auto(
+        *(model, args, kwargs, devices, loss_fn, target, processes, ignore_device_moves, options)
+    ).spec
 
-    ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or
-    a single one of them; ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``processes``
-    and ``ignore_device_moves`` are as for `make_plan`, ``options`` are other fields of the spec. Raises
-    ``BudgetError`` if no spec fits.
+
+def auto_plan(
+    model: nn.Module,
+    args: Sequence[Any] | Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Iterable[Any] | str | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    processes: bool = False,
+    ignore_device_moves: bool = False,
+    **options: Any,
+) -> Plan:
+    """The plan with the least seconds per step that fits on ``devices``, and why others lost.
+
+    Replicas, stages, shards in space, micro-batches, schedule and recomputation are chosen together.
+    ``plan.strategy`` names them, and ``plan.alternatives`` has the best of each other kind of strategy.
+
+    ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or a single
+    one of them, all of which may be used; ``machine="dgx-a100:2"`` stands for all devices of a machine.
+    ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``processes`` and
+    ``ignore_device_moves`` are as for `make_plan`. ``options`` are other fields of the spec, and stay as they
+    are given. Raises ``SpecError`` if the memory or the kind of a device is not known, and ``BudgetError`` if
+    nothing fits.
     """
-    one = isinstance(devices, str | Mapping | DeviceSpec)
-    fields = {
-        "devices": [devices] if one else list(devices),
-        "objective": objective,
-        **options,
-    }
+    return _auto(
+        *(model, args, kwargs, devices, loss_fn, target, processes, ignore_device_moves, options)
+    ).plan
+
+
+def _auto(
+    model: nn.Module,
+    args: Sequence[Any] | Tensor,
+    kwargs: Mapping[str, Any] | None,
+    devices: Iterable[Any] | str | None,
+    loss_fn: Callable[..., Tensor] | None,
+    target: Any,
+    processes: bool,
+    ignore_device_moves: bool,
+    options: Mapping[str, Any],
+) -> Answer:
+    fields = dict(options)
+    if devices is not None:
+        one = isinstance(devices, str | Mapping | DeviceSpec)
+        fields["devices"] = [devices] if one else list(devices)
     spec = PlacementSpec.model_validate(fields)
     loss = _given_loss(loss_fn, target)
     if loss is not None:

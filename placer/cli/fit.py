@@ -17,7 +17,6 @@ from placer.cli.progress import progress
 from placer.errors import BudgetError
 from placer.plan.check import host_error
 from placer.plan.types import Plan
-from placer.planner.auto import faster_with_fewer
 from placer.planner.remedies import (
     describe_fitting,
     find_largest_node,
@@ -27,6 +26,7 @@ from placer.planner.remedies import (
 )
 from placer.program import Program
 from placer.quantities import format_bytes
+from placer.search.fewer import faster_with_fewer
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 
@@ -52,6 +52,23 @@ def find_remedies(
         return misfit_error(program, spec, inputs, plan, make)
 
 
+def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoReturn:
+    """Print that no strategy fits, which were tried, and what would do; exit with `EXIT_NO_FIT`."""
+    console.print(f"{error.where}: {error.problem}", style="bold red", markup=False)
+    console.print("tried (largest peak of a device):")
+    for tried in error.tried:
+        if not tried.fits:
+            line = f"  - {tried.change}: {format_bytes(tried.peak)}"
+            console.print(line, style="dim", markup=False)
+    console.print("what would make it fit:")
+    fitting = [describe_fitting(tried) for tried in error.tried if tried.fits]
+    for remedy in fitting or [error.remedy]:
+        console.print(f"  - {as_option(remedy)}", markup=False)
+    if as_json:
+        print_json(_misfit(error))
+    raise typer.Exit(EXIT_NO_FIT)
+
+
 def report_misfit(
     console: Console,
     program: Program,
@@ -61,20 +78,17 @@ def report_misfit(
     make: JudgingPlanner,
     *,
     error: BudgetError | None = None,
-    options: bool = False,
     as_json: bool = False,
 ) -> NoReturn:
     """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
     ``make`` plans a changed spec; ``error`` has the changes that have been tried, if any have. With
-    ``options``, changes are written as options of ``placer auto``. With ``as_json``, the result is also
-    printed to stdout as JSON.
+    ``as_json``, the result is also printed to stdout as JSON.
     """
-    say = as_option if options else str
     if error is None:
         error = find_remedies(console, program, spec, inputs, plan, make)
     if plan.fits_devices:
-        remedy = say(error.remedy)
+        remedy = error.remedy
         console.print(f"what would make it fit:\n  - {remedy}", markup=False)
         if as_json:
             print_json(_misfit(error, remedy))
@@ -86,7 +100,7 @@ def report_misfit(
     console.print("what would make it fit:")
     for tried in error.tried:
         if tried.fits:
-            console.print(f"  - {say(describe_fitting(tried))}", markup=False)
+            console.print(f"  - {describe_fitting(tried)}", markup=False)
     with progress(console, "planning with other amounts of memory", make, compare=False):
         needed = memory_needed(spec, make)
     console.print(f"  - {needed}", markup=False)
@@ -94,12 +108,12 @@ def report_misfit(
         hint = "(in this order by reference rates; times are known with --kind)"
         console.print(hint, style="dim", markup=False)
     if no_room:
-        console.print(f"no change of the placement was tried: {say(no_room)}", markup=False)
+        console.print(f"no change of the placement was tried: {no_room}", markup=False)
     short = [tried for tried in error.tried if not tried.fits]
     if short:
         console.print("tried, not enough (largest peak of a device):", style="dim")
     for tried in short:
-        line = f"  - {say(tried.change)}: {format_bytes(tried.peak)}"
+        line = f"  - {tried.change}: {format_bytes(tried.peak)}"
         console.print(line, style="dim", markup=False)
     if as_json:
         print_json(_misfit(error, needed))
@@ -133,13 +147,13 @@ def as_option(change: str) -> str:
     return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
 
 
-def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:
+def _misfit(error: BudgetError, *needed: str) -> Mapping[str, Any]:
     return {
         "fits": False,
         "device": error.device,
         "missing_bytes": error.missing_bytes,
         "problem": error.problem,
         "largest_node": {"node": error.largest_node, "bytes": error.largest_node_bytes},
-        "remedies": [*(t.change for t in error.tried if t.fits), needed],
+        "remedies": [*(t.change for t in error.tried if t.fits), *needed],
         "tried": [asdict(tried) for tried in error.tried],
     }

@@ -79,6 +79,12 @@ IgnoreDeviceMoves = Annotated[
         'and layers to, as in x.to("cuda:1").',
     ),
 ]
+Page = Annotated[
+    Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as an HTML page here.")
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Explain why each stage ends where it does.")
+]
 Processes = Annotated[
     bool,
     typer.Option(

@@ -9,9 +9,11 @@ import typer
 
 from placer.cli.options import (
     AsJson,
+    Explain,
     Kind,
     Loss,
     ModelOptions,
+    Page,
     Processes,
     Profile,
     Spec,
@@ -24,9 +26,6 @@ from placer.cli.progress import progress
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Save the plan here (JSON).")
 ]
-Page = Annotated[
-    Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as an HTML page here.")
-]
 Trace = Annotated[
     Path | None,
     typer.Option(
@@ -34,9 +33,6 @@ Trace = Annotated[
         metavar="TRACE",
         help="Write a trace of an estimated step here, for ui.perfetto.dev.",
     ),
-]
-Explain = Annotated[
-    bool, typer.Option("--explain", help="Explain why each stage ends where it does.")
 ]
 
 

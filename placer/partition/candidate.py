@@ -13,7 +13,11 @@ import numpy as np
 from placer.machine.catalogue import DeviceKind
 from placer.machine.devices import device_type, updates_together
 from placer.partition.chain import Mask, Table, best_cuts, boundary_costs, for_each
-from placer.partition.stage_cost.optimizer import OptimizerMemory, optimizer_bytes
+from placer.partition.stage_cost.optimizer import (
+    OptimizerMemory,
+    optimizer_bytes,
+    optimizer_seconds,
+)
 from placer.partition.stage_cost.score import peak_bytes, stage_seconds, transfer_seconds
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -121,6 +125,16 @@ def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerM
         return OptimizerMemory(state=0)
     whole = optimizer_bytes(options.optimizer, together=updates_together(devices))
     return whole.divided(options.state_layout.optimizer)
+
+
+def update_seconds(options: PlanningOptions, kind: DeviceKind, stages: int, nbytes: float) -> float:
+    """Seconds of the optimizer's step for a device's ``nbytes`` of parameters.
+
+    If its state is divided over ranks, with those to gather the weights.
+    """
+    ranks = options.state_layout.optimizer
+    seconds = optimizer_seconds(nbytes / ranks, options.optimizer, kind)
+    return seconds + options.links.gather_seconds(nbytes, ranks=ranks, stride=stages)
 
 
 def solve_order(

@@ -9,9 +9,8 @@ import numpy as np
 
 from placer.cost import CostTable
 from placer.machine.devices import device_type
-from placer.partition.candidate import Candidate, copies_overlap
+from placer.partition.candidate import Candidate, copies_overlap, update_seconds
 from placer.partition.chain import Mask, Table
-from placer.partition.stage_cost.optimizer import optimizer_seconds
 from placer.partition.stage_cost.score import launch_seconds, stage_seconds
 from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.plan.step_spans import lay_out_step
@@ -45,6 +44,7 @@ def step_seconds(
         training=options.training,
         processes=options.processes,
         optimizer_seconds=optimizer_seconds,
+        shards=options.shards,
     )
     return end_of(spans)
 
@@ -105,9 +105,9 @@ class StepClock:
             )
         optimizer = 0.0
         if options.training:
-            owned = self._tables.state.owned / options.state_layout.optimizer
+            owned = self._tables.state.owned
             optimizer = max(
-                optimizer_seconds(float(owned[x, y - 1]), options.optimizer, slot.kind)
+                update_seconds(options, slot.kind, len(cuts) - 1, float(owned[x, y - 1]))
                 for slot, (x, y) in zip(self._slots, itertools.pairwise(cuts), strict=True)
             )
         return step_seconds(stages, self._transfers(cuts), options, optimizer)

@@ -12,6 +12,7 @@ from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
 from placer.plan.check import one_copy
+from placer.planner.devices import links_of
 from placer.planner.notes import layer_paths, shared_modules
 from placer.program import Program, is_inside, rows_of
 from placer.regions import RegionKey, region_keys
@@ -205,10 +206,12 @@ def planning_options(
     if host_budget is not None:
         host_budget = max(0, host_budget - host_correction) // (replicas if processes else 1)
     return PlanningOptions(
-        objective=spec.objective,
+        objective="throughput" if spec.objective == "devices" else spec.objective,
         schedule=spec.schedule,
         microbatches=len(sizes),
         replicas=replicas,
+        shards=spec.space.number,
+        links=links_of(spec),
         last_share=sizes[-1] / max(sizes[0], 1),
         optimizer=_optimizer(spec),
         training=spec.training,

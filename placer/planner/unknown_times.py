@@ -54,6 +54,7 @@ def without_times(plan: Plan, spec: PlacementSpec, slots: Sequence[DeviceSlot]) 
                 forward_launch_seconds=None,
                 backward_launch_seconds=None,
                 host_copy_seconds=None,
+                sum_seconds=None,
             )
             for stage in plan.stages
         ),

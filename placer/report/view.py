@@ -90,8 +90,7 @@ class View:
     whole plan, and ``facts`` the same by name, without the seconds of a ``step`` (as text) and the share of
     them in which devices are idle (None if times are not known). ``transfers`` are those of tensors, the
     largest first. ``end`` is the end of the step in seconds, or of the simulation in tasks, 0 without both.
-    ``remedies`` are changes that were tried because the plan does not fit, ``alternatives`` other plans;
-    nothing makes those yet.
+    ``remedies`` are changes that were tried because the plan does not fit.
     """
 
     plan: Plan
@@ -110,7 +109,6 @@ class View:
     simulated: bool
     end: float
     remedies: Sequence[Tried] = ()
-    alternatives: Sequence[Tried] = ()
 
 
 def view(

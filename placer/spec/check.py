@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from placer.errors import nearest
+from placer.errors import PlacerError, nearest
 from placer.jsonfile import escape_token
+from placer.machine.machine import find_machine
 from placer.quantities import format_count
 from placer.spec.fields import MOST, device_name
 from placer.spec.rows import shifted_rows
@@ -22,14 +23,56 @@ def cross_problems(data: Any) -> list[Problem]:
     names = _names(data.get("devices"))
     problems = _twice(names, "/devices", "a device holds one list entry")
     problems += _unknown_targets(data.get("layers"), names)
-    return problems + _rows(data, names) + _shards(data, names)
+    return problems + _rows(data, names) + _shards(data, names) + _stages(data, names)
+
+
+def with_machine_devices(data: Any) -> Any:
+    """``data`` with the devices of its ``machine``, if it names one and no devices.
+
+    They are those of a replica's stages if their number is given, otherwise all.
+    """
+    if (
+        not isinstance(data, Mapping)
+        or not isinstance(data.get("machine"), str)
+        or data.get("devices")
+    ):
+        return data
+    try:
+        machine = find_machine(data["machine"])
+    except PlacerError:
+        return data  # reported by the field's own validator
+    stages, shards = data.get("stages"), _number_of_shards(data)
+    count = stages * shards if isinstance(stages, int) else machine.devices
+    device: dict[str, Any] = {"kind": machine.kind}
+    if machine.memory is not None:
+        device["memory"] = machine.memory
+    return {**data, "devices": [{"name": name, **device} for name in machine.names()[:count]]}
+
+
+def _stages(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
+    """A problem if there are fewer devices than the stages need."""
+    stages, shards = data.get("stages"), _number_of_shards(data)
+    if not isinstance(stages, int) or not names or stages * shards <= len(names):
+        return []
+    problem = (
+        f"{format_count(stages, 'stage')} of {format_count(shards, 'device')} each, and there "
+        f"{'is' if len(names) == 1 else 'are'} {format_count(len(names), 'device')}"
+    )
+    return [
+        ("/stages", problem, f"give {stages * shards} devices, or at most {len(names) // shards}")
+    ]
+
+
+def _number_of_shards(data: Mapping[str, Any]) -> int:
+    space = data.get("space", 1)
+    shards = space.get("shards") if isinstance(space, Mapping) else getattr(space, "shards", space)
+    return shards if isinstance(shards, int) and shards > 0 else 1
 
 
 def _shards(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
     """Problems of ``space`` with the number of devices, and with fields that it cannot be combined with."""
-    space = data.get("space", 1)
-    shards = space.get("shards") if isinstance(space, Mapping) else getattr(space, "shards", space)
-    if not isinstance(shards, int) or shards < 2 or not names:
+    shards = _number_of_shards(data)
+    if shards < 2 or not names:
         return []
     problems = []
     if len(names) % shards:

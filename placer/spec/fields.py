@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
-from placer.errors import nearest
+from placer.errors import PlacerError, nearest
 from placer.machine.catalogue import CATALOGUE
 from placer.machine.kindfile import is_kind_file
+from placer.machine.machine import find_machine
 from placer.quantities import parse_bytes
 from placer.state_layout import ShardState
 
@@ -18,8 +19,8 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
 DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 
-_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,3}))?")
-_MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,4})\s*", re.IGNORECASE)
+_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,5}))?")
+_MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,6})\s*", re.IGNORECASE)
 _NOT_YET = ("gradients", "parameters", "auto")  # values of shard_state to come
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
 MOST = 2**16  # replicas or micro-batches; a larger number must be a typo
@@ -72,6 +73,18 @@ def device_kind_name(value: Any) -> str:
             "or name a file that 'placer calibrate' wrote, or leave the kind out and give the memory"
         )
     return value.lower()
+
+
+def _machine_name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{value!r} is not the name of a machine; write 'dgx-a100', or a JSON file"
+        )
+    try:
+        find_machine(value)
+    except PlacerError as error:
+        raise ValueError(f"{error.where} {error.problem}; {error.remedy}") from None
+    return value
 
 
 def _size(value: Any) -> int:
@@ -129,7 +142,7 @@ def _schedule(value: Any) -> Any:
 
 _NAME_SCHEMA = {
     "type": "string",
-    "pattern": "^[a-z]+(:(0|[1-9][0-9]{0,3}))?$",
+    "pattern": "^[a-z]+(:(0|[1-9][0-9]{0,5}))?$",
     "examples": ["cuda:0", "cpu"],
 }
 _SIZE_TEXT = {
@@ -158,6 +171,11 @@ KindName = Annotated[
         }
     ),
 ]
+MachineName = Annotated[
+    str,
+    PlainValidator(_machine_name),
+    WithJsonSchema({"type": "string", "examples": ["dgx-a100", "dgx-h100:4", "machine.json"]}),
+]
 DeviceMemory = Annotated[int, PlainValidator(device_memory), WithJsonSchema(_MEMORY_SCHEMA)]
 ByteSize = Annotated[int, PlainValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 Count = Annotated[int | Literal["auto"], PlainValidator(_count), WithJsonSchema(_COUNT_SCHEMA)]
@@ -170,7 +188,7 @@ Patterns = Annotated[
 AllocatorName = Literal["default", "expandable"]
 BatchNormMode = Literal["per_microbatch", "deferred", "sync"]
 StoredRule = Literal["mean", "sum", "concatenate"]
-Objective = Literal["throughput", "memory", "latency", "bottleneck"]
+Objective = Literal["throughput", "memory", "latency", "bottleneck", "devices"]
 Precision = Literal["fp32", "bf16", "fp16"]
 ShardStateField = Annotated[ShardState, BeforeValidator(_shard_state)]
 ScheduleField = Annotated[ScheduleName, BeforeValidator(_schedule)]

@@ -18,10 +18,10 @@ import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.assemble import _policy_notes
-from placer.planner.auto import faster_with_fewer
 from placer.program import lower
 from placer.quantities import parse_bytes
 from placer.report import verdict
+from placer.search.fewer import faster_with_fewer
 from placer.simulation.judge import JudgingPlanner
 
 GIB = 2**30
