@@ -129,7 +129,8 @@ def require_elementwise(optimizer: Optimizer, like: Tensor) -> None:
     raise PlacerError(
         type(optimizer).__name__,
         f"does not update each number by itself, as \"shard_state\": 'optimizer' needs ({why})",
-        "use \"shard_state\": 'none', or an optimizer that does (SGD, Adam, AdamW, …)",
+        "use \"shard_state\": 'none', if need be with torch.distributed.optim.ZeroRedundancyOptimizer, which "
+        "divides whole parameters, or an optimizer that does (SGD, Adam, AdamW, …)",
     )
 
 
