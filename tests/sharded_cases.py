@@ -14,6 +14,7 @@ from checkpoint_cases import train as train_steps
 from distributed_cases import CASES, capture_case, compare_state, compile_all, make_case, make_spec
 from oracle import assert_close, mean_square, reference_step
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 import placer
@@ -21,7 +22,7 @@ import placer
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True, fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
@@ -178,3 +179,61 @@ def fail_in_a_step(spec: placer.PlacementSpec) -> list[str]:
         except (RuntimeError, placer.PlacerError) as error:
             found.append(str(error))
     return found
+
+
+class Odd(nn.Module):
+    """Parameters of one element, of none, without gradients, and in another memory format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.none, self.unused = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(3))
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.shift = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).flatten(1) * self.scale + self.shift + self.none.sum()
+
+
+def train_odd_parameters(spec: placer.PlacementSpec, make: str) -> None:
+    """With whole state of the plain model's optimizer, and parameters that were replaced after compile."""
+    torch.manual_seed(0)
+    plain = Odd().double()
+    x = torch.randn(6, 2, 4, 4, dtype=torch.float64)
+    placed = placer.compile(copy.deepcopy(plain), spec, x)
+    theirs = OPTIMIZERS[make](plain.parameters())
+    reference_step(plain, (x,), {}, 1, 1)
+    theirs.step()
+    placed.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
+    ours = OPTIMIZERS[make](placed.parameters())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for step in range(2):
+        theirs.zero_grad()
+        ours.zero_grad()
+        reference_step(plain, (x,), {}, 1, 1)
+        placed.step(x, loss_fn=mean_square)
+        ours.step()
+        theirs.step()
+        for (name, one), other in zip(placed.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12, msg=f"{step}, {name}")
+    assert not placed.conv.weight.is_contiguous()
+
+
+def divide_whole_parameters(spec: placer.PlacementSpec) -> tuple[int, int]:
+    """Adafactor looks at whole matrices; torch's own optimizer divides whole parameters over replicas."""
+    model, (x,), _ = make_case("convnet", 8)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    group = placed.mesh.get_group("dp")
+    kind = torch.optim.Adafactor
+    ours = ZeroRedundancyOptimizer(placed.parameters(), kind, process_group=group, lr=0.1)
+    theirs = kind(plain.parameters(), lr=0.1)
+    for step in range(2):
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        placed.step(x, loss_fn=mean_square)
+        reference_step(plain, (x,), {}, 1, 1)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+        compare_state(placed, plain, f"step {step}")
+    return count_elements(ours.optim), count_elements(theirs)

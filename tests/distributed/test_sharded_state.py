@@ -131,3 +131,16 @@ def test_one_process_has_one_copy() -> None:
 def test_values_to_come_are_named() -> None:
     with pytest.raises(placer.SpecError, match="/shard_state: 'gradients' is not possible yet"):
         placer.PlacementSpec(devices=["cpu"], shard_state="gradients")  # type: ignore[arg-type]
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("make", ["adam", "adagrad"])
+def test_parameters_of_odd_kinds(job_of: Callable[[int], Job], make: str) -> None:
+    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
+    job_of(2).run(sharded_cases.train_odd_parameters, spec, make)
+
+
+def test_torch_divides_whole_parameters(job_of: Callable[[int], Job]) -> None:
+    """What the documentation says to do for optimizers that cannot update pieces."""
+    found = job_of(2).run(sharded_cases.divide_whole_parameters, cases.make_spec(1, 2, 1))
+    assert sum(own for own, _ in found) == found[0][1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from placer.executor.distributed.runtime import DistributedRuntime
 
 _ROWS, _COLUMNS, _CUT = 96, 256, 10_007  # of a trial: a matrix, cut where no block of numbers ends
-_STEPS = 3
 
 
 def update_pieces(module: nn.Module) -> None:
@@ -107,25 +106,15 @@ def require_elementwise(optimizer: Optimizer, like: Tensor) -> None:
 
     It is tried with a small matrix on the device of ``like``, whole and in two pieces.
     """
-    generator = torch.Generator().manual_seed(0)
-    size = _ROWS, _COLUMNS
-    make = partial(torch.randn, size, generator=generator)
-    weights, gradients = make(), [make() * scale for scale in (1, 0.1, 10)[:_STEPS]]
-    gradients[0][: _ROWS // 2] *= 5  # pieces have other norms than the whole
-    why = "its result for a matrix is not that for two pieces of it"
-    try:
-        whole = _try(optimizer, weights, gradients, like)
-        parts = [
-            _try(optimizer, weights.view(-1)[at], [g.view(-1)[at] for g in gradients], like)
-            for at in (slice(_CUT), slice(_CUT, None))
-        ]
-        if all(
-            torch.allclose(one.view(-1), torch.cat(others), rtol=1e-4, atol=1e-6)
-            for one, *others in zip(whole, *parts, strict=True)
-        ):
-            return
-    except Exception as error:
-        why = f"a trial with a small matrix failed: {type(error).__name__}: {first_line(error)}"
+    why = ""
+    for has_state in (False, True):  # most optimizers make it in their first step, Adagrad before
+        try:
+            if _is_elementwise(partial(_try, optimizer, like, has_state=has_state)):
+                return
+            why = "its result for a matrix is not that for two pieces of it"
+            break
+        except Exception as error:
+            why = f"a trial with a small matrix failed: {type(error).__name__}: {first_line(error)}"
     raise PlacerError(
         type(optimizer).__name__,
         f"does not update each number by itself, as \"shard_state\": 'optimizer' needs ({why})",
@@ -134,13 +123,34 @@ def require_elementwise(optimizer: Optimizer, like: Tensor) -> None:
     )
 
 
+def _is_elementwise(run: Callable[[Tensor, Sequence[Tensor]], list[Tensor]]) -> bool:
+    """Does ``run`` (weights and gradients to new weights) give the same for a matrix and for its pieces?"""
+    make = partial(torch.randn, _ROWS * _COLUMNS, generator=torch.Generator().manual_seed(0))
+    weights, gradients = make(), [make() * scale for scale in (1, 0.1, 10)]
+    gradients[0][: _CUT // 2] *= 5  # pieces have other norms than the whole
+    size = _ROWS, _COLUMNS
+    whole = run(weights.view(size), [gradient.view(size) for gradient in gradients])
+    pieces = slice(_CUT), slice(_CUT, None)
+    parts = [run(weights[at], [gradient[at] for gradient in gradients]) for at in pieces]
+    return all(
+        torch.allclose(one.view(-1), torch.cat(others), rtol=1e-4, atol=1e-6)
+        for one, *others in zip(whole, *parts, strict=True)
+    )
+
+
 def _try(
-    optimizer: Optimizer, weights: Tensor, gradients: Sequence[Tensor], like: Tensor
+    optimizer: Optimizer,
+    like: Tensor,
+    weights: Tensor,
+    gradients: Sequence[Tensor],
+    *,
+    has_state: bool,
 ) -> list[Tensor]:
-    """The weights after steps of an optimizer with the options of each group of ``optimizer``."""
-    trial = copy.copy(
-        optimizer
-    )  # without hooks and state; __getstate__ leaves out other attributes
+    """The weights after steps of an optimizer with the options of each group of ``optimizer``.
+
+    With ``has_state`` it starts with zeros where ``optimizer`` has state of a group's largest parameter.
+    """
+    trial = copy.copy(optimizer)  # without hooks; __getstate__ leaves out other attributes too
     for name, value in vars(optimizer).items():
         if name != "step":  # a scheduler's, bound to the optimizer itself
             vars(trial).setdefault(name, value)
@@ -151,9 +161,9 @@ def _try(
         options = {name: value for name, value in group.items() if name != "params"}
         trial.param_groups.append({**copy.deepcopy(options), "params": [parameter]})
         tried.append(parameter)
-        # State that was made before the first step, as Adagrad's, is that of a first parameter.
-        for first in group["params"][:1]:
-            for key, value in optimizer.state.get(first, {}).items():
+        if has_state and group["params"]:
+            largest = max(group["params"], key=Tensor.numel)
+            for key, value in optimizer.state.get(largest, {}).items():
                 is_like = isinstance(value, Tensor) and value.dim() > 0
                 made = torch.zeros_like(parameter) if is_like else copy.deepcopy(value)
                 trial.state[parameter][key] = made
