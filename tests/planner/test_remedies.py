@@ -128,7 +128,7 @@ def test_the_memory_that_is_said_to_be_needed_suffices(reserve: str) -> None:
 
 def test_replicas_may_divide_the_optimizers_state() -> None:
     """With a process each, where a device has room for half of Adam's state, but not for all of it."""
-    model, x = nn.Linear(256, 256), torch.randn(4, 256)
+    model, x = nn.Linear(1024, 1024), torch.randn(4, 1024)
     nbytes = sum(p.nbytes for p in model.parameters())
     spec = placer.PlacementSpec(**_spec(int(4.2 * nbytes), optimizer="adam", replicas=2))
     program = lower(model, (x,))
