@@ -46,7 +46,11 @@ def test_weights_equal_the_plain_models(
     plan = make_plan(name, shape, schedule)
     job = job_of(shape[0] * shape[1] * shape[2])
     found = job.run(sharded_cases.train, name, plan, make, (8, 3, 1))
-    assert sum(own for own, _ in found) == found[0][1]  # each element's state is on one rank
+    elements, whole = [own for own, _ in found], found[0][1]
+    assert sum(elements) == whole  # each element's state is on one rank
+    if shape[0] == 1:  # and a rank has at most one of a parameter more than another
+        values = 3 * len(list(cases.make_case(name, 8)[0].parameters()))
+        assert max(elements) <= whole / len(elements) + values
 
 
 def test_accumulation_and_clipping(job_of: Callable[[int], Job]) -> None:
