@@ -124,7 +124,7 @@ def refused(spec: placer.PlacementSpec) -> list[str]:
     found = []
     mine = list(placed.parameters())[dist.get_rank() :]
     for optimizer in (
-        Muon(placed.parameters(), lr=0.1),
+        Muon(placed.parameters(), lr=0.0),  # as at the begin of a warm-up
         torch.optim.Adafactor(placed.parameters()),
         torch.optim.LBFGS(placed.parameters()),
         torch.optim.SGD(mine, lr=0.1),
