@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from placer.errors import PlacerError, first_line
 
-# A learning-rate scheduler's function, which is bound to the optimizer; and what a GradScaler sets for a step.
+# What a learning-rate scheduler sets, bound to the optimizer itself, and a GradScaler for a single step.
 _NOT_COPIED = ("step", "grad_scale", "found_inf")
 _ROWS, _COLUMNS, _CUT = 96, 256, 10_007  # of a trial: a matrix, cut where no block of numbers ends
 
