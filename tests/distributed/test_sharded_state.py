@@ -25,7 +25,7 @@ def make_plan(name: str, shape: tuple[int, int, int], schedule: str, rows: int =
     return placer.make_plan(model, spec, args, kwargs, processes=True)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("make", sharded_cases.OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", SPLIT])
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_accumulation_and_clipping(job_of: Callable[[int], Job]) -> None:
     job_of(4).run(sharded_cases.train, "tied transformer", plan, "adam", (8, 5), 2, 0.01)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -148,3 +148,16 @@ def test_torch_divides_whole_parameters(job_of: Callable[[int], Job]) -> None:
     """What the documentation says to do for optimizers that cannot update pieces."""
     found = job_of(2).run(sharded_cases.divide_whole_parameters, cases.make_spec(1, 2, 1))
     assert sum(own for own, _ in found) == found[0][1]
+
+
+def test_a_rank_that_ends_before_the_update_is_named() -> None:
+    job = Job(2)
+    try:
+        answers = job.ask(
+            sharded_cases.die_before_the_update,
+            cases.make_spec(1, 2, 1, shard_state="optimizer"),
+            wait_for=[0],
+        )
+    finally:
+        job.close()
+    assert answers[0] is not None and "lost the connection to rank 1" in answers[0][1], answers
