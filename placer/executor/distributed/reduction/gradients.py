@@ -8,9 +8,11 @@ weights that are tied over stages are summed over other ranks than the rest, but
 
 ``fully_shard`` on the stage modules was tried as well (two stages, two replicas, gloo). If it sums
 instead of averaging (``set_gradient_divide_factor(1.0)``, as losses are weighted already), its gradients
-equal the plain model's under GPipe, 1F1B and zero bubble, with uneven replicas and micro-batches without
-rows. But a replica without any rows takes no part in its all-gather, so the others wait for it. A job
-with weights tied over stages failed (the reason is not known). And its parameters are shards
+equal the plain model's under GPipe and 1F1B, with uneven replicas and micro-batches without rows. Under
+zero bubble they are wrong, without an error: it sums them when the gradient of the input arrives, before
+the weights' half of the backward. (``set_manual_backward_finalization`` and ``finalize_backward()`` of
+torch 2.15 mend that.) A replica without any rows takes no part in its all-gather, so the others wait for
+it. A job with weights tied over stages failed (the reason is not known). And its parameters are shards
 (``DTensor``), which our memory estimates, clipping and checkpoints do not support.
 """
 
