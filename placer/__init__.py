@@ -93,4 +93,4 @@ def _repr_html_(shown: Any) -> str:
     """How notebooks show a plan or a spec. They know nothing of reports, which are floors above them."""
     from placer.report import plan_frame, spec_table
 
-    return plan_frame(shown) if hasattr(shown, "stages") else spec_table(shown)
+    return plan_frame(shown) if hasattr(shown, "fits") else spec_table(shown)

@@ -92,9 +92,30 @@ def steady_step(
 
     On the CPUs of one process, micro-batches run one after the other.
     """
-    if not options.processes and all(device_type(slot.name) == "cpu" for slot in slots):
+    if run_one_after_the_other(options, slots):
         slowest = total
     return slowest * (options.microbatches - 1) + total
+
+
+def run_one_after_the_other(options: PlanningOptions, slots: Iterable[DeviceSlot]) -> bool:
+    """Do devices never work at the same time, because they are the CPUs of one process?"""
+    return not options.processes and all(device_type(slot.name) == "cpu" for slot in slots)
+
+
+def update_seconds(options: PlanningOptions, owned: Iterable[tuple[DeviceSlot, float]]) -> float:
+    """Seconds of the optimizer's step, for devices that each own so many bytes of trained parameters.
+
+    With those to gather the weights, if ranks have the state of pieces of them.
+    """
+    if not options.training:
+        return 0.0
+    found, ranks = list(owned), options.state_layout.optimizer
+    seconds = [
+        optimizer_seconds(nbytes / ranks, options.optimizer, slot.kind)
+        + options.links.gather_seconds(nbytes, ranks=ranks, stride=len(found))
+        for slot, nbytes in found
+    ]
+    return sum(seconds) if run_one_after_the_other(options, [s for s, _ in found]) else max(seconds)
 
 
 def in_flight_at(options: PlanningOptions, num_stages: int, stage_index: int) -> InFlight:
@@ -125,16 +146,6 @@ def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerM
         return OptimizerMemory(state=0)
     whole = optimizer_bytes(options.optimizer, together=updates_together(devices))
     return whole.divided(options.state_layout.optimizer)
-
-
-def update_seconds(options: PlanningOptions, kind: DeviceKind, stages: int, nbytes: float) -> float:
-    """Seconds of the optimizer's step for a device's ``nbytes`` of parameters.
-
-    If its state is divided over ranks, with those to gather the weights.
-    """
-    ranks = options.state_layout.optimizer
-    seconds = optimizer_seconds(nbytes / ranks, options.optimizer, kind)
-    return seconds + options.links.gather_seconds(nbytes, ranks=ranks, stride=stages)
 
 
 def solve_order(

@@ -137,7 +137,9 @@ def _stages(
         received = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
         seconds = [float(table[x, y]) for table in stage_seconds(t, slot.kind)]
-        launching = [float(table[x, y]) for table in launch_seconds(t, slot.kind)]
+        # One process launches the operations of all shards.
+        shards = 1 if options.processes else options.shards
+        launching = [shards * float(table[x, y]) for table in launch_seconds(t, slot.kind)]
         # In the order for which the peak was computed
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]
         moved = 0
@@ -239,16 +241,12 @@ def _send_seconds(
 
 
 def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
-    """Seconds of the optimizer's step, which all devices make at the same time."""
-    if not options.training:
-        return 0.0
+    """Seconds of the optimizer's step."""
     owned: dict[DeviceSlot, float] = {}
     for q, x, y in used:
         slot = best.slots[q]
         owned[slot] = owned.get(slot, 0.0) + float(best.tables.state.owned[x, y])
-    return max(
-        update_seconds(options, slot.kind, len(used), nbytes) for slot, nbytes in owned.items()
-    )
+    return update_seconds(options, owned.items())
 
 
 def _memory(

@@ -103,13 +103,11 @@ class StepClock:
                     backward_launch_seconds=trained * launch_back,
                 )
             )
-        optimizer = 0.0
-        if options.training:
-            owned = self._tables.state.owned
-            optimizer = max(
-                update_seconds(options, slot.kind, len(cuts) - 1, float(owned[x, y - 1]))
-                for slot, (x, y) in zip(self._slots, itertools.pairwise(cuts), strict=True)
-            )
+        owned = self._tables.state.owned
+        parts = zip(self._slots, itertools.pairwise(cuts), strict=True)
+        optimizer = update_seconds(
+            options, ((slot, float(owned[x, y - 1])) for slot, (x, y) in parts)
+        )
         return step_seconds(stages, self._transfers(cuts), options, optimizer)
 
     def _transfers(self, cuts: Sequence[int]) -> list[Transfer]:

@@ -235,7 +235,7 @@ def _with_sums(operations: Sequence[Operation], stages: Sequence[StagePlan]) -> 
         if not stage.sum_seconds:
             continue
         bucket = min(1.0, BUCKET_NBYTES / max(stage.memory.gradients, 1))
-        name, on = f"gradients of stage {stage.index}", (f"sums of {operation.on[0]}",)
+        name, on = f"gradients of stage {stage.index}", (f"{operation.on[0]} to other ranks",)
         parts = [
             Operation(
                 kind="sum",

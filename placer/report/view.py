@@ -289,7 +289,7 @@ def memory_parts(kinds: Mapping[str, int], peak: int) -> dict[str, int]:
 def _lane(device: str, spans: Sequence[Span]) -> Lane:
     """What the device computes, and the transfers to and from it."""
     mine = [s for s in spans if s.end > s.start and any(device in on.split(" to ") for on in s.on)]
-    busy = sum(span.end - span.start for span in mine if span.kind != "transfer")
+    busy = sum(span.end - span.start for span in mine if span.kind not in ("transfer", "sum"))
     return Lane(mine, busy / end_of(spans) if mine else 0.0)
 
 

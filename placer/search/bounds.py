@@ -128,6 +128,8 @@ class Bounds:
     def _seconds(self, strategy: Strategy, sums: _Sums) -> float:
         stages, count = strategy.stages, strategy.microbatches
         forward, backward = sums.forward / strategy.shards, sums.backward / strategy.shards
+        own = self._trained / (1 if self._serial else stages) if self._wanted.training else 0.0
+        exchanged = self._exchange(strategy, own, backward / stages)
         if self._serial:
             work = strategy.replicas * count * strategy.shards * (forward + backward)
         else:
@@ -138,13 +140,12 @@ class Bounds:
             # The first stage starts at once, and the last one when a micro-batch has passed all others.
             filling = forward if strategy.schedule.endswith("ZeroBubble") else forward + backward
             work = max(
-                count * slot + (stages - 1) / stages * filling,
+                count * slot + (stages - 1) / stages * filling + exchanged,
                 strategy.replicas * count * launch,
             )
-        own = self._trained / stages if self._wanted.training else 0.0
         piece = own / self._layout(strategy).optimizer
         update = min(optimizer_seconds(piece, self._optimizer, slot.kind) for slot in self._slots)
-        return work + update + self._exchange(strategy, own, backward / stages)
+        return work + update
 
     def _layout(self, strategy: Strategy) -> StateLayout:
         return layout_of(self._wanted.shard_state, strategy.replicas * strategy.shards)

@@ -124,8 +124,11 @@ class _Search:
         for _ in range(_ROUNDS):
             for family in sorted(self._left, key=_costs):
                 self._estimate_next(family)
+        if not self._rated and unfit:  # to say by how much
+            smallest = min(unfit, key=lambda rated: rated.bound.nbytes)
+            self._estimate(smallest.strategy, smallest.bound)
         best = self._choose(self._judge())
-        others = self._best_of_families(best)
+        others = list(self._best_of_families(best))
         tried = [rated for rated in self._rated.values() if rated.plan is not None]
         nearest = min(
             tried,
@@ -136,7 +139,7 @@ class _Search:
             best=best,
             nearest=None if best is not None else nearest,
             others=tuple(others),
-            unfit=tuple(unfit),
+            unfit=tuple(r for r in unfit if r.strategy not in self._rated),
         )
 
     def _list_families(self) -> list[Rated]:
@@ -249,7 +252,8 @@ class _Search:
                 if rated.strategy in judged or len(judged) >= _MOST_JUDGED * (column + 1):
                     continue
                 value = self._losses([rated])[0][column]
-                if any(r.fits and self._losses([r])[0][column] <= value for r in judged.values()):
+                good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]
+                if any(self._losses([r])[0][column] <= value for r in good):
                     break
                 plan = self._plan(self._make, rated.spec)
                 if plan is not None:
