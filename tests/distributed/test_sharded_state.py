@@ -9,6 +9,7 @@ import checkpoint_cases
 import distributed_cases as cases
 import pytest
 import sharded_cases
+import torch
 from jobs import Job
 
 import placer
@@ -161,3 +162,17 @@ def test_a_rank_that_ends_before_the_update_is_named() -> None:
     finally:
         job.close()
     assert answers[0] is not None and "lost the connection to rank 1" in answers[0][1], answers
+
+
+def test_gathering_the_weights_takes_time() -> None:
+    """Half of what the sums of gradients take; the update itself is that of a half."""
+    model, x = torch.nn.Linear(4096, 4096), torch.randn(4, 4096)
+    fields = {"devices": [{"name": "cuda:0", "kind": "a100"}], "replicas": 2}
+    whole, sharded = (
+        placer.make_plan(model, {**fields, "shard_state": state}, x, processes=True)
+        for state in ("none", "optimizer")
+    )
+    (stage,) = whole.stages
+    assert whole.optimizer_seconds and sharded.optimizer_seconds and stage.sum_seconds
+    update = sharded.optimizer_seconds - stage.sum_seconds / 2
+    assert update == pytest.approx(whole.optimizer_seconds / 2, rel=0.1)
