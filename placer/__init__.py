@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.errors import StageError as StageError
     from placer.errors import VersionError as VersionError
     from placer.executor.module import PlacedModule as PlacedModule
+    from placer.plan.device_map import to_device_map as to_device_map
     from placer.plan.store import load_plan as load_plan
     from placer.plan.types import Plan as Plan
     from placer.profiling import calibrate as calibrate
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.program.marks import Whole as Whole
     from placer.spec import PlacementSpec as PlacementSpec
     from placer.spec import load_spec as load_spec
+    from placer.spec.device_map import from_device_map as from_device_map
     from placer.verification import verify as verify
 
 __version__ = "0.2.0"
@@ -60,6 +62,8 @@ _NAMES = {
     "executor.module": ("PlacedModule",),
     "program.marks": ("Batched", "Whole"),
     "spec": ("PlacementSpec", "load_spec"),
+    "spec.device_map": ("from_device_map",),
+    "plan.device_map": ("to_device_map",),
     "verification": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ from placer.cli.options import (
 from placer.cli.output import human_console, origin_of, print_json, print_text
 from placer.cli.progress import progress
 from placer.errors import BudgetError, PlacerError
+from placer.spec import PlacementSpec
 
 Devices = Annotated[
     list[str],
@@ -88,15 +89,12 @@ def auto(
     """
     from placer.files import check_writable, writing
 
-    where = {"machine": machine} if machine else {"devices": _devices(devices, kind)}
-    if machine and (devices or kind):
-        raise PlacerError("--machine", "is given, and devices too", "leave out --device and --kind")
-    wanted = spec_of_options(devices, **fields, **where, loss=loss_option(loss, target))
+    wanted = wanted_spec(devices, machine, kind, fields, loss, target)
     model_options.check()
     check_writable(output, plan_output, html)
     console = human_console(as_json=as_json or output is None)
     loaded = model_options.load(console)
-    from placer.cli.fit import print_tried, with_comparisons
+    from placer.cli.misfit import print_tried, with_comparisons
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
     from placer.report import plan_table, write_html
@@ -110,7 +108,7 @@ def auto(
             progress(console, "looking for the fastest strategy that fits", make),
             errors_name_options(devices),
         ):
-            found = choose_spec(program, wanted, leaves, make)
+            found = choose_spec(wanted, make)
             made = with_comparisons(found.plan, found.spec, make)
     except BudgetError as error:
         print_tried(console, error, as_json=as_json)
@@ -132,6 +130,21 @@ def auto(
         print_json({"spec": json.loads(found.spec.to_json()), "plan": plan_to_json(made)})
     elif output is None:
         print_text(found.spec.to_json())
+
+
+def wanted_spec(
+    devices: Sequence[str],
+    machine: str | None,
+    kind: str | None,
+    fields: Mapping[str, Any],
+    loss: str | None,
+    target: Sequence[str],
+) -> PlacementSpec:
+    """The spec of all devices that may be used, with the fields that options give. Raises ``PlacerError``."""
+    if machine and (devices or kind):
+        raise PlacerError("--machine", "is given, and devices too", "leave out --device and --kind")
+    where = {"machine": machine} if machine else {"devices": _devices(devices, kind)}
+    return spec_of_options(devices, **fields, **where, loss=loss_option(loss, target))
 
 
 def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:

@@ -145,8 +145,9 @@ def find_machine(name: str) -> Machine:
         near = nearest(base, shipped_machines())
         raise PlacerError(
             f"machine {name!r}",
-            "is not known" + f"; did you mean {near!r}?" * (near is not None),
-            f"write one of {', '.join(shipped_machines())}, or the name of a file (placer machine -o FILE)",
+            "is not known",
+            f"did you mean {near!r}? " * (near is not None)
+            + f"known are {', '.join(shipped_machines())}; or name a file (placer machine -o FILE)",
         )
     if count and isinstance(data, dict):
         data = {**data, "nodes": int(count)}

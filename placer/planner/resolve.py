@@ -121,13 +121,13 @@ def wanted_regions(program: Program, spec: PlacementSpec) -> tuple[RegionKey | N
         found, unmatched = resolve_patterns(field, patterns, paths)
         chosen[field] = found if spec.training else set()
         problems += unmatched
-        for pattern in patterns:
+        for index, pattern in enumerate(patterns):
             around = {_module_around(path, whole) for path in match_paths(pattern, paths) if path}
             if around and None not in around:
                 layer = min(name for name in around if name is not None)
                 problems.append(
                     (
-                        f"/{field}",
+                        f"/{field}/{index}",
                         f"{pattern!r} is inside {layer or 'the model'}, which stays whole "
                         f"({whole[layer]})",
                         f"write {layer!r}" if layer else "leave it out",

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from placer.errors import BudgetError, SpecError, Tried
 from placer.plan.check import describe_overflow
 from placer.plan.types import Plan
 from placer.planner.devices import device_slot
 from placer.planner.remedies import find_largest_node, lacks_room
 from placer.planner.unknown_times import ask_for_kind, unknown_kinds
-from placer.program import Program
 from placer.quantities import format_count
 from placer.search.answer import with_alternatives
 from placer.search.search import Found, Rated, find_strategy
@@ -32,9 +29,7 @@ class Answer:
     plan: Plan
 
 
-def choose_spec(
-    program: Program, wanted: PlacementSpec, inputs: Sequence[Tensor], make: JudgingPlanner
-) -> Answer:
+def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
     """The best strategy for the devices of ``wanted``, all of which may be used, as a spec.
 
     What ``wanted`` gives stays as it is. Layers are written into the spec where they suffice to give the plan
@@ -43,10 +38,15 @@ def choose_spec(
     what was tried.
     """
     _check_kinds_known(wanted)
-    found = find_strategy(program, wanted, inputs, make)
+    found = find_strategy(wanted, make)
     if found.best is None:
-        raise _misfit(program, wanted, inputs, make, found)
-    assert found.best.plan is not None
+        raise _misfit(wanted, make, found)
+    return answer_of(found, make)
+
+
+def answer_of(found: Found, make: JudgingPlanner) -> Answer:
+    """The spec and the plan of the best strategy that was found; there is one."""
+    assert found.best is not None and found.best.plan is not None
     spec = with_resolved_layers(found.best.spec, found.best.plan, make)
     return Answer(spec=spec, plan=with_alternatives(make(spec), found))
 
@@ -100,16 +100,10 @@ def whole_layers(plan: Plan) -> dict[str, str]:
     }
 
 
-def _misfit(
-    program: Program,
-    wanted: PlacementSpec,
-    inputs: Sequence[Tensor],
-    make: JudgingPlanner,
-    found: Found,
-) -> BudgetError:
+def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> BudgetError:
     """The error that says that nothing fits, with what was tried and how many more devices would do."""
     devices = format_count(len(wanted.devices), "device")
-    largest = find_largest_node(program, wanted, inputs, make)
+    largest = find_largest_node(make.program, wanted, make.inputs, make)
     tried = [_tried(rated) for rated in (*found.others, *found.unfit)]
     where, problem, device, missing = f"device {wanted.devices[0].name}", "", "", 0
     if found.nearest is not None and (plan := found.nearest.plan) is not None:
@@ -119,7 +113,7 @@ def _misfit(
         problem = f"the nearest, {nearest}, needs {describe_overflow(plan.tightest)}; "
     remedy = lacks_room(wanted)
     if not remedy:
-        more = _more_devices(program, wanted, inputs, make)
+        more = _more_devices(wanted, make)
         tried = [*more, *tried]
         remedy = more[0].change if more else "give more memory, or a smaller input"
     return BudgetError(
@@ -138,14 +132,12 @@ def _tried(rated: Rated) -> Tried:
     return Tried(change=rated.strategy.describe(), fits=rated.fits, peak=rated.peak)
 
 
-def _more_devices(
-    program: Program, wanted: PlacementSpec, inputs: Sequence[Tensor], make: JudgingPlanner
-) -> list[Tried]:
+def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
     """The fewest devices like the last one, twice as many at a time, with which something fits."""
     devices = list(wanted.devices)
     while wanted.machine is None and not wanted.layers and 2 * len(devices) <= _MOST_DEVICES:
         devices += _like(devices, len(devices))
-        found = find_strategy(program, wanted.with_devices(devices), inputs, make)
+        found = find_strategy(wanted.with_devices(devices), make)
         if found.best is not None and (plan := found.best.plan) is not None:
             change = f"give {len(devices)} devices like {devices[-1].name}: {found.best.strategy.describe()}"
             headroom = plan.tightest.headroom

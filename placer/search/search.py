@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from placer.errors import PlacerError
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
 from placer.planner.devices import links_of, with_known_memory
-from placer.program import Program
 from placer.search.bounds import Bound, Bounds
 from placer.search.candidates import list_strategies
 from placer.search.strategy import Family, Strategy
@@ -78,10 +75,8 @@ class Found:
     unfit: tuple[Rated, ...]
 
 
-def find_strategy(
-    program: Program, wanted: PlacementSpec, inputs: Sequence[Tensor], make: JudgingPlanner
-) -> Found:
-    """The best strategy for a step of ``program`` with ``inputs``, on any of the devices of ``wanted``.
+def find_strategy(wanted: PlacementSpec, make: JudgingPlanner) -> Found:
+    """The best strategy for a step of the model of ``make``, on any of the devices of ``wanted``.
 
     Fields that ``wanted`` gives stay as they are, all others are chosen. Among strategies that fit, the
     objective decides, and the simplest of those that are as good. By time, every strategy is rated on the
@@ -91,22 +86,16 @@ def find_strategy(
     is not known, and ``CaptureError`` if the model does not run.
     """
     wanted = with_known_memory(wanted, "which strategies fit")
-    return _Search(program, wanted, inputs, make).run()
+    return _Search(wanted, make).run()
 
 
 class _Search:
-    def __init__(
-        self,
-        program: Program,
-        wanted: PlacementSpec,
-        inputs: Sequence[Tensor],
-        make: JudgingPlanner,
-    ) -> None:
-        self._program, self._wanted, self._make = program, wanted, make
+    def __init__(self, wanted: PlacementSpec, make: JudgingPlanner) -> None:
+        self._wanted, self._make = wanted, make
         self._links = links_of(wanted)
         self._bounds = Bounds(
-            program,
-            inputs,
+            make.program,
+            make.inputs,
             wanted,
             make.costs.scaled,
             make.loss_of(wanted),
@@ -146,7 +135,7 @@ class _Search:
         """Fill in the strategies that may fit by their bounds. Returns the smallest of all other families."""
         smallest: dict[Family, Rated] = {}
         for strategy in list_strategies(
-            self._program, self._wanted, self._wanted.devices, processes=self._make.processes
+            self._make.program, self._wanted, self._wanted.devices, processes=self._make.processes
         ):
             spec = strategy.spec(self._wanted, self._wanted.devices)
             if spec is None or not self._bounds.rows_fit(strategy):

@@ -106,6 +106,16 @@ class JudgingPlanner:
         self._about = ""  # the spec that is planned, for the watcher
 
     @property
+    def program(self) -> Program:
+        """The model as it was captured."""
+        return self._base
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """The inputs of a step."""
+        return self._inputs
+
+    @property
     def processes(self) -> bool:
         """Are plans made for one process per device?"""
         return self._processes

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from placer.errors import PlacerError, nearest
+from placer.errors import PlacerError, first_few, nearest
 from placer.jsonfile import escape_token
 from placer.machine.machine import find_machine
 from placer.quantities import format_count
-from placer.spec.fields import MOST, device_name
+from placer.spec.fields import MOST, device_name, nearest_device
 from placer.spec.rows import shifted_rows
 
 Problem = tuple[str, str, str]
+_SHOWN = 8  # devices that a problem lists
 
 
-def cross_problems(data: Any) -> list[Problem]:
-    """Contradictions between fields of an unvalidated spec. Values of a wrong type are skipped here."""
+def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
+    """Contradictions between fields of an unvalidated spec; the fields ``wrong`` have other problems.
+
+    Values of a wrong type are skipped here.
+    """
     if not isinstance(data, Mapping):
         return []
     names = _names(data.get("devices"))
     problems = _twice(names, "/devices", "a device holds one list entry")
-    problems += _unknown_targets(data.get("layers"), names)
-    return problems + _rows(data, names) + _shards(data, names) + _stages(data, names)
+    problems += _unknown_targets(data, names)
+    if not {"replicas", "replica_devices"}.intersection(wrong):
+        problems += _rows(data, names)
+    if not {"devices", "space"}.intersection(wrong):
+        problems += _shards(data, names) + _stages(data, names)
+    return problems
 
 
 def with_machine_devices(data: Any) -> Any:
@@ -42,7 +50,7 @@ def with_machine_devices(data: Any) -> Any:
     except PlacerError:
         return data  # reported by the field's own validator
     stages, shards = data.get("stages"), _number_of_shards(data)
-    count = stages * shards if isinstance(stages, int) else machine.devices
+    count = stages * shards if type(stages) is int and stages > 0 else machine.devices
     device: dict[str, Any] = {"kind": machine.kind}
     if machine.memory is not None:
         device["memory"] = machine.memory
@@ -123,19 +131,25 @@ def _twice(names: list[str | None], where: str, rule: str) -> list[Problem]:
     ]
 
 
-def _unknown_targets(layers: Any, names: list[str | None]) -> list[Problem]:
+def _unknown_targets(data: Mapping[str, Any], names: list[str | None]) -> list[Problem]:
+    layers = data.get("layers")
     if not isinstance(layers, Mapping) or not any(names):
         return []
+    entries = map(_entry_name, data["devices"])
+    meant = [  # also by names that are misspelt
+        name or (nearest_device(entry) if isinstance(entry, str) else None)
+        for name, entry in zip(names, entries, strict=True)
+    ]
     known = list(dict.fromkeys(name for name in names if name))
-    problems = []
+    problems: list[Problem] = []
     for pattern, target in layers.items():
         name = _name(target)
-        if name is not None and name not in known:
+        if name is not None and name not in meant and all(meant):
             near = nearest(name, known) or known[0]
             problems.append(
                 (
                     f"/layers/{escape_token(str(pattern))}",
-                    f"{target!r} is not one of the devices ({', '.join(known)})",
+                    f"{target!r} is not one of the devices ({', '.join(first_few(known, _SHOWN))})",
                     f"did you mean {near!r}? Or add {target!r} to /devices",
                 )
             )

@@ -37,7 +37,7 @@ def device_name(value: Any) -> str:
     """
     match = _DEVICE.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[1] not in DEVICE_TYPES:
-        near = _nearest_device(value) if isinstance(value, str) else None
+        near = nearest_device(value)
         hint = f"did you mean {near!r}?" if near else "write a name such as 'cuda:0' or 'cpu'"
         raise ValueError(f"{value!r} is not a device; {hint} (types: {', '.join(DEVICE_TYPES)})")
     if match[2] is None and match[1] != "cpu":
@@ -45,9 +45,11 @@ def device_name(value: Any) -> str:
     return str(value)
 
 
-def _nearest_device(name: str) -> str | None:
+def nearest_device(name: Any) -> str | None:
     """The device that was probably meant, such as ``cuda:0`` for ``GPU:0`` or ``cuda0``; or None."""
-    match = _MISSPELT_DEVICE.fullmatch(name)
+    if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
+        return f"cuda:{name}"
+    match = _MISSPELT_DEVICE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return None
     kind = match[1].lower()
@@ -109,7 +111,10 @@ def _count(value: Any) -> int | str:
     if value == "auto" and isinstance(value, str):
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is not a count; write a whole number from 1 up, or 'auto'")
+        wanted = "a whole number from 1 up, or 'auto'"
+        if isinstance(value, str) and value.isdecimal():
+            wanted = f"{value} without quotes"
+        raise ValueError(f"{value!r} is not a count; write {wanted}")
     if value > MOST:
         raise ValueError(f"more than {MOST} were found; write a smaller number, or 'auto'")
     return value
@@ -119,9 +124,8 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
     if value == "auto" and isinstance(value, str):
         return "auto"
     if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
-        raise ValueError(
-            f"{value!r} is not a list of layer patterns; write ['encoder.*'] or 'auto'"
-        )
+        example = [value if isinstance(value, str) and value else "encoder.*"]
+        raise ValueError(f"{value!r} is not a list of layer patterns; write {example} or 'auto'")
     return tuple(value)
 
 

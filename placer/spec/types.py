@@ -15,7 +15,6 @@ from pydantic import (
     StrictBool,
     StrictInt,
     ValidationError,
-    ValidationInfo,
     WithJsonSchema,
     field_serializer,
     model_serializer,
@@ -28,7 +27,7 @@ from pydantic_core import CoreSchema
 from placer.errors import SpecError, nearest
 from placer.quantities import format_bytes, spell_bytes
 from placer.spec.check import cross_problems, shift_clashes, with_machine_devices
-from placer.spec.explain import explain_errors
+from placer.spec.explain import explain_errors, one_per_slip, wrong_fields
 from placer.spec.fields import (
     OPTIMIZERS,
     AllocatorName,
@@ -356,17 +355,17 @@ class PlacementSpec(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _all_problems(
-        cls, data: Any, handler: ModelWrapValidatorHandler[PlacementSpec], info: ValidationInfo
+        cls, data: Any, handler: ModelWrapValidatorHandler[PlacementSpec]
     ) -> PlacementSpec:
-        source = (info.context or {}).get("source", SpecError.UNNAMED)
-        problems = [] if isinstance(data, PlacementSpec) else cross_problems(data)
-        data = with_machine_devices(data)
+        problems = []
         try:
-            spec = handler(data)
+            spec = handler(given := with_machine_devices(data))
         except ValidationError as error:
-            problems = explain_errors(error, data, cls.known_keys()) + problems
+            problems = explain_errors(error, given, cls.known_keys())
+        if not isinstance(data, PlacementSpec):
+            problems += cross_problems(given, wrong_fields(problems))
         if problems:
-            raise SpecError(source, problems)
+            raise SpecError(SpecError.UNNAMED, one_per_slip(problems))
         return spec
 
     @field_serializer("reserve", "context", "host_memory")

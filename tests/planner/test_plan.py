@@ -138,7 +138,7 @@ def test_a_whole_module_goes_where_a_layer_inside_is_placed(
         ),
         (
             {"layers": {}, "checkpoint": ["**.experts"]},
-            "/checkpoint: '**.experts' is inside 1, which",
+            "/checkpoint/0: '**.experts' is inside 1, which",
         ),
     ],
 )

@@ -53,9 +53,9 @@ def _cards(count: int, memory: str = "2GiB", kind: str = "rtx3090") -> list[dict
 
 def _planner(
     model: nn.Module, x: Tensor, spec: PlacementSpec, *, processes: bool
-) -> tuple[Any, list[Tensor], JudgingPlanner]:
+) -> tuple[Any, JudgingPlanner]:
     program, inputs = lower_call(model, (x,), None, spec)
-    return program, inputs, JudgingPlanner(program, inputs, processes=processes)
+    return program, JudgingPlanner(program, inputs, processes=processes)
 
 
 def _all_plans(
@@ -91,8 +91,8 @@ def test_the_choice_is_as_good_as_the_best_of_all(
     with torch.device("meta"):
         model, x = Blocks(), torch.empty(rows, 256)
     spec = PlacementSpec.model_validate({"devices": _cards(devices, memory)})
-    program, inputs, make = _planner(model, x, spec, processes=processes)
-    best = find_strategy(program, spec, inputs, make).best
+    program, make = _planner(model, x, spec, processes=processes)
+    best = find_strategy(spec, make).best
     assert best is not None and best.plan is not None and best.plan.fits
     plans = (plan for _, plan in _all_plans(program, spec, make, make, most=2))
     least = min(plan.rank_time for plan in plans if plan.fits and not plan.starved)
@@ -105,9 +105,9 @@ def test_no_plan_is_better_than_its_bound(processes: bool) -> None:
     with torch.device("meta"):
         model, x = unet3d(width=8, depth=2), torch.empty(4, 1, 32, 32, 32)
     spec = PlacementSpec.model_validate({"devices": _cards(4)})
-    program, inputs, make = _planner(model, x, spec, processes=processes)
+    program, make = _planner(model, x, spec, processes=processes)
     bounds = Bounds(
-        program, inputs, spec, make.costs.scaled, make.loss_of(spec), processes=processes
+        program, make.inputs, spec, make.costs.scaled, make.loss_of(spec), processes=processes
     )
     seen = set()
     for strategy, plan in _all_plans(program, spec, make, make.estimate, most=2):
