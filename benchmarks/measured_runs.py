@@ -3,8 +3,8 @@
     python -m benchmarks.measured_runs FILE.csv [FILE.csv …] [--json] [--write]
 
 The files have runs of Megatron-DeepSpeed that the authors of vTrain measured (MICRO 2024; columns as in
-``../shared/workloads/vtrain``): fp16, full recomputation, 1F1B, attention without a fused kernel. placer has no
-tensor parallelism, so a rank's share is recorded as a smaller module, with its collectives as seconds. All
+``../shared/workloads/vtrain``): fp16, full recomputation, 1F1B, attention without a fused kernel. placer has
+no tensor parallelism, so a rank's share is recorded as a smaller module, with its collectives as seconds. All
 else is placer's: the costs of operations, the machine ``dgx-a100`` with its one factor, and the layout of a
 step in time.
 
@@ -327,7 +327,8 @@ def page(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     for name, s in summaries.items():
         lines.append(
             f"| {name} | {s['rows']} | {s['mean_error']:.1%} | {s['worst_error']:.0%} "
-            f"| {s['median_ratio']:.2f} | {s['picks_within_5_percent']} of {s['groups']} | {s['worst_pick']:.0%} |"
+            f"| {s['median_ratio']:.2f} | {s['picks_within_5_percent']} of {s['groups']} "
+            f"| {s['worst_pick']:.0%} |"
         )
     return "\n".join(lines) + "\n"
 
