@@ -17,8 +17,8 @@ from benchmarks.loss import LOSS, MEAN_SQUARE
 from benchmarks.memory_gpu import CASES, cube
 from benchmarks.record import gpu_name
 from placer.api import as_spec
-from placer.catalogue import CATALOGUE
 from placer.cost import CostEstimates, CostTable, with_regions
+from placer.machine.catalogue import CATALOGUE
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
 from placer.program import Program, flatten_call, lower

@@ -1,8 +1,8 @@
 """Seconds on a GPU: rates fitted to times on one H100, and their predictions for models kept out of the fit.
 
 The times of the operations of 8 models, and of single convolutions, come from files that are not part of
-this repository (``--data``); the fitted rates are in `placer.h100`. Every model's operations are recorded by
-`placer.cost` in a dry run, and matched with the measured ones by name and shapes.
+this repository (``--data``); the fitted rates are in `placer.machine.h100`. Every model's operations are
+recorded by `placer.cost` in a dry run, and matched with the measured ones by name and shapes.
 
     python -m benchmarks.gpu_times --data FOLDER             # fit, compare, write the page
     python -m benchmarks.gpu_times --data FOLDER --before OLD.json    # … with another estimate beside
@@ -37,14 +37,14 @@ from benchmarks.gpu_cases import (
 )
 from benchmarks.loss import MEAN_SQUARE
 from benchmarks.record import table, write_page
-from placer import catalogue
-from placer.catalogue import CATALOGUE
 from placer.cost import CostTable, estimate_costs, storages
 from placer.cost.operations import Operation
-from placer.h100 import H100_PEAKS
+from placer.machine import catalogue
+from placer.machine.catalogue import CATALOGUE
+from placer.machine.h100 import H100_PEAKS
+from placer.machine.rates import CLASSES, HEAVY, Key, Rate, Rates, complete_rates, with_launch
 from placer.partition.stage_cost.optimizer import optimizer_seconds
 from placer.program import Program, flatten_call, lower
-from placer.rates import CLASSES, HEAVY, Key, Rate, Rates, complete_rates, with_launch
 
 _SAME = {  # the profiler's names, and those of the operations that a dry run makes
     "clamp_min": "relu", "_to_copy": "copy", "clone": "copy",
@@ -406,7 +406,7 @@ def cases(data: Path) -> list[Case]:
 
 
 def write_rates(rates: Rates, measured: Iterable[Key]) -> None:
-    """Print the table of `placer.h100`."""
+    """Print the table of `placer.machine.h100`."""
     for key in measured:
         r = rates[key]
         cells = (r.overhead * 1e6, r.flops / 1e12, r.bandwidth / 1e9, r.row_bandwidth / 1e9)

@@ -26,9 +26,9 @@ import placer
 from benchmarks.loss import LOSS
 from benchmarks.record import write_result
 from examples.unet3d import unet3d
-from placer.catalogue import CATALOGUE, DeviceKind
 from placer.cost import mean_square
-from placer.kindfile import kind_to_json, save_kind
+from placer.machine.catalogue import CATALOGUE, DeviceKind
+from placer.machine.kindfile import kind_to_json, save_kind
 from placer.profiling import calibrate, profile_model
 from placer.profiling.clocks import HostClock
 from placer.program import flatten_call, lower

@@ -75,7 +75,8 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
 
     from benchmarks.deep import deep_model
     from benchmarks.loss import MEAN_SQUARE
-    from placer.cost import device_kind, estimate_costs
+    from placer.cost import estimate_costs
+    from placer.machine.devices import device_kind
     from placer.partition.model import model_units, seconds_problem
     from placer.partition.types import DeviceSlot, PlanningOptions
     from placer.partition.units import program_order, unit_graph

@@ -39,7 +39,7 @@ from benchmarks.memory import Build, r3d_18
 from benchmarks.memory_gpu import GPT2, cube, trained_steps
 from benchmarks.record import table
 from examples.unet3d import unet3d
-from placer.kindfile import save_kind
+from placer.machine.kindfile import save_kind
 from placer.profiling import calibrate, file_values
 
 _STEPS, _WARM = 10, 2

@@ -17,6 +17,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
+    from placer.api import auto_plan as auto_plan
     from placer.api import auto_spec as auto_spec
     from placer.api import compile as compile
     from placer.api import make_plan as make_plan
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.errors import StageError as StageError
     from placer.errors import VersionError as VersionError
     from placer.executor.module import PlacedModule as PlacedModule
+    from placer.plan.device_map import to_device_map as to_device_map
     from placer.plan.store import load_plan as load_plan
     from placer.plan.types import Plan as Plan
     from placer.profiling import calibrate as calibrate
@@ -42,12 +44,13 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.program.marks import Whole as Whole
     from placer.spec import PlacementSpec as PlacementSpec
     from placer.spec import load_spec as load_spec
+    from placer.spec.device_map import from_device_map as from_device_map
     from placer.verification import verify as verify
 
 __version__ = "0.2.0"
 
 _NAMES = {
-    "api": ("auto_spec", "compile", "make_plan", "simulate"),
+    "api": ("auto_plan", "auto_spec", "compile", "make_plan", "simulate"),
     "errors": (
         *("BudgetError", "CaptureError", "CheckpointError", "DeviceError", "PeerError"),
         *("PlacerError", "PlanError", "SpecError", "StageError", "VersionError"),
@@ -59,6 +62,8 @@ _NAMES = {
     "executor.module": ("PlacedModule",),
     "program.marks": ("Batched", "Whole"),
     "spec": ("PlacementSpec", "load_spec"),
+    "spec.device_map": ("from_device_map",),
+    "plan.device_map": ("to_device_map",),
     "verification": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names}
@@ -92,4 +97,4 @@ def _repr_html_(shown: Any) -> str:
     """How notebooks show a plan or a spec. They know nothing of reports, which are floors above them."""
     from placer.report import plan_frame, spec_table
 
-    return plan_frame(shown) if hasattr(shown, "stages") else spec_table(shown)
+    return plan_frame(shown) if hasattr(shown, "fits") else spec_table(shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.cost import Loss, batch_rows, loss_of
-from placer.errors import CaptureError, PlacerError
+from placer.errors import CaptureError, PlacerError, SpecError, nearest
 from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.device_map import map_devices
 from placer.executor.distributed.job.assignment import Job, find_job
@@ -21,7 +22,6 @@ from placer.executor.place_model import place_model
 from placer.executor.program_cache import split_rules
 from placer.plan.check import check_pinned, check_plan, require_fit
 from placer.plan.types import Plan
-from placer.planner.auto import choose_spec
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
@@ -33,19 +33,22 @@ from placer.program import (
     rewritten,
     unmarked,
 )
+from placer.search.auto import Answer, choose_spec
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
-from placer.spec import DeviceSpec, PlacementSpec, load_spec
+from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec
+from placer.spec.load import errors_located
 from placer.spec.rewrite import Rewrite
 from placer.versions import require
 
+Example = Sequence[Any] | Mapping[str, Any] | Tensor  # a mapping is one argument
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
 
 
 def make_plan(
     model: nn.Module,
     spec: SpecSource,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -72,18 +75,19 @@ def make_plan(
     changes of the captured graph by registered passes (`placer.program.lower`), which the plan keeps. Raises
     ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
     """
-    wanted = as_spec(spec)
-    program, leaves = lower_call(
-        model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
-    )
-    loss = _given_loss(loss_fn, target)
-    return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
+    with errors_located(spec):
+        wanted = as_spec(spec)
+        program, leaves = lower_call(
+            model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
+        )
+        loss = _given_loss(loss_fn, target)
+        return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
 
 
 def compile(
     model: nn.Module,
     spec_or_plan: SpecSource | Plan,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     weights: str | Path | None = None,
@@ -108,15 +112,19 @@ def compile(
     file = Path(weights) if weights is not None else None
 
     def plan_here() -> tuple[Program, Plan]:
-        wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
-        require("running" if job is None else "a process per device")
-        _refuse_placed(model)
-        if isinstance(model, nn.Module):
-            check_names(model)
-        program, leaves = lower_call(
-            model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
-        )
-        return _plan_or_refuse(wanted, program, leaves, job)
+        with errors_located(spec_or_plan):
+            wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
+            require("running" if job is None else "a process per device")
+            _refuse_placed(model)
+            if isinstance(model, nn.Module):
+                check_names(model)
+            program, leaves = lower_call(
+                model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
+            )
+            program, plan = _plan_or_refuse(wanted, program, leaves, job)
+            if job is None:
+                _check_one_process(plan)
+            return program, plan
 
     if job is not None:
         # torch.distributed takes a while to import.
@@ -124,7 +132,6 @@ def compile(
 
         return launch(model, plan_here, job, weights=file, initialize=initialize, run_on=run_on)
     program, plan = plan_here()
-    _check_one_process(plan)
     places = map_devices(plan, run_on)
     used = [place for replica in places for shards in replica for place in shards]
     if any(place.device.type == "cuda" for place in used):
@@ -158,43 +165,79 @@ def _plan_or_refuse(
 
 def auto_spec(
     model: nn.Module,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    devices: Iterable[Any] | str,
-    objective: str = "memory",
+    devices: Iterable[Any] | str | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     processes: bool = False,
     ignore_device_moves: bool = False,
     **options: Any,
 ) -> PlacementSpec:
-    """A spec with which ``model`` fits on ``devices``, and which uses as few of them as possible.
+    """The spec of `auto_plan`: the fastest way to train ``model`` that fits on ``devices``."""
+    return _auto(
+        *(model, args, kwargs, devices, loss_fn, target, processes, ignore_device_moves, options)
+    ).spec
 
-    ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or
-    a single one of them; ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``processes``
-    and ``ignore_device_moves`` are as for `make_plan`, ``options`` are other fields of the spec. Raises
-    ``BudgetError`` if no spec fits.
+
+def auto_plan(
+    model: nn.Module,
+    args: Example = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: Iterable[Any] | str | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    processes: bool = False,
+    ignore_device_moves: bool = False,
+    **options: Any,
+) -> Plan:
+    """The plan with the least seconds per step that fits on ``devices``, and why others lost.
+
+    Replicas, stages, shards in space, micro-batches, schedule and recomputation are chosen together.
+    ``plan.strategy`` names them, and ``plan.alternatives`` has the best of each other kind of strategy.
+
+    ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or a single
+    one of them, all of which may be used; ``machine="dgx-a100:2"`` stands for all devices of a machine.
+    ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``processes`` and
+    ``ignore_device_moves`` are as for `make_plan`. ``options`` are other fields of the spec, and stay as they
+    are given. Raises ``SpecError`` if the memory or the kind of a device is not known, and ``BudgetError`` if
+    nothing fits.
     """
-    one = isinstance(devices, str | Mapping | DeviceSpec)
-    fields = {
-        "devices": [devices] if one else list(devices),
-        "objective": objective,
-        **options,
-    }
+    return _auto(
+        *(model, args, kwargs, devices, loss_fn, target, processes, ignore_device_moves, options)
+    ).plan
+
+
+def _auto(
+    model: nn.Module,
+    args: Example,
+    kwargs: Mapping[str, Any] | None,
+    devices: Iterable[Any] | str | None,
+    loss_fn: Callable[..., Tensor] | None,
+    target: Any,
+    processes: bool,
+    ignore_device_moves: bool,
+    options: Mapping[str, Any],
+) -> Answer:
+    fields = dict(options)
+    if devices is not None:
+        one = isinstance(devices, str | Mapping | DeviceSpec)
+        fields["devices"] = [devices] if one else list(devices)
     spec = PlacementSpec.model_validate(fields)
     loss = _given_loss(loss_fn, target)
     if loss is not None:
         spec = spec.model_copy(update={"loss": loss.spec})
     program, leaves = lower_call(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
-    return choose_spec(program, spec, leaves, make)
+    return choose_spec(spec, make)
 
 
 def simulate(
     model: nn.Module,
     plan: Plan | SpecSource,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -211,15 +254,18 @@ def simulate(
     With ``processes`` every device has a process of its own, as under ``torchrun``. ``loss_fn``, ``target``
     and ``ignore_device_moves`` are as for `make_plan`.
     """
-    wanted = plan if isinstance(plan, Plan) else as_spec(plan)
-    program, leaves = lower_call(
-        model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
-    )
-    make = JudgingPlanner(program, leaves, processes=processes, loss=_given_loss(loss_fn, target))
-    planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
-    return simulate_captured(
-        program, planned, leaves, make.loss_of(planned), run_on=run_on, processes=processes
-    )
+    with errors_located(plan):
+        wanted = plan if isinstance(plan, Plan) else as_spec(plan)
+        program, leaves = lower_call(
+            model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
+        )
+        make = JudgingPlanner(
+            program, leaves, processes=processes, loss=_given_loss(loss_fn, target)
+        )
+        planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
+        return simulate_captured(
+            program, planned, leaves, make.loss_of(planned), run_on=run_on, processes=processes
+        )
 
 
 def simulate_captured(
@@ -266,16 +312,21 @@ def as_spec(source: SpecSource) -> PlacementSpec:
 
 
 def example_call(
-    args: Sequence[Any] | Tensor, kwargs: Mapping[str, Any] | None
+    model: nn.Module, args: Example, kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example inputs as ``forward`` gets them; a single tensor need not be in a tuple.
+    """The example inputs as the ``forward`` of ``model`` gets them.
 
-    Raises ``CaptureError`` if they are neither a tuple of arguments nor a dict of keywords.
+    A single tensor need not be in a tuple, nor need a single dict, unless ``forward`` has arguments with the
+    names of its keys. Raises ``CaptureError`` if they are neither a tuple of arguments nor keywords.
     """
-    if isinstance(args, Tensor) or is_mark(args):
+    if isinstance(args, Tensor) or is_mark(args) or takes_dict(model, args):
         args = (args,)
     if not isinstance(args, tuple | list):
-        remedy = "pass a dict as kwargs={...}" if isinstance(args, Mapping) else "write (x,)"
+        remedy = "write (x,)"
+        if isinstance(args, Mapping):
+            remedy = (
+                "write kwargs={...} if its keys are arguments of forward, or (batch,) if it is one"
+            )
         raise CaptureError("args", f"is a {type(args).__name__}, not a tuple of inputs", remedy)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise CaptureError(
@@ -284,6 +335,16 @@ def example_call(
             "write several inputs as one tuple: (x, y)",
         )
     return tuple(args), dict(kwargs or {})
+
+
+def takes_dict(model: nn.Module, value: Any) -> bool:
+    """Is ``value`` a dict that can only be one argument of ``forward``, of which none is named like a key?"""
+    if not isinstance(value, Mapping) or not isinstance(model, nn.Module):
+        return False
+    parameters = inspect.signature(model.forward).parameters
+    named = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    near = any(isinstance(key, str) and nearest(key, parameters) for key in value)
+    return bool(parameters) and not named and not near
 
 
 def _check_one_process(plan: Plan) -> None:
@@ -308,9 +369,15 @@ def _refuse_placed(model: nn.Module) -> None:
             )
 
 
+def check_layers(model: nn.Module, spec: PlacementSpec) -> None:
+    """Raise ``SpecError`` for patterns of layers that ``model`` has not."""
+    if problems := layer_problems(spec, dict(model.named_modules(remove_duplicate=False))):
+        raise SpecError(SpecError.UNNAMED, problems)
+
+
 def lower_call(
     model: nn.Module,
-    args: Sequence[Any] | Tensor,
+    args: Example,
     kwargs: Mapping[str, Any] | None,
     wanted: PlacementSpec | Plan,
     *,
@@ -319,10 +386,13 @@ def lower_call(
 ) -> tuple[Program, list[Tensor]]:
     """The program of a call, to be placed as ``wanted`` says, and the call's tensors.
 
-    The rewrites are those of a plan, or else ``rewrites``. Raises ``CaptureError``.
+    The rewrites are those of a plan, or else ``rewrites``. Raises ``CaptureError``, and ``SpecError`` before
+    anything is recorded.
     """
-    positional, keywords = example_call(args, kwargs)
+    positional, keywords = example_call(model, args, kwargs)
     _refuse_placed(model)
+    if isinstance(model, nn.Module) and isinstance(wanted, PlacementSpec):
+        check_layers(model, wanted)
     # A plan is for training, too.
     with torch.inference_mode(False), recorded_under(planned_autocast(wanted.precision)):
         program = lower(

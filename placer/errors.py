@@ -5,15 +5,63 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+_SHOWN_COLUMNS = 76  # of the line that an error is about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """A place in a file that a user wrote: a part of one line, which is ``text``.
+
+    ``line`` and ``column`` count from 1, and ``width`` is the number of characters of the part.
+
+    >>> print(Location(file="a.json", line=7, column=2, width=3, text="{'a': 1}").excerpt)
+      7 | {'a': 1}
+        |  ^^^
+    """
+
+    file: str
+    line: int
+    column: int
+    width: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+    @property
+    def excerpt(self) -> str:
+        """The line, or what of a long one is around the part, and carets under the part."""
+        begin = 0
+        if len(self.text) > _SHOWN_COLUMNS:
+            begin = max(0, min(self.column - _SHOWN_COLUMNS // 2, len(self.text) - _SHOWN_COLUMNS))
+        shown = self.text[begin : begin + _SHOWN_COLUMNS].replace("\t", " ")
+        shown = "…" * (begin > 0) + shown[begin > 0 :]
+        shown += "…" * (begin + _SHOWN_COLUMNS < len(self.text))
+        before = self.column - 1 - begin
+        carets = "^" * max(1, min(self.width, _SHOWN_COLUMNS - before))
+        number = f"{self.line:>3}"
+        return f"{number} | {shown}\n{' ' * len(number)} | {' ' * before}{carets}"
+
+
+class KeyProblem(NamedTuple):
+    """A problem of a spec that is about the key at the JSON pointer ``where``, not about its value."""
+
+    where: str
+    problem: str
+    remedy: str
 
 
 class PlacerError(Exception):
     """The base class of all errors of placer.
 
     ``where`` names the place (a JSON pointer, a layer, a device), ``problem`` what was found there
-    and what was expected, ``remedy`` what to do. Errors survive pickling across processes.
+    and what was expected, ``remedy`` what to do. If it is about a part of a file that the user wrote,
+    ``location`` is that. Errors survive pickling across processes.
     """
+
+    location: Location | None = None
 
     def __init__(self, where: str, problem: str, remedy: str = "") -> None:
         super().__init__(where, problem, remedy)
@@ -23,35 +71,48 @@ class PlacerError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
+        if self.location is not None:
+            text = f"{self.location}: {text}\n{self.location.excerpt}"
         return f"{text}\n  -> {self.remedy}" if self.remedy else text
 
 
 class SpecError(PlacerError):
     """A placement spec is wrong; ``problems`` holds every ``(where, problem, remedy)`` found in it.
 
-    The message has the first 20 of them.
-
-    A single problem about ``source`` as a whole (for example, a missing file) or about a command line
-    option has no headline.
+    ``locations`` are where they are in the file ``source``, None for those of which that is not known. The
+    message has the first 20 of them. A single problem that has a location, or is about ``source`` as a whole
+    (for example, a missing file) or about a command line option, has no headline.
     """
 
     UNNAMED = "placement spec"  # the source of a spec that was not read from a file
     OPTIONS = "options"  # the source of a spec that the options of a command describe
     _SHOWN = 20  # how many problems the message has
 
-    def __init__(self, source: str, problems: Iterable[tuple[str, str, str]]) -> None:
+    def __init__(
+        self,
+        source: str,
+        problems: Iterable[tuple[str, str, str]],
+        locations: Iterable[Location | None] = (),
+    ) -> None:
         self.source = source
         self.problems = tuple(problems)
-        if len(self.problems) == 1 and (source == self.OPTIONS or self.problems[0][0] == source):
+        self.locations = tuple(locations) or (None,) * len(self.problems)
+        errors = []
+        for problem, location in zip(self.problems, self.locations, strict=True):
+            errors.append(PlacerError(*problem))
+            errors[-1].location = location
+        if len(errors) == 1 and (
+            self.locations[0] or source == self.OPTIONS or self.problems[0][0] == source
+        ):
             super().__init__(*self.problems[0])
+            self.location = self.locations[0]
             return
-        lines = first_few([str(PlacerError(*problem)) for problem in self.problems], self._SHOWN)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        within = "" if source == self.OPTIONS else " in the placement spec"
-        super().__init__(source, f"{count}{within}\n" + "\n".join(lines))
+        lines = first_few([str(error) for error in errors], self._SHOWN)
+        count = "1 problem" if len(errors) == 1 else f"{len(errors)} problems"
+        super().__init__(source, f"{count}\n" + "\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.source, self.problems)
+        return type(self), (self.source, self.problems, self.locations)
 
 
 class CaptureError(PlacerError):

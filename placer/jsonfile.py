@@ -1,10 +1,9 @@
-"""Reads JSON files that people write, with errors that say what is wrong and where."""
+"""Reads text and JSON files, with errors that say what is wrong and where."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,16 @@ class JSONError(PlacerError):
     """A text is not JSON, or a file cannot be read."""
 
 
-def read_text(path: Path) -> str:
-    """The file's text: UTF-8, with or without a byte order mark. Raises ``JSONError``."""
+def read_text(path: Path, endings: Collection[str] = (".json",)) -> str:
+    """The file's text: UTF-8, with or without a byte order mark. Raises ``JSONError``.
+
+    Where there is no such file, one beside it with one of ``endings`` may have been meant.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        beside = [p.name for p in path.parent.glob("*.json")] if path.parent.is_dir() else []
-        near = nearest(path.name, beside)
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        near = nearest(path.name, [p.name for p in beside if p.suffix in endings])
         hint = f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
         raise JSONError(str(path), "no such file", hint) from None
     except IsADirectoryError:
@@ -34,33 +36,16 @@ def read_text(path: Path) -> str:
         raise JSONError(str(path), f"cannot be read: {reason}", "check the path") from None
 
 
-def parse_json(text: str) -> tuple[Any, list[str]]:
-    """The JSON value in ``text``, and the keys that occur twice in one object.
-
-    Raises ``JSONError`` with the line and column.
-    """
-    twice: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(key for key, _ in pairs)
-        twice.extend(sorted(key for key, count in counts.items() if count > 1))
-        return dict(pairs)
-
-    if not text.strip():
-        raise JSONError("line 1, column 1", "is not JSON: there is no text", "write an object")
-    try:
-        return json.loads(text, object_pairs_hook=unique), twice
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        remedy = "JSON wants double quotes, no trailing comma and no comments"
-        raise JSONError(where, f"is not JSON: {error.msg}", remedy) from None
-    except (RecursionError, ValueError):  # Python's own limits; that of numbers is 4,300 digits
-        raise JSONError("/", "is nested too deep, or has a number with too many digits") from None
-
-
 def read_json(path: Path) -> Any:
-    """The JSON value in the file. Raises ``JSONError``."""
-    return parse_json(read_text(path))[0]
+    """The JSON value in a file that a program wrote. Raises ``JSONError``."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+    except (RecursionError, ValueError):  # Python's own limits; that of numbers is 4,300 digits
+        problem = "is nested too deep, or has a number with too many digits"
+    raise JSONError(str(path), problem)
 
 
 def json_pointer(path: Iterable[int | str], data: Any) -> str:

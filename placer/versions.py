@@ -67,6 +67,7 @@ RANGES: tuple[Range, ...] = (
     Range(package="numpy", lowest="2.0", highest="2.5", below="3"),
     Range(package="packaging", lowest="23.0", highest="26.3", below="27"),
     Range(package="pydantic", lowest="2.10", highest="2.14", below="3"),
+    Range(package="pyyaml", lowest="6.0.2", highest="6.0", below="7"),
     Range(package="rich", lowest="13.8", highest="15.0", below="16"),
     Range(package="safetensors", lowest="0.4.3", highest="0.8", below="1"),
     Range(package="typer", lowest="0.26", highest="0.29", below="1"),

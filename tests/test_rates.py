@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from placer.catalogue import CATALOGUE, fastest_kind
-from placer.h100 import H100_PEAKS, H100_RATES
-from placer.rates import CLASSES, DTYPES, Peaks, Rate, complete_rates, scaled_rates
+from placer.machine.catalogue import CATALOGUE, fastest_kind
+from placer.machine.h100 import H100_PEAKS, H100_RATES
+from placer.machine.rates import CLASSES, DTYPES, Peaks, Rate, complete_rates, scaled_rates
 
 
 def test_columns_are_padded_to_a_tile() -> None:

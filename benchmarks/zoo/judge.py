@@ -32,8 +32,9 @@ import placer.simulation.judge
 from benchmarks.loss import LOSS, MEAN_SQUARE
 from benchmarks.zoo.compare import Failed, compare, infer, is_tensor, jitter, seeded, train
 from benchmarks.zoo.subject import Call, Subject, Verdict, convert, to_meta, with_rows
-from placer.cost import CostEstimates, device_kind
+from placer.cost import CostEstimates
 from placer.errors import PlacerError
+from placer.machine.devices import device_kind
 from placer.partition.stage_cost.score import stage_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph

@@ -107,8 +107,7 @@ def read_table(folder: Path) -> Table:
     try:
         data = read_json(folder / TABLE)
     except JSONError as error:
-        at = "" if TABLE in error.where else f"{error.where}: "
-        raise CheckpointError(where, f"{at}{error.problem}", UNCHANGED) from None
+        raise CheckpointError(where, error.problem, UNCHANGED) from None
     try:
         file = _TableFile.model_validate(data)
     except ValidationError as error:

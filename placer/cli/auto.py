@@ -1,19 +1,32 @@
-"""``placer auto``: find a spec with which a model fits the given devices."""
+"""``placer auto``: find the fastest way to train a model on the given devices."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from placer.cli.fields import errors_name_options, spec_fields, spec_of_options
-from placer.cli.options import REPEATABLE, AsJson, Kind, Loss, ModelOptions, Target, loss_option
-from placer.cli.output import human_console, print_text
+from placer.cli.options import (
+    REPEATABLE,
+    AsJson,
+    Explain,
+    Kind,
+    Loss,
+    ModelOptions,
+    Page,
+    Processes,
+    Target,
+    loss_option,
+)
+from placer.cli.output import human_console, origin_of, print_json, print_text
 from placer.cli.progress import progress
 from placer.errors import BudgetError, PlacerError
+from placer.spec import PlacementSpec
 
 Devices = Annotated[
     list[str],
@@ -31,17 +44,26 @@ Output = Annotated[
 PlanOutput = Annotated[
     Path | None, typer.Option("--plan", metavar="PLAN", help="Save the plan here too (JSON).")
 ]
+Machine = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="NAME[:NODES]|FILE",
+        help="Instead of --device: all devices of this machine, with its links.",
+    ),
+]
 Fields = Annotated[
     dict[str, Any],
     spec_fields(
-        *("objective", "microbatches", "replicas", "schedule", "checkpoint", "offload"),
-        *("precision", "optimizer", "training", "reserve", "host_memory"),
-        objective="memory",
+        *("objective", "replicas", "stages", "space", "microbatches", "schedule", "checkpoint"),
+        *("offload", "chunks", "precision", "optimizer", "training", "reserve", "host_memory"),
     ),
 ]
 
 
-EXAMPLE = "placer auto net.py:Net --input 8x64 -d cuda:0=16GiB -o spec.json"
+EXAMPLE = (
+    "placer auto net.py:Net --input 8x64 -d cuda:0=16GiB -d cuda:1=16GiB --kind a100 -o spec.json"
+)
 
 
 def auto(
@@ -49,64 +71,80 @@ def auto(
     devices: Devices,
     target: Target,
     fields: Fields,
+    machine: Machine = None,
     loss: Loss = None,
     output: Output = None,
     plan_output: PlanOutput = None,
+    html: Page = None,
+    explain: Explain = False,
+    processes: Processes = False,
     kind: Kind = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find a spec with which the model fits, using as few of the devices as possible.
+    """Find the fastest way to train the model that fits the devices.
 
-    Without -o, the spec is printed to stdout and the table to stderr.
+    Replicas, stages, shards in space, micro-batches, schedule and recomputation are chosen together; what you
+    give stays as it is. Without -o, the spec is printed to stdout and the table to stderr; with --json, the
+    spec and the plan, which has the alternatives.
     """
     from placer.files import check_writable, writing
 
-    wanted = spec_of_options(
-        devices, **fields, devices=_devices(devices, kind), loss=loss_option(loss, target)
-    )
+    wanted = wanted_spec(devices, machine, kind, fields, loss, target)
     model_options.check()
-    check_writable(output, plan_output)
+    check_writable(output, plan_output, html)
     console = human_console(as_json=as_json or output is None)
     loaded = model_options.load(console)
-    from placer.cli.fit import report_misfit, with_comparisons
-    from placer.plan.store import save_plan
-    from placer.planner.auto import choose_spec
-    from placer.report import plan_table
+    from placer.cli.misfit import print_tried, with_comparisons
+    from placer.plan.store import plan_to_json, save_plan
+    from placer.program.call import describe_shapes
+    from placer.report import plan_table, write_html
+    from placer.search.auto import choose_spec
     from placer.simulation.judge import JudgingPlanner
 
     program, leaves = loaded.record(console, wanted)
-    make = JudgingPlanner(program, leaves)
+    make = JudgingPlanner(program, leaves, processes=processes)
     try:
         with (
-            progress(console, "looking for a spec that fits", make, most=len(wanted.devices)),
+            progress(console, "looking for the fastest strategy that fits", make),
             errors_name_options(devices),
         ):
-            chosen = choose_spec(program, wanted, leaves, make)
-            made = with_comparisons(make(chosen), chosen, make)
+            found = choose_spec(wanted, make)
+            made = with_comparisons(found.plan, found.spec, make)
     except BudgetError as error:
-        closest = make(wanted)
-        console.print(plan_table(closest))
-        report_misfit(
-            console,
-            program,
-            wanted,
-            leaves,
-            closest,
-            make,
-            error=error,
-            options=True,
-            as_json=as_json,
-        )
+        print_tried(console, error, as_json=as_json)
     console.print(plan_table(made))
     if plan_output is not None:
         save_plan(made, plan_output)
         console.print(f"plan written to {plan_output}")
+    if html is not None:
+        origin = origin_of(model_options.model, describe_shapes(leaves), found.spec)
+        write_html(made, html, simulation=make.simulate(made), origin=origin)
+        console.print(f"page written to {html}")
     if output is not None:
         with writing(output):
-            output.write_text(chosen.to_json(), encoding="utf-8")
+            output.write_text(found.spec.to_json(), encoding="utf-8")
         console.print(f"spec written to {output}")
-    if as_json or output is None:
-        print_text(chosen.to_json())
+    if explain:
+        console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print_json({"spec": json.loads(found.spec.to_json()), "plan": plan_to_json(made)})
+    elif output is None:
+        print_text(found.spec.to_json())
+
+
+def wanted_spec(
+    devices: Sequence[str],
+    machine: str | None,
+    kind: str | None,
+    fields: Mapping[str, Any],
+    loss: str | None,
+    target: Sequence[str],
+) -> PlacementSpec:
+    """The spec of all devices that may be used, with the fields that options give. Raises ``PlacerError``."""
+    if machine and (devices or kind):
+        raise PlacerError("--machine", "is given, and devices too", "leave out --device and --kind")
+    where = {"machine": machine} if machine else {"devices": _devices(devices, kind)}
+    return spec_of_options(devices, **fields, **where, loss=loss_option(loss, target))
 
 
 def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:

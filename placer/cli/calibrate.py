@@ -13,7 +13,7 @@ from placer.cli.progress import progress
 from placer.tables import Table
 
 if TYPE_CHECKING:
-    from placer.catalogue import DeviceKind
+    from placer.machine.catalogue import DeviceKind
 
 Device = Annotated[
     str,
@@ -52,7 +52,7 @@ def calibrate(
     """
     console = human_console(as_json=as_json)
     with progress(console, "importing torch"):
-        from placer.kindfile import save_kind
+        from placer.machine.kindfile import save_kind
         from placer.profiling import calibrate as measure
         from placer.profiling import check_output, device_here, file_values
 
@@ -80,7 +80,7 @@ def calibrate(
 
 
 def _table(kind: DeviceKind) -> Table:
-    from placer.rates import CLASSES
+    from placer.machine.rates import CLASSES
 
     headers = ["class"]
     for dtype in ("float32", "half"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from placer.cli.fields import spec_fields, spec_of_options
+from placer.cli.findings import print_error_as, sarif
 from placer.cli.options import (
     REPEATABLE,
     AsJson,
@@ -22,7 +23,7 @@ from placer.cli.options import (
 )
 from placer.cli.output import human_console, print_json
 from placer.cli.progress import progress
-from placer.errors import CaptureError, PlacerError, SpecError, first_few
+from placer.errors import CaptureError, PlacerError, first_few
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +37,15 @@ _SHOWN = 6  # how many of the layers that the spec does not place are listed
 _SIZES = ("8GiB", "16GiB", "24GiB", "80GiB")
 
 Spec = Annotated[
-    Path | None, typer.Argument(metavar="[SPEC]", help="Placement spec (JSON) to check.")
+    Path | None,
+    typer.Argument(metavar="[SPEC]", help="Placement spec (JSON, YAML or TOML) to check."),
+]
+Form = Annotated[
+    Literal["text", "json", "sarif", "github"],
+    typer.Option(
+        "--format",
+        help="What is on stdout: text; json; sarif, for code scanners; or github, annotations of a workflow.",
+    ),
 ]
 Memory = Annotated[
     list[str],
@@ -63,27 +72,30 @@ def check(
     loss: Loss = None,
     spec: Spec = None,
     kind: Kind = None,
+    form: Form = "text",
     as_json: AsJson = False,
 ) -> None:
     """Check a spec against a model; without a spec, show how far the model can be split.
 
-    A spec alone (one argument that ends in .json) is checked too, without its layers.
+    A spec alone (one argument that ends in .json, .yaml or .toml) is checked too, without its layers.
 
     --memory and the options that are fields of a spec are for a model without a spec.
     """
     from placer.spec import load_spec
+    from placer.spec.text import FORMATS
 
-    if spec is None and model_options.model.lower().endswith(".json"):
-        _check_alone(Path(model_options.model), model_options, as_json=as_json)
+    form = "json" if as_json else form
+    if spec is None and Path(model_options.model).suffix.lower() in FORMATS:
+        _check_alone(Path(model_options.model), model_options, form)
         return
-    console = human_console(as_json=as_json)
+    console = human_console(as_json=form != "text")
     if spec is None:
         sizes = _sizes(memory)
         device = {"name": "cuda:0"} if kind is None else {"name": "cuda:0", "kind": kind}
         counted = {**fields, "loss": loss_option(loss, target), "objective": "memory"}
         assumed = spec_of_options(devices=[device], **counted)
         model_options.check()
-        _check_model(console, model_options.load(console), assumed, sizes, as_json=as_json)
+        _check_model(console, model_options.load(console), assumed, sizes, form)
         return
     wanted = with_loss(load_spec(spec), loss, target)
     for option in ("memory",) * bool(memory) + tuple(fields):
@@ -93,10 +105,18 @@ def check(
     loaded = model_options.load(console, inputs_required=False)
     from placer.cli.measured import with_kind
 
-    _check_spec(console, loaded, with_kind(wanted, kind), source=str(spec), as_json=as_json)
+    _check_spec(console, loaded, with_kind(wanted, kind), str(spec), form)
 
 
-def _check_alone(path: Path, model_options: ModelOptions, *, as_json: bool) -> None:
+def _print_result(form: str, result: dict[str, Any]) -> None:
+    """Print the result of a check that found nothing wrong, in a form for programs."""
+    if form == "json":
+        print_json(result)
+    elif form == "sarif":
+        print_json(sarif("", [], None))
+
+
+def _check_alone(path: Path, model_options: ModelOptions, form: str) -> None:
     """Print that the spec in ``path`` is valid, as far as that can be seen without a model."""
     from placer.quantities import format_bytes, format_count
     from placer.spec import load_spec
@@ -105,7 +125,7 @@ def _check_alone(path: Path, model_options: ModelOptions, *, as_json: bool) -> N
         remedy = f"name the model: placer check MODEL {path} --input …"
         raise PlacerError(str(path), "is a spec, and --input is for a model", remedy)
     spec = load_spec(path)
-    console = human_console(as_json=as_json)
+    console = human_console(as_json=form != "text")
     devices = [
         " ".join(filter(None, (d.name, format_bytes(d.memory) if d.memory else "", d.kind or "")))
         for d in spec.devices
@@ -115,29 +135,26 @@ def _check_alone(path: Path, model_options: ModelOptions, *, as_json: bool) -> N
     hint = f"to check its {patterns} of layers, name the model: placer check MODEL {path}"
     if spec.layers:
         console.print(hint, style="dim", markup=False)
-    if as_json:
-        print_json({"valid": True, "layers_placed": None, "layers": None})
+    _print_result(form, {"valid": True, "layers_placed": None, "layers": None})
 
 
 def _check_spec(
-    console: Console, loaded: LoadedModel, spec: PlacementSpec, *, source: str, as_json: bool
+    console: Console, loaded: LoadedModel, spec: PlacementSpec, source: str, form: str
 ) -> None:
     """Print whether ``spec`` is valid for the model and, if there are inputs, whether it fits.
 
     Raises ``SpecError`` for patterns that match no layer, and exits if the plan does not fit.
     """
-    from placer.cli.fit import report_misfit, with_comparisons
+    from placer.api import check_layers
+    from placer.cli.main import EXIT_NO_FIT
+    from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
     from placer.report import plan_table
     from placer.simulation.judge import JudgingPlanner
-    from placer.spec import resolve_layers, resolve_patterns
+    from placer.spec import resolve_layers
 
+    check_layers(loaded.model, spec)
     paths = [name for name, _ in loaded.model.named_modules(remove_duplicate=False) if name]
-    placed, problems = resolve_layers(spec.layers, paths)
-    for field, patterns in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
-        if not isinstance(patterns, str):
-            problems += resolve_patterns(field, patterns, paths)[1]
-    if problems:
-        raise SpecError(source, problems)
+    placed, _ = resolve_layers(spec.layers, paths)
     places = f"it places {len(placed)} of {len(paths)} layers"
     if not spec.layers:
         places = f"it leaves the choice for all {len(paths)} layers to placer"
@@ -150,18 +167,20 @@ def _check_spec(
     result: dict[str, Any] = {"valid": True, "layers_placed": len(placed), "layers": len(paths)}
     if not loaded.has_inputs:
         console.print("give --input to see whether it fits", style="dim")
-        if as_json:
-            print_json(result)
+        _print_result(form, result)
         return
     program, leaves = loaded.record(console, spec)
     make = JudgingPlanner(program, leaves)
     with progress(console, "planning", make):
         made = with_comparisons(make(spec), spec, make)
     console.print(plan_table(made))
-    if as_json:
-        print_json({**result, "fits": made.fits})
+    if made.fits or form == "json":
+        _print_result(form, {**result, "fits": made.fits})
     if not made.fits:
-        report_misfit(console, program, spec, leaves, made, make)
+        error = find_remedies(console, program, spec, leaves, made, make)
+        if form != "json":
+            print_error_as(form, error, EXIT_NO_FIT, source)
+        report_misfit(console, program, spec, leaves, made, make, error=error)
 
 
 def _check_model(
@@ -169,8 +188,7 @@ def _check_model(
     loaded: LoadedModel,
     assumed: PlacementSpec,
     sizes: Sequence[tuple[str, int]],
-    *,
-    as_json: bool,
+    form: str,
 ) -> None:
     """Print how far the model can be split, and how many devices of each size it needs under ``assumed``."""
     from placer.cli.limits import print_limits
@@ -221,8 +239,7 @@ def _check_model(
     ) as error:  # for example if a module that stays whole reads values of tensors
         notes.append(f"memory cannot be estimated: {error.where} {error.problem}")
     print_limits(console, result)
-    if as_json:
-        print_json(result)
+    _print_result(form, result)
 
 
 def _measured(

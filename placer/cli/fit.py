@@ -1,145 +1,177 @@
-"""Print which changes would make a placement fit that does not."""
+"""``placer fit``: find the largest input with which a model can be trained on the given devices."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, NoReturn
+import json
+import string
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from torch import Tensor
 
-from placer.cli.main import EXIT_NO_FIT
-from placer.cli.output import print_json
+from placer.cli.auto import Devices, Fields, Machine, Output, wanted_spec
+from placer.cli.fields import errors_name_options
+from placer.cli.options import AsJson, Kind, Loss, ModelOptions, Processes, Target
+from placer.cli.output import human_console, print_json, print_text
 from placer.cli.progress import progress
-from placer.errors import BudgetError
-from placer.plan.check import host_error
-from placer.plan.types import Plan
-from placer.planner.auto import faster_with_fewer
-from placer.planner.remedies import (
-    describe_fitting,
-    find_largest_node,
-    lacks_room,
-    memory_needed,
-    misfit_error,
+from placer.errors import PlacerError
+
+Multiple = Annotated[
+    int,
+    typer.Option("--multiple", min=1, help="Sizes are multiples of this number.", show_default="1"),
+]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        "--like",
+        metavar="SIZES",
+        help="The proportions of several sizes, such as 256x256x192; by default all are equal.",
+    ),
+]
+Most = Annotated[
+    int, typer.Option("--most", min=1, help="The largest size that is tried, in multiples.")
+]
+
+
+EXAMPLE = (
+    "placer fit net.py:Net --input '1x1x{z}x{y}x{x}' --multiple 32 --like 256x256x192 "
+    "-d cuda:0=16GiB --kind v100"
 )
-from placer.program import Program
-from placer.quantities import format_bytes
-from placer.simulation.judge import JudgingPlanner
-from placer.spec import PlacementSpec
 
 
-def with_comparisons(plan: Plan, spec: PlacementSpec, make: JudgingPlanner) -> Plan:
-    """``plan`` for ``spec`` with notes on what else would be faster, or have another verdict."""
-    compared = (faster_with_fewer(spec, plan, make), make.elsewhere(spec, plan))
-    return replace(plan, notes=(*plan.notes, *filter(None, compared)))
+def fit(
+    model_options: ModelOptions,
+    devices: Devices,
+    target: Target,
+    fields: Fields,
+    multiple: Multiple = 1,
+    like: Like = None,
+    most: Most = 64,
+    machine: Machine = None,
+    loss: Loss = None,
+    output: Output = None,
+    processes: Processes = False,
+    kind: Kind = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the largest input with which the model can be trained on the devices.
 
-
-def find_remedies(
-    console: Console,
-    program: Program,
-    spec: PlacementSpec,
-    inputs: Sequence[Tensor],
-    plan: Plan,
-    make: JudgingPlanner,
-) -> BudgetError:
-    """The error that says why ``plan`` does not fit, with the changes that were tried."""
-    if plan.fits_devices:  # the host has too little
-        return host_error(plan)
-    with progress(console, "planning changes that may make it fit", make):
-        return misfit_error(program, spec, inputs, plan, make)
-
-
-def report_misfit(
-    console: Console,
-    program: Program,
-    spec: PlacementSpec,
-    inputs: Sequence[Tensor],
-    plan: Plan,
-    make: JudgingPlanner,
-    *,
-    error: BudgetError | None = None,
-    options: bool = False,
-    as_json: bool = False,
-) -> NoReturn:
-    """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
-
-    ``make`` plans a changed spec; ``error`` has the changes that have been tried, if any have. With
-    ``options``, changes are written as options of ``placer auto``. With ``as_json``, the result is also
-    printed to stdout as JSON.
+    Names in braces are the sizes that are looked for: {b}x3x224x224 asks for the batch, 1x1x{z}x{y}x{x} for a
+    volume. The strategy is chosen anew for every size, as by auto.
     """
-    say = as_option if options else str
-    if error is None:
-        error = find_remedies(console, program, spec, inputs, plan, make)
-    if plan.fits_devices:
-        remedy = say(error.remedy)
-        console.print(f"what would make it fit:\n  - {remedy}", markup=False)
-        if as_json:
-            print_json(_misfit(error, remedy))
-        raise typer.Exit(EXIT_NO_FIT)
-    no_room = lacks_room(spec)
-    if not no_room:
-        largest = find_largest_node(program, spec, inputs, make)
-        console.print(largest.describe(), style="bold red", markup=False)
-    console.print("what would make it fit:")
-    for tried in error.tried:
-        if tried.fits:
-            console.print(f"  - {say(describe_fitting(tried))}", markup=False)
-    with progress(console, "planning with other amounts of memory", make, compare=False):
-        needed = memory_needed(spec, make)
-    console.print(f"  - {needed}", markup=False)
-    if any(tried.fits and tried.step_seconds is None for tried in error.tried):
-        hint = "(in this order by reference rates; times are known with --kind)"
-        console.print(hint, style="dim", markup=False)
-    if no_room:
-        console.print(f"no change of the placement was tried: {say(no_room)}", markup=False)
-    short = [tried for tried in error.tried if not tried.fits]
-    if short:
-        console.print("tried, not enough (largest peak of a device):", style="dim")
-    for tried in short:
-        line = f"  - {say(tried.change)}: {format_bytes(tried.peak)}"
-        console.print(line, style="dim", markup=False)
+    from placer.files import check_writable, writing
+
+    wanted = wanted_spec(devices, machine, kind, fields, loss, target)
+    names = free_names(model_options.inputs)
+    unit = proportions(names, like, multiple)
+    check_writable(output)
+
+    def options_for(size: int) -> ModelOptions:
+        sizes = dict(zip(names, sizes_of(unit, multiple, size), strict=True))
+        return replace(model_options, inputs=[t.format_map(sizes) for t in model_options.inputs])
+
+    options_for(1).check()
+    console = human_console(as_json=as_json or output is None)
+    loaded = options_for(1).load(console)
+    from placer.cli.loaded_model import make_arguments
+    from placer.report.sizes import sizes_table
+    from placer.search.largest import Case, SizeTried, find_largest
+    from placer.simulation.judge import JudgingPlanner
+
+    with (
+        progress(console, "looking for the largest input", compare=False) as told,
+        errors_name_options(devices),
+    ):
+
+        def case_of(size: int) -> Case:
+            told.doing(f"{_shape(size)}, recording the model")
+            args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
+            program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
+            make = JudgingPlanner(program, leaves, processes=processes)
+            make.watcher = told.about(_shape(size))
+            return Case(make=make, wanted=wanted)
+
+        def _shape(size: int) -> str:
+            return "x".join(map(str, sizes_of(unit, multiple, size)))
+
+        def hear(tried: SizeTried) -> None:
+            told.found(f"{_shape(tried.size)} {'fits' if tried.fits else 'does not fit'}")
+
+        found = find_largest(range(1, most + 1), case_of, hear)
+    rows = [(_shape(tried.size), tried) for tried in found.tried]
+    console.print(sizes_table(rows, ", ".join(names)))
     if as_json:
-        print_json(_misfit(error, needed))
-    raise typer.Exit(EXIT_NO_FIT)
+        values: list[dict[str, Any]] = [
+            {
+                "sizes": dict(zip(names, sizes_of(unit, multiple, tried.size), strict=True)),
+                "fits": tried.fits,
+                "strategy": tried.strategy,
+                "step_seconds": tried.plan.step_seconds if tried.plan and tried.fits else None,
+                "headroom": tried.plan.tightest.headroom if tried.plan else None,
+            }
+            for tried in found.tried
+        ]
+        spec = None if found.answer is None else json.loads(found.answer.spec.to_json())
+        print_json({"tried": values, "spec": spec})
+    if found.answer is None:
+        from placer.cli.main import EXIT_NO_FIT
+
+        console.print(f"not even {_shape(1)} fits", style="bold red")
+        raise typer.Exit(EXIT_NO_FIT)
+    console.print(
+        f"largest: {_shape(found.size or 1)}, {found.answer.plan.strategy}", style="bold green"
+    )
+    text = found.answer.spec.to_json()
+    if output is not None:
+        with writing(output):
+            output.write_text(text, encoding="utf-8")
+        console.print(f"spec written to {output}")
+    elif not as_json:
+        print_text(text)
 
 
-_SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
+def free_names(inputs: Sequence[str]) -> list[str]:
+    """The names in braces, in order. Raises ``PlacerError`` if there is none.
 
-
-def as_option(change: str) -> str:
-    """Rewrite a change of a spec's fields as one of the options of ``placer auto``.
-
-    >>> as_option('cut the batch: "microbatches": 2, "schedule": "1F1B"')
-    'cut the batch: --microbatches 2 --schedule 1F1B'
-    >>> as_option('"checkpoint": "auto" and "offload": "auto" (recompute or wait)')
-    '--checkpoint --offload (recompute or wait)'
-    >>> as_option('write a smaller "reserve" into the spec')
-    'give a smaller --reserve'
-    >>> as_option('give more "host_memory", or recompute others ("checkpoint")')
-    'give more --host-memory, or recompute others (--checkpoint)'
-    >>> as_option('"offload": "auto" and "host_memory": "1.5GiB" (wait in host memory)')
-    '--offload --host-memory 1.5GiB (wait in host memory)'
+    >>> free_names(["2x1x{z}x{y}x{x}", "mask={z}x4"])
+    ['z', 'y', 'x']
     """
-    change = change.replace('write a smaller "reserve" into the spec', "give a smaller --reserve")
-    options = _SPEC_FIELD.sub(
-        lambda m: f"--{m[1].replace('_', '-')}" + (f" {m[2]}" if m[2] else ""), change
-    )
-    options = options.replace('"host_memory"', "--host-memory").replace(
-        '"checkpoint")', "--checkpoint)"
-    )
-    return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
+    try:
+        found = [
+            name for text in inputs for _, name, _, _ in string.Formatter().parse(text) if name
+        ]
+    except ValueError as error:
+        raise PlacerError("--input", str(error), "write {z} for a size") from None
+    if not found:
+        raise PlacerError(
+            "--input",
+            "has no size in braces",
+            "write the sizes to look for as names: 1x1x{z}x{y}x{x}",
+        )
+    return list(dict.fromkeys(found))
 
 
-def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:
-    return {
-        "fits": False,
-        "device": error.device,
-        "missing_bytes": error.missing_bytes,
-        "problem": error.problem,
-        "largest_node": {"node": error.largest_node, "bytes": error.largest_node_bytes},
-        "remedies": [*(t.change for t in error.tried if t.fits), needed],
-        "tried": [asdict(tried) for tried in error.tried],
-    }
+def proportions(names: Sequence[str], like: str | None, multiple: int) -> list[float]:
+    """The sizes of ``names`` in proportion to the largest, which is 1. Raises ``PlacerError``.
+
+    >>> proportions(["z", "y", "x"], "256x256x192", 32)
+    [1.0, 1.0, 0.75]
+    """
+    if like is None:
+        return [1.0] * len(names)
+    parts = like.split("x")
+    if len(parts) != len(names) or not all(part.isdecimal() and int(part) for part in parts):
+        form = "x".join(f"{{{name}}}" for name in names)
+        raise PlacerError(f"--like {like}", f"does not say the sizes {form}", "write 256x256x192")
+    sizes = [int(part) for part in parts]
+    return [size / max(sizes) for size in sizes]
+
+
+def sizes_of(unit: Sequence[float], multiple: int, count: int) -> list[int]:
+    """The sizes whose largest is ``count`` multiples.
+
+    >>> sizes_of([1.0, 1.0, 0.75], 32, 8)
+    [256, 256, 192]
+    """
+    return [multiple * max(1, round(count * share)) for share in unit]

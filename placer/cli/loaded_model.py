@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer.api import lower_call
+from placer.api import check_layers, lower_call, takes_dict
 from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
 from placer.cli.progress import progress
@@ -43,14 +42,20 @@ class LoadedModel:
         self, console: Console, wanted: PlacementSpec | Plan | None = None
     ) -> tuple[Program, list[Tensor]]:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
+        if isinstance(wanted, PlacementSpec):
+            check_layers(self.model, wanted)  # `lower_call` does it too, after it is said to record
         with progress(console, "recording the operations of the model"):
-            return lower_call(
-                self.model,
-                self.args,
-                dict(self.kwargs),
-                wanted or PlacementSpec.model_validate({"devices": ["cpu"]}),
-                ignore_device_moves=self.ignore_device_moves,
-            )
+            return self.captured(wanted or PlacementSpec.model_validate({"devices": ["cpu"]}))
+
+    def captured(self, wanted: PlacementSpec | Plan) -> tuple[Program, list[Tensor]]:
+        """`record` without telling."""
+        return lower_call(
+            self.model,
+            self.args,
+            dict(self.kwargs),
+            wanted,
+            ignore_device_moves=self.ignore_device_moves,
+        )
 
 
 def load_model(
@@ -60,33 +65,25 @@ def load_model(
     double: bool,
     inputs_required: bool,
     seed: int,
+    moves: IgnoreDeviceMoves | None = None,
 ) -> LoadedModel:
     """Build the model that ``options`` name, and its inputs, on ``meta`` unless ``allocate`` is set.
 
     ``double`` converts all floating-point parameters, buffers and inputs to float64. ``seed`` is for
-    weights and inputs. Arguments that a callable makes are used as they are, in memory or on ``meta``.
-    Raises ``PlacerError`` for invalid options, and if the model's own code raises an exception.
+    weights and inputs, and ``moves`` is told of the model's own choice of devices. Arguments that a callable
+    makes are used as they are, in memory or on ``meta``; a dict is one of them if forward has no arguments
+    with the names of its keys. Raises ``PlacerError`` for invalid options, and if the model's own code raises
+    an exception.
     """
-    shapes, examples = options.split_inputs()
-    wanted = parse_inputs(shapes, required=inputs_required and not examples)
-    kwargs = parse_values("--kwarg", options.keywords)
     torch.manual_seed(seed)
     arguments = parse_values("--model-arg", options.model_arguments)
-    with IgnoreDeviceMoves() if options.ignore_device_moves else nullcontext():
-        model = build_model(options.model, arguments, allocate=allocate)
+    if moves is None and options.ignore_device_moves:
+        moves = IgnoreDeviceMoves()
+    model = build_model(options.model, arguments, allocate=allocate, moves=moves)
     model.train(not options.evaluation)
     if double:
         model.double()
-    args: tuple[Any, ...] = ()
-    for text in examples:
-        args, made = load_example(text, values_needed=allocate)
-        kwargs = {**made, **kwargs}
-    for item in wanted:
-        tensor = item.random() if allocate else item.on_meta()
-        if item.name is None:
-            args += (tensor,)
-        else:
-            kwargs[item.name] = tensor
+    args, kwargs = make_arguments(model, options, allocate=allocate, required=inputs_required)
     if double:
         args, kwargs = tree_map_only(Tensor, _to_double, (args, kwargs))
     return LoadedModel(
@@ -96,6 +93,28 @@ def load_model(
         kwargs=kwargs,
         ignore_device_moves=options.ignore_device_moves,
     )
+
+
+def make_arguments(
+    model: nn.Module, options: ModelOptions, *, allocate: bool, required: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of forward that ``options`` describe, on ``meta`` unless ``allocate`` is set."""
+    shapes, examples = options.split_inputs()
+    wanted = parse_inputs(shapes, required=required and not examples)
+    kwargs = parse_values("--kwarg", options.keywords)
+    args: tuple[Any, ...] = ()
+    for text in examples:
+        args, made = load_example(text, values_needed=allocate)
+        if not args and takes_dict(model, made):
+            args, made = (made,), {}
+        kwargs = {**made, **kwargs}
+    for item in wanted:
+        tensor = item.random() if allocate else item.on_meta()
+        if item.name is None:
+            args += (tensor,)
+        else:
+            kwargs[item.name] = tensor
+    return args, kwargs
 
 
 def _to_double(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import keyword
 import os
 import sys
 from collections.abc import Callable
@@ -13,19 +14,27 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 from typer.core import TyperGroup
 
+from placer.cli.findings import print_error_as
 from placer.cli.options import with_option_groups
 from placer.cli.output import print_error_json
-from placer.errors import BudgetError, PlacerError, PlanError, SpecError
+from placer.errors import BudgetError, PlacerError, PlanError
+from placer.spec.load import errors_located
 from placer.versions import explain_failed_import
 
 _COMMANDS = (
     "auto",
+    "fit",
     "plan",
     "check",
+    "import",
+    "export",
     "simulate",
     "verify",
     "schema",
     "report",
+    "explain",
+    "diff",
+    "what-if",
     "profile",
     "calibrate",
     "doctor",
@@ -44,8 +53,9 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"placer.cli.{cmd_name}")
-        function = getattr(module, cmd_name)
+        name = cmd_name.replace("-", "_") + "_" * keyword.iskeyword(cmd_name)
+        module = importlib.import_module(f"placer.cli.{name}")
+        function = getattr(module, name)
         single = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
@@ -79,32 +89,30 @@ def _with_error_output(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
-        as_json = bool(kwargs.get("as_json"))
+        spec = kwargs.get("spec")
+        form = kwargs.get("form") or ("json" if kwargs.get("as_json") else "text")
+
+        def failed(error: PlacerError, code: int = EXIT_USAGE) -> typer.Exit:
+            """Print ``error``, and return the exception that ends the command with ``code``."""
+            print(f"error: {error}", file=sys.stderr)
+            print_error_as(form, error, code, None if spec is None else str(spec))
+            return typer.Exit(code)
+
         try:
-            with explain_failed_import():
+            with explain_failed_import(), errors_located(spec):
                 command(*args, **kwargs)
         except PlacerError as error:
             code = EXIT_NO_FIT if isinstance(error, BudgetError) else EXIT_USAGE
-            raise _print_error(
-                _with_source(error, kwargs.get("spec")), code, as_json=as_json
-            ) from None
+            raise failed(_with_source(error, spec), code) from None
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
             interrupted = PlacerError("", "interrupted")
-            raise _print_error(interrupted, EXIT_INTERRUPTED, as_json=as_json) from None
+            raise failed(interrupted, EXIT_INTERRUPTED) from None
         except (Exception, SystemExit) as error:
-            raise _print_error(_model_failure(error), EXIT_USAGE, as_json=as_json) from None
+            raise failed(_model_failure(error)) from None
 
     return run
-
-
-def _print_error(error: PlacerError, code: int, *, as_json: bool) -> typer.Exit:
-    """Print ``error``, and return the exception that ends the command with ``code``."""
-    print(f"error: {error}", file=sys.stderr)
-    if as_json:
-        print_error_json(error, code)
-    return typer.Exit(code)
 
 
 def _model_failure(error: BaseException) -> PlacerError:
@@ -122,9 +130,7 @@ def _model_failure(error: BaseException) -> PlacerError:
 
 
 def _with_source(error: PlacerError, spec: object) -> PlacerError:
-    """``error``, with the name of the command's spec or plan file if it is about an unnamed spec or plan."""
-    if isinstance(error, SpecError) and error.source == SpecError.UNNAMED and spec is not None:
-        return SpecError(str(spec), error.problems)
+    """``error``, with the name of the command's plan file if it is about an unnamed plan."""
     if isinstance(error, PlanError) and error.where == PlanError.UNNAMED and spec is not None:
         remedy = f"plan again: placer plan MODEL SPEC --input … -o {spec}"
         return PlanError(str(spec), error.problem, remedy)

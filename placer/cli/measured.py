@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from placer.cost import is_kind_known
 from placer.errors import PlacerError
-from placer.kindfile import find_kind, load_kind_file
+from placer.machine.devices import is_kind_known
+from placer.machine.kindfile import find_kind, load_kind_file
 from placer.planner.devices import device_slot, profile_problem
 from placer.planner.unknown_times import unknown_kinds
 from placer.program import Program

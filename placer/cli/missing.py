@@ -17,7 +17,7 @@ def explain_missing(error: ModuleNotFoundError, arguments: Sequence[str]) -> int
 
     Raises ``error`` again if it is about another package than those that placer needs.
     """
-    name = (error.name or "").partition(".")[0]
+    name = (error.name or "").partition(".")[0].replace("yaml", "pyyaml")
     missing = [each for each in RANGES if found_release(each.package) is None]
     if name not in [each.package for each in RANGES]:
         raise error

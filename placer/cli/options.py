@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from placer.cli.loaded_model import LoadedModel
     from placer.plan.types import Plan
+    from placer.program.moves import IgnoreDeviceMoves as DeviceMoves
     from placer.spec import LossSpec, PlacementSpec
 
 REPEATABLE: dict[str, Any] = {"default_factory": list, "show_default": False}
@@ -33,9 +34,9 @@ Model = Annotated[
         "(a class or a function).",
     ),
 ]
-Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON).")]
+Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON, YAML or TOML).")]
 SpecOrPlan = Annotated[
-    Path, typer.Argument(metavar="SPEC", help="Placement spec or saved plan (JSON).")
+    Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON, YAML or TOML) or saved plan.")
 ]
 Inputs = Annotated[
     list[str],
@@ -78,6 +79,12 @@ IgnoreDeviceMoves = Annotated[
         help="For a model that was split by hand: ignore the devices that its code moves tensors "
         'and layers to, as in x.to("cuda:1").',
     ),
+]
+Page = Annotated[
+    Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as an HTML page here.")
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Explain why each stage ends where it does.")
 ]
 Processes = Annotated[
     bool,
@@ -209,13 +216,19 @@ class ModelOptions:
         double: bool = False,
         inputs_required: bool = True,
         seed: int = 0,
+        moves: DeviceMoves | None = None,
     ) -> LoadedModel:
         """Import torch, and build the model and its inputs; see `placer.cli.loaded_model.load_model`."""
         with progress(console, "importing torch and the model"):
             from placer.cli.loaded_model import load_model
 
             return load_model(
-                self, allocate=allocate, double=double, inputs_required=inputs_required, seed=seed
+                self,
+                allocate=allocate,
+                double=double,
+                inputs_required=inputs_required,
+                seed=seed,
+                moves=moves,
             )
 
 

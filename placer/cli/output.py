@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from placer.errors import BudgetError, PlacerError, SpecError
+from placer.errors import BudgetError, Location, PlacerError, SpecError
 
 if TYPE_CHECKING:
     from placer.report import Origin
@@ -63,8 +63,8 @@ def print_text(text: str) -> None:
 def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> None:
     """Print ``error`` to stdout as a JSON object: kind, place, problem, remedy and exit code.
 
-    A `SpecError` also has a list of ``problems``; a `BudgetError` has the device, the missing bytes and the
-    changes that were tried.
+    With the file, line and column if they are known. A `SpecError` also has a list of ``problems``; a
+    `BudgetError` has the device, the missing bytes and the changes that were tried.
     """
     found: dict[str, Any] = {
         "kind": kind or type(error).__name__,
@@ -75,10 +75,19 @@ def print_error_json(error: PlacerError, exit_code: int, *, kind: str = "") -> N
     if isinstance(error, SpecError):
         found["problem"] = str(error.problem).partition("\n")[0]
         found["problems"] = [
-            {"place": place, "problem": problem, "remedy": remedy}
-            for place, problem, remedy in error.problems
+            {"place": place, "problem": problem, "remedy": remedy, **_location(location)}
+            for (place, problem, remedy), location in zip(
+                error.problems, error.locations, strict=True
+            )
         ]
+    found |= _location(error.location)
     if isinstance(error, BudgetError):
         found["device"], found["missing_bytes"] = error.device, error.missing_bytes
         found["tried"] = [asdict(tried) for tried in error.tried]
     print_json({"error": found, "exit_code": exit_code})
+
+
+def _location(location: Location | None) -> dict[str, Any]:
+    if location is None:
+        return {}
+    return {"file": location.file, "line": location.line, "column": location.column}

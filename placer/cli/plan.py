@@ -9,9 +9,11 @@ import typer
 
 from placer.cli.options import (
     AsJson,
+    Explain,
     Kind,
     Loss,
     ModelOptions,
+    Page,
     Processes,
     Profile,
     Spec,
@@ -24,9 +26,6 @@ from placer.cli.progress import progress
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Save the plan here (JSON).")
 ]
-Page = Annotated[
-    Path | None, typer.Option("--html", metavar="PAGE", help="Write the plan as an HTML page here.")
-]
 Trace = Annotated[
     Path | None,
     typer.Option(
@@ -34,9 +33,6 @@ Trace = Annotated[
         metavar="TRACE",
         help="Write a trace of an estimated step here, for ui.perfetto.dev.",
     ),
-]
-Explain = Annotated[
-    bool, typer.Option("--explain", help="Explain why each stage ends where it does.")
 ]
 
 
@@ -66,8 +62,8 @@ def plan(
     check_writable(output, html, trace)
     console = human_console(as_json=as_json)
     loaded = model_options.load(console)
-    from placer.cli.fit import find_remedies, report_misfit, with_comparisons
     from placer.cli.measured import check_kind_file, with_kind, with_kind_file
+    from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
     from placer.report import plan_table, write_html, write_trace

@@ -74,7 +74,7 @@ def profile(
     measures = device is not None or output is not None
     loaded = model_options.load(console, allocate=measures)
     from placer.cost import estimate_costs
-    from placer.kindfile import save_kind
+    from placer.machine.kindfile import save_kind
     from placer.profiling import check_output, device_here, file_values, known_kind, profile_model
 
     check_output(output)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from placer.plan.types import Plan
-    from placer.simulation.judge import JudgingPlanner
+    from placer.simulation.judge import JudgingPlanner, Watcher
     from placer.spec import PlacementSpec
 
 _EVERY = 1.0  # seconds between looks at what is new
@@ -38,6 +38,15 @@ class Progress:
         """Say what is done now."""
         self._what = what
 
+    def about(self, what: str) -> Watcher:
+        """Of one of several things: tells what is done for it, and neither counts nor compares its plans."""
+        return _Part(self, what)
+
+    def found(self, what: str) -> None:
+        """Something has been found out."""
+        self._planned += 1
+        self._best = (False, 0, 0.0), f"{self._best[1]}, {what}" if self._best else what
+
     def planned(self, spec: PlacementSpec, plan: Plan) -> None:
         """Count a plan, and keep the best: what fits, then what is over by the fewest bytes, then time."""
         self._planned += 1
@@ -52,7 +61,8 @@ class Progress:
         if self._planned:
             of = f" of at most {self._most}" if self._planned <= self._most else ""
             text += f"; tried {self._planned}{of}"
-        return f"{text}, best so far: {self._best[1]}" if self._best is not None else text
+        so_far = "best so far" if self._compare else "so far"
+        return f"{text}, {so_far}: {self._best[1]}" if self._best is not None else text
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self._start
@@ -72,6 +82,19 @@ class Progress:
             if self.state != said or time.monotonic() - when > _AGAIN:
                 said, when = self.state, time.monotonic()
                 print(f"  {self}", file=sys.stderr, flush=True)
+
+
+class _Part:
+    """A `Watcher` of one part of what a `Progress` tells."""
+
+    def __init__(self, whole: Progress, what: str) -> None:
+        self._whole, self._what = whole, what
+
+    def doing(self, what: str) -> None:
+        self._whole.doing(f"{self._what}, {what}")
+
+    def planned(self, spec: PlacementSpec, plan: Plan) -> None:
+        """The whole counts sizes, not plans."""
 
 
 def _verdict(plan: Plan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +14,18 @@ from placer.errors import nearest
 from placer.importing import ModelError, find_callable, user_failure
 
 
-def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) -> nn.Module:
+def build_model(
+    target: str,
+    arguments: Mapping[str, Any],
+    *,
+    allocate: bool,
+    moves: AbstractContextManager[Any] | None = None,
+) -> nn.Module:
     """Build the module that ``target`` (``package.module:callable`` or ``file.py:callable``) returns.
 
     Without ``allocate``, it is built on ``meta``. If its constructor fails there, for example because it
-    reads values of tensors, it is built in memory instead. Raises ``ModelError`` if that fails too.
+    reads values of tensors, it is built in memory instead. ``moves`` is for the devices that it names itself.
+    Raises ``ModelError`` if that fails too.
     """
     make = find_callable(target)
     if isinstance(make, nn.Module):
@@ -29,14 +37,18 @@ def build_model(target: str, arguments: Mapping[str, Any], *, allocate: bool) ->
     _check_arguments(target, make, arguments)
     if not allocate:
         try:
-            with torch.device("meta"):
+            with (
+                torch.device("meta"),
+                moves or nullcontext(),
+            ):  # so that it sees meta as the default
                 return _module(target, make(**arguments))
         except ModelError:
             raise
         except (Exception, SystemExit):  # if it fails in memory too, that error is reported
             pass
     try:
-        return _module(target, make(**arguments))
+        with moves or nullcontext():
+            return _module(target, make(**arguments))
     except ModelError:
         raise
     except (Exception, SystemExit) as error:

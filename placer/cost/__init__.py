@@ -6,13 +6,11 @@ when each storage is alive, `gradients` which gradients are pending for which no
 table. Of blocks that repeat only a few are run, and `expand` tells from them what the others cost.
 `operations` classifies operations, and `work` computes how long they take on a device. `kernels` and
 `autocast` make the run save the tensors that a CUDA device would save, `cpu_results` those that a CPU would.
-`cuda_workspaces` has the memory that kernels allocate internally. `devices` finds the kind of a device
-(`placer.catalogue`).
+`cuda_workspaces` has the memory that kernels allocate internally.
 """
 
 from placer.cost.cpu_results import cpu_result
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
-from placer.cost.devices import device_kind, device_type, is_kind_known, updates_together
 from placer.cost.estimate import CostEstimates, Estimate, batch_rows, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.loss import Loss, find_loss, loss_of, mean_square
@@ -46,15 +44,11 @@ __all__ = [
     "cpu_result",
     "cuda_workspaces",
     "device_kernels",
-    "device_kind",
-    "device_type",
     "estimate_costs",
     "find_loss",
-    "is_kind_known",
     "loss_of",
     "mean_square",
     "nbytes_of_storage",
-    "updates_together",
     "uses_blas",
     "with_added_rows",
     "with_fewer_rows",

@@ -1,6 +1,6 @@
 """Classify operators to estimate their time: class, data type, FLOPs, bytes and width.
 
-`placer.rates` computes the seconds of an operation on a device from these.
+`placer.machine.rates` computes the seconds of an operation on a device from these.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _SCATTERS = ("embedding_dense_backward", "index_put", "index_put_", "_index_put_
 class Operation(NamedTuple):
     """The properties that determine the time of one operation."""
 
-    name: str  # its class, one of `placer.rates.CLASSES`
-    dtype: str  # one of `placer.rates.DTYPES`
+    name: str  # its class, one of `placer.machine.rates.CLASSES`
+    dtype: str  # one of `placer.machine.rates.DTYPES`
     flops: int
     nbytes: int  # bytes read and written
     width: int  # columns of a matrix product, rows of a normalisation; 0 for other classes

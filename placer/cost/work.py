@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.catalogue import DeviceKind
 from placer.cost.operations import Operation
-from placer.rates import CLASSES, DTYPES, RATE_FIELDS, Rates
+from placer.machine.catalogue import DeviceKind
+from placer.machine.rates import CLASSES, DTYPES, RATE_FIELDS, Rates
 
 Vector = NDArray[np.float64]
 
@@ -155,7 +155,7 @@ class _Pass:
         ]
 
     def seconds(self, rates: Rates, count: int) -> PassSeconds:
-        """The formula of `placer.rates.Rate.seconds` for all operations at once, summed by node."""
+        """The formula of `placer.machine.rates.Rate.seconds` for all operations at once, summed by node."""
         rows = [[getattr(rates[key], field) for field in RATE_FIELDS] for key in _KEYS]
         columns = np.array(rows, dtype=np.float64).T[:, self.code]
         at = dict(zip(RATE_FIELDS, columns, strict=True))

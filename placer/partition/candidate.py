@@ -10,10 +10,14 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from placer.catalogue import DeviceKind
-from placer.cost import device_type, updates_together
+from placer.machine.catalogue import DeviceKind
+from placer.machine.devices import device_type, updates_together
 from placer.partition.chain import Mask, Table, best_cuts, boundary_costs, for_each
-from placer.partition.stage_cost.optimizer import OptimizerMemory, optimizer_bytes
+from placer.partition.stage_cost.optimizer import (
+    OptimizerMemory,
+    optimizer_bytes,
+    optimizer_seconds,
+)
 from placer.partition.stage_cost.score import peak_bytes, stage_seconds, transfer_seconds
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
@@ -88,9 +92,25 @@ def steady_step(
 
     On the CPUs of one process, micro-batches run one after the other.
     """
-    if not options.processes and all(device_type(slot.name) == "cpu" for slot in slots):
+    if run_one_after_the_other(options, slots):
         slowest = total
     return slowest * (options.microbatches - 1) + total
+
+
+def run_one_after_the_other(options: PlanningOptions, slots: Iterable[DeviceSlot]) -> bool:
+    """Do devices never work at the same time, because they are the CPUs of one process?"""
+    return not options.processes and all(device_type(slot.name) == "cpu" for slot in slots)
+
+
+def update_seconds(options: PlanningOptions, owned: Iterable[tuple[DeviceSlot, float]]) -> float:
+    """Seconds of the optimizer's step, for devices that each own so many bytes of trained parameters."""
+    if not options.training:
+        return 0.0
+    found = [
+        (slot, optimizer_seconds(nbytes, options.optimizer, slot.kind)) for slot, nbytes in owned
+    ]
+    seconds = [each for _, each in found]
+    return sum(seconds) if run_one_after_the_other(options, [s for s, _ in found]) else max(seconds)
 
 
 def in_flight_at(options: PlanningOptions, num_stages: int, stage_index: int) -> InFlight:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.catalogue import DeviceKind
-from placer.cost import CostTable, device_type
+from placer.cost import CostTable
+from placer.machine.catalogue import DeviceKind
+from placer.machine.devices import device_type
 from placer.partition.candidate import (
     Candidate,
     boundary_alternatives,
@@ -21,9 +22,10 @@ from placer.partition.candidate import (
     optimizer_on,
     peak_share,
     reference_bytes,
+    update_seconds,
 )
 from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
-from placer.partition.stage_cost.optimizer import OptimizerMemory, optimizer_seconds
+from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.overlap import overlapped_backward, overlapped_forward
 from placer.partition.stage_cost.score import (
     launch_seconds,
@@ -76,7 +78,7 @@ def describe_partition(
     stages = _stages(best, used, program, costs, options, received_from)
     peaks, replica_peaks = _device_peaks(best, used, stages, costs, options, received_from)
     fits = all(slot.fits(peaks[slot.name]) for slot in slots)
-    transfers = _find_transfers(program, costs, stages, slots)
+    transfers = _find_transfers(program, costs, stages, slots, options)
     optimizer = _optimizer_seconds(best, used, options)
     seconds = step_seconds(stages, transfers, options, optimizer, replicas=options.replicas)
     loads = [
@@ -135,7 +137,9 @@ def _stages(
         received = received_from[index, :index].tolist()
         peaks = peak_bytes(t, count, optimizer, training=options.training, received_from=received)
         seconds = [float(table[x, y]) for table in stage_seconds(t, slot.kind)]
-        launching = [float(table[x, y]) for table in launch_seconds(t, slot.kind)]
+        # One process launches the operations of all shards.
+        shards = 1 if options.processes else options.shards
+        launching = [shards * float(table[x, y]) for table in launch_seconds(t, slot.kind)]
         # In the order for which the peak was computed
         inside = best.nodes[t.cuts[x] : t.cuts[y + 1]]
         moved = 0
@@ -165,11 +169,22 @@ def _stages(
                 backward_launch_seconds=launching[1] if options.training else 0.0,
                 host_copy_seconds=moved / slot.kind.host_bandwidth,
                 host_copy_nbytes=moved,
+                sum_seconds=_sum_seconds(options, len(used), int(t.state.trained[x, y])),
                 exchanged_nbytes=int(sum(part[list(inside)].sum() for part in costs.work.sent)),
                 regions=find_regions(names, key_of),
             )
         )
     return stages
+
+
+def _sum_seconds(options: PlanningOptions, stages: int, nbytes: int) -> float:
+    """Seconds to sum ``nbytes`` of gradients over the ranks of a stage; in one process, to copy them once."""
+    ranks = options.replicas * options.shards
+    if not options.training or ranks == 1:
+        return 0.0
+    if options.processes:
+        return options.links.all_reduce_seconds(nbytes, ranks=ranks, stride=stages)
+    return options.links.send_seconds(nbytes, 0, 1)
 
 
 def _overlapped(
@@ -186,7 +201,11 @@ def _overlapped(
 
 
 def _find_transfers(
-    program: Program, costs: CostTable, stages: Sequence[StagePlan], slots: Sequence[DeviceSlot]
+    program: Program,
+    costs: CostTable,
+    stages: Sequence[StagePlan],
+    slots: Sequence[DeviceSlot],
+    options: PlanningOptions,
 ) -> tuple[Transfer, ...]:
     stage_of = {name: s for s, stage in enumerate(stages) for name in stage.nodes}
     last = len(stages) - 1
@@ -196,25 +215,38 @@ def _find_transfers(
         source = stage_of[name]
         targets = {stage_of[program.order[r]] if r < len(program.order) else last for r in readers}
         for target in sorted(targets - {source}):
-            bandwidth = min(slots[s].kind.link_bandwidth for s in (source, target))
-            seconds = nbytes / bandwidth if slots[source].name != slots[target].name else 0.0
+            seconds = 0.0
+            if slots[source].name != slots[target].name:
+                seconds = _send_seconds(options, len(stages), source, target, nbytes)
+                bandwidth = min(slots[s].kind.link_bandwidth for s in (source, target))
+                seconds = max(seconds, nbytes / bandwidth)
             found.append(
                 Transfer(value=name, source=source, target=target, nbytes=nbytes, seconds=seconds)
             )
     return tuple(found)
 
 
+def _send_seconds(
+    options: PlanningOptions, stages: int, source: int, target: int, nbytes: int
+) -> float:
+    """Seconds from one stage to another, in the replica where that takes the longest."""
+    shards = options.shards
+    starts = {
+        (replica * stages * shards) % options.links.node for replica in range(options.replicas)
+    }
+    return max(
+        options.links.send_seconds(nbytes, start + source * shards, start + target * shards)
+        for start in starts
+    )
+
+
 def _optimizer_seconds(best: Candidate, used: Sequence[_Used], options: PlanningOptions) -> float:
-    """Seconds of the optimizer's step, which all devices make at the same time."""
-    if not options.training:
-        return 0.0
+    """Seconds of the optimizer's step."""
     owned: dict[DeviceSlot, float] = {}
     for q, x, y in used:
         slot = best.slots[q]
         owned[slot] = owned.get(slot, 0.0) + float(best.tables.state.owned[x, y])
-    return max(
-        optimizer_seconds(nbytes, options.optimizer, slot.kind) for slot, nbytes in owned.items()
-    )
+    return update_seconds(options, owned.items())
 
 
 def _memory(

@@ -9,8 +9,9 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.catalogue import fastest_kind
-from placer.cost import CostTable, device_type
+from placer.cost import CostTable
+from placer.machine.catalogue import fastest_kind
+from placer.machine.devices import device_type
 from placer.partition.candidate import (
     copies_overlap,
     in_flight_at,

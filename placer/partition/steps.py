@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placer.cost import CostTable, device_type
-from placer.partition.candidate import Candidate, copies_overlap
+from placer.cost import CostTable
+from placer.machine.devices import device_type
+from placer.partition.candidate import Candidate, copies_overlap, update_seconds
 from placer.partition.chain import Mask, Table
-from placer.partition.stage_cost.optimizer import optimizer_seconds
 from placer.partition.stage_cost.score import launch_seconds, stage_seconds
 from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.plan.step_spans import lay_out_step
@@ -44,6 +44,7 @@ def step_seconds(
         training=options.training,
         processes=options.processes,
         optimizer_seconds=optimizer_seconds,
+        shards=options.shards,
     )
     return end_of(spans)
 
@@ -102,13 +103,11 @@ class StepClock:
                     backward_launch_seconds=trained * launch_back,
                 )
             )
-        optimizer = 0.0
-        if options.training:
-            owned = self._tables.state.owned
-            optimizer = max(
-                optimizer_seconds(float(owned[x, y - 1]), options.optimizer, slot.kind)
-                for slot, (x, y) in zip(self._slots, itertools.pairwise(cuts), strict=True)
-            )
+        owned = self._tables.state.owned
+        parts = zip(self._slots, itertools.pairwise(cuts), strict=True)
+        optimizer = update_seconds(
+            options, ((slot, float(owned[x, y - 1])) for slot, (x, y) in parts)
+        )
         return step_seconds(stages, self._transfers(cuts), options, optimizer)
 
     def _transfers(self, cuts: Sequence[int]) -> list[Transfer]:

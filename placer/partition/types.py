@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from placer.catalogue import DeviceKind
+from placer.machine.catalogue import DeviceKind
+from placer.machine.links import Link, Links
 from placer.plan.types import Boundary, Optimality, StagePlan, Transfer
 from placer.spec.fields import AllocatorName
+
+_INSTANT = Links(inside=Link(send=math.inf, bus=math.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,8 @@ class PlanningOptions:
     schedule: str = "GPipe"
     microbatches: int = 1  # that get rows; may be fewer than the spec asks for
     replicas: int = 1
+    shards: int = 1
+    links: Links = _INSTANT
     last_share: float = 1.0  # rows of the last micro-batch divided by those of any other
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True

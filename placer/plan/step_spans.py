@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from placer.plan.types import Plan, StagePlan, Transfer
 from placer.schedule import Action, linearize, one_process_order, ranks_of, schedule_on
 from placer.timeline import Operation, Span, Task, run
+
+BUCKET_NBYTES = 25 * 2**20  # in which processes sum gradients: DistributedDataParallel's default
 
 
 class _Moved(NamedTuple):
@@ -37,6 +39,7 @@ def step_spans(plan: Plan) -> tuple[Span, ...]:
         training=plan.training,
         processes=plan.processes,
         optimizer_seconds=plan.optimizer_seconds or 0,
+        shards=plan.shards,
     )
     return tuple(span for shard in range(plan.shards) for span in _of_shard(spans, plan, shard))
 
@@ -63,6 +66,7 @@ def lay_out_step(
     training: bool,
     processes: bool,
     optimizer_seconds: float,
+    shards: int = 1,
 ) -> tuple[Span, ...]:
     """The spans of a step of ``stages`` in the order of ``schedule``.
 
@@ -70,8 +74,9 @@ def lay_out_step(
     replica, and a copy keeps both of its devices busy. With ``processes``, every device has a process of its
     own, and messages overlap with computations; as replicas then share nothing, all take as long as the first
     one. Offloading that overlaps has a link per device and direction. Each half of a split backward takes
-    half of its seconds. The reduction of gradients over replicas takes no time: we assume that it
-    overlaps with backward.
+    half of its seconds. Processes sum gradients in buckets, all but the last of which overlap with the last
+    backward of their stage. In one process, the weights are copied from the first replica and shard to the
+    others at the beginning, and gradients back after every backward.
     """
     order = _order(
         schedule if training else "GPipe",
@@ -84,9 +89,19 @@ def lay_out_step(
     moved = _moved(transfers, rows[0])  # of any replica
 
     def operations(replicas: Sequence[int]) -> list[Operation]:
-        found: list[Operation] = []
+        copied = {} if processes or not training else {r: shards - (r == 0) for r in replicas}
+        found = [
+            _copy(stage, "weights", rows[replica], rows[0], count)
+            for replica, count in copied.items()
+            for stage in stages
+            if count and stage.sum_seconds
+        ]
         for replica in replicas:
-            found += _operations(order, stages, replica, rows[replica], moved, processes=processes)
+            done = _operations(order, stages, replica, rows[replica], moved, processes=processes)
+            if training and processes:
+                found += _with_sums(list(done), stages)
+            else:
+                found += _with_copies(done, stages, rows[replica], rows[0], copied.get(replica, 0))
         if optimizer_seconds:
             found.append(
                 Operation(
@@ -204,6 +219,74 @@ def _operations(
                 beside=computed,
                 nbytes=stage.host_copy_nbytes,
             )
+
+
+def _with_sums(operations: Sequence[Operation], stages: Sequence[StagePlan]) -> Iterator[Operation]:
+    """``operations``, and after the last backward of each stage the sum of its gradients over processes."""
+    last = {
+        o.task.action.stage_index: o for o in operations if o.task is not None and o.task.action
+    }
+    for operation in operations:
+        yield operation
+        action = None if operation.task is None else operation.task.action
+        if action is None or last[action.stage_index] is not operation:
+            continue
+        stage = stages[action.stage_index]
+        if not stage.sum_seconds:
+            continue
+        bucket = min(1.0, BUCKET_NBYTES / max(stage.memory.gradients, 1))
+        name, on = f"gradients of stage {stage.index}", (f"{operation.on[0]} to other ranks",)
+        parts = [
+            Operation(
+                kind="sum",
+                name=name,
+                on=on,
+                seconds=stage.sum_seconds * share,
+                after=after,
+                beside=operation,
+                nbytes=int(stage.memory.gradients * share),
+            )
+            for share, after in ((1 - bucket, ()), (bucket, (operation,)))
+            if share
+        ]
+        yield from parts
+
+
+def _with_copies(
+    operations: Iterable[Operation],
+    stages: Sequence[StagePlan],
+    devices: Sequence[str],
+    leads: Sequence[str],
+    copies: int,
+) -> Iterator[Operation]:
+    """``operations`` of one process, with copies of gradients to the ``leads`` after every backward."""
+    for operation in operations:
+        yield operation
+        action = None if operation.task is None else operation.task.action
+        if not copies or action is None or action.kind not in "BW":
+            continue
+        if (stage := stages[action.stage_index]).sum_seconds:
+            yield _copy(stage, "gradients", devices, leads, copies, operation)
+
+
+def _copy(
+    stage: StagePlan,
+    what: str,
+    devices: Sequence[str],
+    leads: Sequence[str],
+    copies: int,
+    *after: Operation,
+) -> Operation:
+    """So many copies, to or from the stage's lead device, of what has the size of its gradients."""
+    there, lead = devices[stage.index], leads[stage.index]
+    return Operation(
+        kind="sum",
+        name=f"{what} of stage {stage.index}",
+        on=(there,) if there == lead else (there, lead),
+        seconds=copies * (stage.sum_seconds or 0),
+        after=after,
+        nbytes=copies * stage.memory.gradients,
+    )
 
 
 def _seconds(stage: StagePlan, action: Action) -> tuple[float, float]:

@@ -101,6 +101,5 @@ def load_plan(path: str | Path) -> Plan:
     try:
         data = read_json(path)
     except JSONError as error:
-        place = "" if error.where == str(path) else f"{error.where}: "
-        raise PlanError(str(path), f"{place}{error.problem}", error.remedy) from None
+        raise PlanError(error.where, error.problem, error.remedy) from None
     return plan_from_json(data, source=str(path))

@@ -85,6 +85,8 @@ class StagePlan:
     # and back in backward. Copies that do not overlap are part of the seconds above.
     host_copy_seconds: Seconds = 0.0
     host_copy_nbytes: Bytes = 0
+    # To sum its gradients over replicas and shards, between processes; in one process, to copy them once
+    sum_seconds: Seconds = 0.0
     # What each shard sends to the others in forward and backward of a micro-batch, recomputation not counted
     exchanged_nbytes: Bytes = 0
     regions: tuple[Region, ...] = ()  # in the order of nodes; they do not overlap
@@ -201,6 +203,26 @@ class PlannedLoss:
         return LossSpec(function=self.function, target=self.target)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another strategy that `auto` looked at, and why it lost.
+
+    ``slower`` is its time per step divided by the plan's, by reference rates where the kind of a device is
+    not known; None if no plan was made. ``judged``: a dry run decided whether it fits. ``peak`` is the
+    largest of a device, in bytes, or a lower bound on it where no plan was made.
+    """
+
+    strategy: str
+    devices: Count
+    fits: bool
+    judged: bool
+    step_seconds: Seconds
+    slower: Annotated[float, Field(ge=0)] | None
+    peak: Bytes
+    headroom: int | None
+    reason: str
+
+
 def everything_fits(devices: Iterable[DevicePeak], host: HostPeak | None) -> bool:
     """Is every device within its budget, and the host, if anything is offloaded?"""
     return all(device.fits for device in devices) and (host is None or host.fits)
@@ -288,6 +310,9 @@ class Plan:
     stored: Mapping[str, StoredRule] = field(default_factory=dict)
     # Of the captured graph, in the order in which they are applied:
     rewrites: tuple[Rewrite, ...] = ()
+    # If it was chosen by `auto`: how it trains, and the best of each other way
+    strategy: str = ""
+    alternatives: tuple[Alternative, ...] = ()
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan

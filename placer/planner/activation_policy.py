@@ -8,7 +8,8 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
-from placer.cost import CostTable, device_type, with_regions
+from placer.cost import CostTable, with_regions
+from placer.machine.devices import device_type
 from placer.partition import DeviceSlot, Partition, PlanningOptions, rate_partition
 from placer.partition.candidate import in_flight_at
 from placer.partition.policy.cheapest import (

@@ -15,12 +15,12 @@ from placer.cost import (
     Estimate,
     Loss,
     batch_rows,
-    device_type,
     find_loss,
     with_added_rows,
     with_regions,
 )
 from placer.errors import CaptureError
+from placer.machine.devices import device_type
 from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
 from placer.plan.types import Plan
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy

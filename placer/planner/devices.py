@@ -6,9 +6,11 @@ import os
 
 import torch
 
-from placer.catalogue import DeviceKind, kinds_with_memory
-from placer.cost import device_kind, device_type
 from placer.errors import SpecError
+from placer.machine.catalogue import DeviceKind, kinds_with_memory
+from placer.machine.devices import device_kind, device_type
+from placer.machine.links import Link, Links
+from placer.machine.machine import device_kind_of, find_machine
 from placer.partition import DeviceSlot
 from placer.quantities import format_bytes
 from placer.spec import DeviceSpec, PlacementSpec
@@ -16,7 +18,7 @@ from placer.spec import DeviceSpec, PlacementSpec
 
 def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
     """The device with its budget: as given, else of its kind, else of this machine's GPU, else none."""
-    kind = device_kind(device.name, device.kind)
+    kind = _kind(device, spec)
     budget = device.memory
     if budget is None and device.kind is not None:
         budget = kind.memory
@@ -36,6 +38,21 @@ def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
         context=context,
         allocator=allocator,
     )
+
+
+def _kind(device: DeviceSpec, spec: PlacementSpec) -> DeviceKind:
+    machine = None if spec.machine is None else find_machine(spec.machine)
+    if machine is not None and device.kind == machine.kind:
+        return device_kind_of(machine)
+    return device_kind(device.name, device.kind)
+
+
+def links_of(spec: PlacementSpec) -> Links:
+    """The links between the devices of ``spec``: its machine's, or those of one node with the slowest one."""
+    if spec.machine is not None:
+        return find_machine(spec.machine).links
+    slowest = min(device_kind(d.name, d.kind).link_bandwidth for d in spec.devices)
+    return Links(inside=Link(send=slowest, bus=slowest))
 
 
 def with_lead_devices(spec: PlacementSpec) -> PlacementSpec:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from placer.cost import CostTable, device_type
+from placer.cost import CostTable
+from placer.machine.devices import device_type
 from placer.partition import Partition, PlanningOptions
 from placer.partition.candidate import in_flight_at
 from placer.timeline import HostUsage

@@ -11,6 +11,7 @@ from placer.errors import PlacerError, SpecError
 from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
+from placer.planner.devices import links_of
 from placer.planner.notes import layer_paths, shared_modules
 from placer.program import Program, is_inside, rows_of
 from placer.regions import RegionKey, region_keys
@@ -116,13 +117,13 @@ def wanted_regions(program: Program, spec: PlacementSpec) -> tuple[RegionKey | N
         found, unmatched = resolve_patterns(field, patterns, paths)
         chosen[field] = found if spec.training else set()
         problems += unmatched
-        for pattern in patterns:
+        for index, pattern in enumerate(patterns):
             around = {_module_around(path, whole) for path in match_paths(pattern, paths) if path}
             if around and None not in around:
                 layer = min(name for name in around if name is not None)
                 problems.append(
                     (
-                        f"/{field}",
+                        f"/{field}/{index}",
                         f"{pattern!r} is inside {layer or 'the model'}, which stays whole "
                         f"({whole[layer]})",
                         f"write {layer!r}" if layer else "leave it out",
@@ -201,10 +202,12 @@ def planning_options(
     if host_budget is not None:
         host_budget = max(0, host_budget - host_correction) // (replicas if processes else 1)
     return PlanningOptions(
-        objective=spec.objective,
+        objective="throughput" if spec.objective == "devices" else spec.objective,
         schedule=spec.schedule,
         microbatches=len(sizes),
         replicas=replicas,
+        shards=spec.space.number,
+        links=links_of(spec),
         last_share=sizes[-1] / max(sizes[0], 1),
         optimizer=_optimizer(spec),
         training=spec.training,

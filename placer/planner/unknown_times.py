@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from placer.catalogue import kinds_with_memory
-from placer.cost import is_kind_known
+from placer.machine.catalogue import kinds_with_memory
+from placer.machine.devices import is_kind_known
 from placer.partition import DeviceSlot
 from placer.plan.types import Optimality, Plan
 from placer.quantities import format_bytes
@@ -54,6 +54,7 @@ def without_times(plan: Plan, spec: PlacementSpec, slots: Sequence[DeviceSlot]) 
                 forward_launch_seconds=None,
                 backward_launch_seconds=None,
                 host_copy_seconds=None,
+                sum_seconds=None,
             )
             for stage in plan.stages
         ),

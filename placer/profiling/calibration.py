@@ -1,7 +1,7 @@
 """Measure the rates of a device kind: time a small and a large operation of every class.
 
 The time of the small one is the overhead of its class; the additional time of the large one is due to
-its FLOPs or bytes. Classes that are not measured get the rate of a similar one (`placer.rates`).
+its FLOPs or bytes. Classes that are not measured get the rate of a similar one (`placer.machine.rates`).
 
 Others may use the machine, for a second or for less: a kernel of two threads that takes 5 µs waits 8 ms for
 its second core. So all samples are timed in several rounds, and of all runs of a sample the fastest counts.
@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 import torch
 
 from placer._torch import DispatchMode
-from placer.catalogue import DeviceKind
 from placer.cost.operations import Operation, operations_of
 from placer.errors import DeviceError
 from placer.executor.device_map import device_count
+from placer.machine.catalogue import DeviceKind
+from placer.machine.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
 from placer.operands import tensors_in
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.profiling.clocks import Clock, clock_for, time_call
 from placer.profiling.samples import ROW, Call, Samples, optimizer_nbytes
 from placer.program.python_random import keep_random
-from placer.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
 
 _SECONDS = 0.15  # per sample, in all rounds; there are two for each of some 40 classes
 _ROUNDS = 6

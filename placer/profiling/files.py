@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.api import example_call
-from placer.catalogue import DeviceKind
-from placer.cost import device_kind
+from placer.api import Example, example_call
 from placer.errors import PlacerError
 from placer.files import check_writable
-from placer.kindfile import SUFFIX, is_kind_file, kind_to_json, save_kind
+from placer.machine.catalogue import DeviceKind
+from placer.machine.devices import device_kind
+from placer.machine.kindfile import SUFFIX, is_kind_file, kind_to_json, save_kind
 from placer.precision import planned_autocast, recorded_under
 from placer.profiling.profile import Measured, profile_model
 from placer.program import flatten_call, lower
@@ -25,7 +25,7 @@ from placer.spec.fields import device_kind_name, device_name
 
 def profile(
     model: nn.Module,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     output: str | Path | None = None,
@@ -48,7 +48,7 @@ def profile(
     path = None if output is None else Path(output)
     check_output(path)
     place = device_here(device or "")
-    positional, keywords = example_call(args, kwargs)
+    positional, keywords = example_call(model, args, kwargs)
     with recorded_under(planned_autocast(precision)):
         program = lower(model, positional, keywords)
     leaves = flatten_call(program.call, positional, keywords)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from placer._torch import has_expandable_segments
-from placer.catalogue import PeakMemory
 from placer.cost.loss import ASSUMED
 from placer.executor.cuda_allocator import AllocatorWarning, prepare_allocator
 from placer.executor.device_map import map_devices
 from placer.executor.module import runtime_of
 from placer.executor.place import Place
 from placer.executor.place_model import place_model
+from placer.machine.catalogue import PeakMemory
 from placer.plan.types import DevicePeak, Plan
 from placer.program import Program
 from placer.simulation.judge import JudgingPlanner

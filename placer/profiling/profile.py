@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from placer.catalogue import DeviceKind, PeakMemory, Profile
-from placer.cost import CostTable, device_type, estimate_costs
+from placer.cost import CostTable, estimate_costs
 from placer.cost.loss import ASSUMED
 from placer.errors import DeviceError
 from placer.executor.device_map import map_devices
 from placer.executor.module import PlacedModule, runtime_of
 from placer.executor.place_model import place_model
+from placer.machine.catalogue import DeviceKind, PeakMemory, Profile
+from placer.machine.devices import device_type
+from placer.machine.rates import Rates
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.planner.build import build_plan
 from placer.profiling.calibration import gpu_memory, require_device
@@ -24,7 +26,6 @@ from placer.profiling.memory import ComparedMemory, compare_memory
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.program import Program
 from placer.program.python_random import keep_random
-from placer.rates import Rates
 from placer.spec import PlacementSpec
 
 

@@ -55,6 +55,7 @@ _LANES = {
     "forward": "forward",
     "backward": "backward",
     "transfer": "transfer",
+    "sum": "gradients and weights over replicas and shards",
     "optimizer": "optimizer",
 }
 

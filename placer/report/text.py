@@ -37,6 +37,7 @@ def simulation_table(plan: Plan, report: SimulationReport) -> RenderableType:
 
 
 def _plan(shown: View) -> Iterator[RenderableType]:
+    plan = shown.plan
     yield _Headline(shown.headline)
     for table in (_stages(shown), _devices(shown)):
         yield from ("", table)
@@ -52,6 +53,10 @@ def _plan(shown: View) -> Iterator[RenderableType]:
         )
         if len(found) > _TRANSFERS_SHOWN:
             yield f"… and {len(found) - _TRANSFERS_SHOWN} smaller"
+        yield ""
+    if plan.alternatives:
+        yield Text(f"\nchosen: {plan.strategy}; the best of every other kind of strategy:")
+        yield _alternatives(plan)
         yield ""
     yield from _verdict(shown)
 
@@ -118,6 +123,28 @@ def _stages(shown: View) -> Table:
         words=("layers", "device"),
         optional=("backward", "forward", "saved", "parameters", "budget", "peak"),
         units=dict.fromkeys(headers[3:7], BYTES) | dict.fromkeys(headers[7:], SECONDS),
+    )
+
+
+def _alternatives(plan: Plan) -> Table:
+    timed = plan.step_seconds is not None
+    headers = ("strategy", "devices", *["step"] * timed, "headroom", "why not")
+    rows = [
+        [
+            each.strategy,
+            each.devices,
+            *(["-" if each.step_seconds is None else each.step_seconds] * timed),
+            Cell("-" if each.headroom is None else each.headroom, "" if each.fits else "bad"),
+            each.reason,
+        ]
+        for each in plan.alternatives
+    ]
+    return Table(
+        headers=headers,
+        rows=rows,
+        words=("strategy", "why not"),
+        optional=("devices", "headroom"),
+        units={"step": SECONDS, "headroom": BYTES},
     )
 
 

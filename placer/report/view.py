@@ -90,8 +90,7 @@ class View:
     whole plan, and ``facts`` the same by name, without the seconds of a ``step`` (as text) and the share of
     them in which devices are idle (None if times are not known). ``transfers`` are those of tensors, the
     largest first. ``end`` is the end of the step in seconds, or of the simulation in tasks, 0 without both.
-    ``remedies`` are changes that were tried because the plan does not fit, ``alternatives`` other plans;
-    nothing makes those yet.
+    ``remedies`` are changes that were tried because the plan does not fit.
     """
 
     plan: Plan
@@ -110,7 +109,6 @@ class View:
     simulated: bool
     end: float
     remedies: Sequence[Tried] = ()
-    alternatives: Sequence[Tried] = ()
 
 
 def view(
@@ -290,7 +288,7 @@ def memory_parts(kinds: Mapping[str, int], peak: int) -> dict[str, int]:
 def _lane(device: str, spans: Sequence[Span]) -> Lane:
     """What the device computes, and the transfers to and from it."""
     mine = [s for s in spans if s.end > s.start and any(device in on.split(" to ") for on in s.on)]
-    busy = sum(span.end - span.start for span in mine if span.kind != "transfer")
+    busy = sum(span.end - span.start for span in mine if span.kind not in ("transfer", "sum"))
     return Lane(mine, busy / end_of(spans) if mine else 0.0)
 
 

@@ -40,12 +40,17 @@ _PLAN = TypeAdapter(Plan)
 _STAGE_COSTS = {
     *("layers", "memory", "budget", "reserve", "host_copy_seconds", "host_copy_nbytes"),
     *("forward_seconds", "backward_seconds", "forward_launch_seconds", "backward_launch_seconds"),
+    "sum_seconds",
 }
 _DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
 _COSTS: Any = {
     **dict.fromkeys(("fits", "objective", "step_seconds", "optimizer_seconds", "transfers"), True),
     **dict.fromkeys(
-        ("rank_time", "notes", "optimality", "extra_seconds", "boundaries", "host"), True
+        (
+            *("rank_time", "notes", "optimality", "extra_seconds", "boundaries", "host"),
+            *("strategy", "alternatives"),
+        ),
+        True,
     ),
     "stages": {"__all__": _STAGE_COSTS},
     "devices": {"__all__": _DEVICE_COSTS},
@@ -99,6 +104,21 @@ class JudgingPlanner:
         self._loss, self._losses = loss, dict[LossSpec | None, Loss]()
         self.watcher: Watcher | None = None
         self._about = ""  # the spec that is planned, for the watcher
+
+    @property
+    def program(self) -> Program:
+        """The model as it was captured."""
+        return self._base
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """The inputs of a step."""
+        return self._inputs
+
+    @property
+    def processes(self) -> bool:
+        """Are plans made for one process per device?"""
+        return self._processes
 
     @property
     def costs(self) -> CostEstimates:
@@ -191,6 +211,11 @@ class JudgingPlanner:
     def estimate(self, spec: PlacementSpec) -> Plan:
         """The plan for ``spec`` by its estimates; see `PlanMaker`."""
         return self._build(spec)()
+
+    @only_new_garbage()
+    def rough_estimate(self, spec: PlacementSpec) -> Plan:
+        """`estimate` from costs that are scaled from known ones, without running the model again."""
+        return self._watched(spec, self._build(spec, rough=True)())
 
     @only_new_garbage()
     def rough_plan(self, spec: PlacementSpec) -> Plan:

@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from placer.cost import device_type
 from placer.executor.attribution import Attribution
 from placer.executor.module import runtime_of
 from placer.executor.place import CALLER, HOST, Place, on
 from placer.executor.place_model import place_model
+from placer.machine.devices import device_type
 from placer.operands import tensors_of_tree
 from placer.program.call import placeholder_names
 from placer.simulation.ledger import Ledger

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.cost import device_type
 from placer.emit import StagedModel, emit_stages
 from placer.executor.attribution import Attribution
 from placer.executor.call_cache import Call
@@ -28,6 +27,7 @@ from placer.executor.replica import Replica
 from placer.executor.scatter import scatter_batch, split_target
 from placer.executor.state import CallState, refuse_held_tensors
 from placer.executor.statistics import DeferredStatistics, defers_statistics
+from placer.machine.devices import device_type
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
 from placer.schedule import Action, Message, find_messages, linearize, schedule_on

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer.cost import Loss, device_kernels, device_type, find_loss, updates_together
+from placer.cost import Loss, device_kernels, find_loss
 from placer.errors import CaptureError, PlacerError, causes, first_line
 from placer.executor.place import current_place
 from placer.executor.task import doing
 from placer.executor.transfer import copy_to
+from placer.machine.devices import device_type, updates_together
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
 from placer.program.row_gradients import clear_row_gradients

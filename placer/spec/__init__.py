@@ -1,6 +1,6 @@
 """The placement spec: reads a JSON file and checks it, without importing torch."""
 
-from placer.spec.layers import match_paths, resolve_layers, resolve_patterns
+from placer.spec.layers import layer_problems, match_paths, resolve_layers, resolve_patterns
 from placer.spec.load import load_spec
 from placer.spec.loss import LossSpec
 from placer.spec.schema import schema_text, spec_schema
@@ -11,6 +11,7 @@ __all__ = [
     "LossSpec",
     "OptimizerBytes",
     "PlacementSpec",
+    "layer_problems",
     "load_spec",
     "match_paths",
     "resolve_layers",

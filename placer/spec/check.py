@@ -3,33 +3,84 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from placer.errors import nearest
+from placer.errors import PlacerError, first_few, nearest
 from placer.jsonfile import escape_token
+from placer.machine.machine import find_machine
 from placer.quantities import format_count
-from placer.spec.fields import MOST, device_name
+from placer.spec.fields import MOST, device_name, nearest_device
 from placer.spec.rows import shifted_rows
 
 Problem = tuple[str, str, str]
+_SHOWN = 8  # devices that a problem lists
 
 
-def cross_problems(data: Any) -> list[Problem]:
-    """Contradictions between fields of an unvalidated spec. Values of a wrong type are skipped here."""
+def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
+    """Contradictions between fields of an unvalidated spec; the fields ``wrong`` have other problems.
+
+    Values of a wrong type are skipped here.
+    """
     if not isinstance(data, Mapping):
         return []
     names = _names(data.get("devices"))
     problems = _twice(names, "/devices", "a device holds one list entry")
-    problems += _unknown_targets(data.get("layers"), names)
-    return problems + _rows(data, names) + _shards(data, names)
+    problems += _unknown_targets(data, names)
+    if not {"replicas", "replica_devices"}.intersection(wrong):
+        problems += _rows(data, names)
+    if not {"devices", "space"}.intersection(wrong):
+        problems += _shards(data, names) + _stages(data, names)
+    return problems
+
+
+def with_machine_devices(data: Any) -> Any:
+    """``data`` with the devices of its ``machine``, if it names one and no devices.
+
+    They are those of a replica's stages if their number is given, otherwise all.
+    """
+    if (
+        not isinstance(data, Mapping)
+        or not isinstance(data.get("machine"), str)
+        or data.get("devices")
+    ):
+        return data
+    try:
+        machine = find_machine(data["machine"])
+    except PlacerError:
+        return data  # reported by the field's own validator
+    stages, shards = data.get("stages"), _number_of_shards(data)
+    count = stages * shards if type(stages) is int and stages > 0 else machine.devices
+    device: dict[str, Any] = {"kind": machine.kind}
+    if machine.memory is not None:
+        device["memory"] = machine.memory
+    return {**data, "devices": [{"name": name, **device} for name in machine.names()[:count]]}
+
+
+def _stages(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
+    """A problem if there are fewer devices than the stages need."""
+    stages, shards = data.get("stages"), _number_of_shards(data)
+    if not isinstance(stages, int) or not names or stages * shards <= len(names):
+        return []
+    problem = (
+        f"{format_count(stages, 'stage')} of {format_count(shards, 'device')} each, and there "
+        f"{'is' if len(names) == 1 else 'are'} {format_count(len(names), 'device')}"
+    )
+    return [
+        ("/stages", problem, f"give {stages * shards} devices, or at most {len(names) // shards}")
+    ]
+
+
+def _number_of_shards(data: Mapping[str, Any]) -> int:
+    space = data.get("space", 1)
+    shards = space.get("shards") if isinstance(space, Mapping) else getattr(space, "shards", space)
+    return shards if isinstance(shards, int) and shards > 0 else 1
 
 
 def _shards(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
     """Problems of ``space`` with the number of devices, and with fields that it cannot be combined with."""
-    space = data.get("space", 1)
-    shards = space.get("shards") if isinstance(space, Mapping) else getattr(space, "shards", space)
-    if not isinstance(shards, int) or shards < 2 or not names:
+    shards = _number_of_shards(data)
+    if shards < 2 or not names:
         return []
     problems = []
     if len(names) % shards:
@@ -80,19 +131,25 @@ def _twice(names: list[str | None], where: str, rule: str) -> list[Problem]:
     ]
 
 
-def _unknown_targets(layers: Any, names: list[str | None]) -> list[Problem]:
+def _unknown_targets(data: Mapping[str, Any], names: list[str | None]) -> list[Problem]:
+    layers = data.get("layers")
     if not isinstance(layers, Mapping) or not any(names):
         return []
+    entries = map(_entry_name, data["devices"])
+    meant = [  # also by names that are misspelt
+        name or (nearest_device(entry) if isinstance(entry, str) else None)
+        for name, entry in zip(names, entries, strict=True)
+    ]
     known = list(dict.fromkeys(name for name in names if name))
-    problems = []
+    problems: list[Problem] = []
     for pattern, target in layers.items():
         name = _name(target)
-        if name is not None and name not in known:
+        if name is not None and name not in meant and all(meant):
             near = nearest(name, known) or known[0]
             problems.append(
                 (
                     f"/layers/{escape_token(str(pattern))}",
-                    f"{target!r} is not one of the devices ({', '.join(known)})",
+                    f"{target!r} is not one of the devices ({', '.join(first_few(known, _SHOWN))})",
                     f"did you mean {near!r}? Or add {target!r} to /devices",
                 )
             )

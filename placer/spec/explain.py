@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from placer.errors import nearest
+from placer.errors import KeyProblem, nearest
 from placer.jsonfile import json_pointer
 from placer.spec.check import Problem
 
@@ -22,14 +22,22 @@ _JSON_WORDS = {
     "a valid dictionary or instance of LossSpec": "the name of a loss or an object",
 }
 _JSON_SINGLES = {None: "null", True: "true", False: "false"}
+_YES_AND_NO = {
+    **dict.fromkeys(("yes", "on", "true", "1"), "true"),
+    **dict.fromkeys(("no", "off", "false", "0"), "false"),
+}
+_REQUIRED = "is required"
+_DID_YOU_MEAN = "did you mean '{}'?"
 _KEYS = {
     "devices": ["name", "memory", "kind", "allocator"],
+    "inputs": ["batch_dim"],
     "loss": ["function", "target"],
     "space": ["shards", "grid", "dims", "layers"],
 }
 _EXAMPLES = {
     "loss": 'write a name such as "cross_entropy", or an object with "function" and "target"',
     "devices": 'write a list such as ["cuda:0", {"name": "cuda:1", "memory": "16GiB"}]',
+    "inputs": 'write "whole", or an object such as {"batch_dim": 1}',
     "layers": 'write an object such as {"encoder": "cuda:0"}',
     "replica_devices": 'write a list for each further replica, such as [["cuda:2", "cuda:3"]]',
 }
@@ -48,7 +56,37 @@ def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> li
             and json_pointer(x["loc"], data) in words
         )
     ]
-    return [_explain(detail, data, keys) for detail in details if not _is_echo(detail)]
+    problems = [_explain(detail, data, keys) for detail in details if not _is_echo(detail)]
+    return [p for p in problems if p[1] != _REQUIRED or not _is_explained(p[0], problems)]
+
+
+def _is_explained(missing: str, problems: Sequence[Problem]) -> bool:
+    """Is it said already why there is no key ``missing``: is it misspelt, or is the machine unknown?"""
+    above, _, key = missing.rpartition("/")
+    if missing == "/devices" and any(where == "/machine" for where, *_ in problems):
+        return True
+    hints = [
+        p[2] for p in problems if isinstance(p, KeyProblem) and p[0].rpartition("/")[0] == above
+    ]
+    meant = (key, "machine") if key == "devices" else (key,)
+    return bool(hints) if above else any(_DID_YOU_MEAN.format(name) in hints for name in meant)
+
+
+def wrong_fields(problems: Sequence[Problem]) -> set[str]:
+    """The fields of the spec with a problem, also those that a misspelt key was meant to be."""
+    meant = {p[2].split("'")[1] for p in problems if "'" in p[2] and isinstance(p, KeyProblem)}
+    return meant | {where.split("/")[1] for where, *_ in problems}
+
+
+def one_per_slip(problems: Sequence[Problem]) -> list[Problem]:
+    """``problems``, the first of each place, without those of a whole whose parts have problems."""
+    inner = {
+        "/".join(steps[:count])
+        for steps in (where.split("/") for where, *_ in problems)
+        for count in range(2, len(steps))
+    }
+    firsts = {problem[0]: problem for problem in reversed(problems)}
+    return [p for p in problems if firsts[p[0]] is p and p[0] not in inner]
 
 
 def _is_echo(detail: ErrorDetails) -> bool:
@@ -64,10 +102,11 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
         known = (
             keys if len(detail["loc"]) == 1 else _KEYS.get(str(detail["loc"][0]), _KEYS["devices"])
         )
-        return where, "is not a key of a placement spec", _hint(str(detail["loc"][-1]), known)
+        hint = _hint(str(detail["loc"][-1]), known)
+        return KeyProblem(where, "is not a key of a placement spec", hint)
     if kind == "missing":
         key = str(detail["loc"][-1])
-        return f"{where}/{key}".replace("//", "/"), "is required", f"add the key {key!r}"
+        return f"{where}/{key}".replace("//", "/"), _REQUIRED, f"add the key {key!r}"
     if kind == "literal_error":
         quoted = re.findall(r"'([^']*)'|(\d+)", str(detail["ctx"]["expected"]))
         words = [text or number for text, number in quoted]
@@ -75,22 +114,38 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
         hint = f"did you mean {near!r}?" if near else ""
         if found == near:
             hint = f"write {near} without quotes"
+        hint = hint or _EXAMPLES.get(where.split("/")[1], "")
         if len(words) == 1:
-            return where, f"{spell(found)} was found where {words[0]} was expected", hint
+            only = words[0] if words[0].isdecimal() else repr(words[0])
+            return where, f"{spell(found)} was found where {only} was expected", hint
         return where, f"{spell(found)} is not one of {', '.join(words)}", hint
     if kind == "value_error":
-        return where, str(detail["ctx"]["error"]), ""
+        problem, _, remedy = str(detail["ctx"]["error"]).partition("; ")
+        if where.startswith("/layers/"):
+            return where, problem, _hint_for_layer(str(detail["loc"][1]), found, keys) or remedy
+        return where, problem, remedy
     if kind == "too_short":
         return where, "is empty", "list at least one device, such as 'cuda:0' or 'cpu'"
     message = detail["msg"].removeprefix("Input should be ")
     expected = _JSON_WORDS.get(message, message)
     example = _EXAMPLES.get(where.split("/")[1], "")
+    if expected == "true or false" and str(found).lower() in _YES_AND_NO:
+        example = f"write {_YES_AND_NO[str(found).lower()]}"
     return where, f"{spell(found)} was found where {expected} was expected", example
+
+
+def _hint_for_layer(pattern: str, found: Any, keys: Sequence[str]) -> str:
+    """What to write for an entry of ``layers`` that is no entry; "" if it is only a wrong device."""
+    if isinstance(found, Mapping) and found:
+        return f'write the whole path as one text, "{pattern}.{next(iter(found))}", and its device'
+    if pattern in keys:
+        return f'{pattern!r} is a key of the spec: write it outside of "layers"'
+    return ""
 
 
 def _hint(word: str, known: Sequence[str]) -> str:
     near = nearest(word, known)
-    return f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}"
+    return _DID_YOU_MEAN.format(near) if near else f"the keys are {', '.join(known)}"
 
 
 def spell(value: Any) -> str:

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
-from placer.catalogue import CATALOGUE
-from placer.errors import nearest
-from placer.kindfile import is_kind_file
+from placer.errors import PlacerError, nearest
+from placer.machine.catalogue import CATALOGUE
+from placer.machine.kindfile import is_kind_file
+from placer.machine.machine import find_machine
 from placer.quantities import parse_bytes
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
@@ -17,8 +18,8 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
 DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 
-_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,3}))?")
-_MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,4})\s*", re.IGNORECASE)
+_DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,5}))?")
+_MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,6})\s*", re.IGNORECASE)
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
 MOST = 2**16  # replicas or micro-batches; a larger number must be a typo
 _LEAST_MEMORY = 512  # bytes of a device; a smaller number was meant in GiB
@@ -34,7 +35,7 @@ def device_name(value: Any) -> str:
     """
     match = _DEVICE.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[1] not in DEVICE_TYPES:
-        near = _nearest_device(value) if isinstance(value, str) else None
+        near = nearest_device(value)
         hint = f"did you mean {near!r}?" if near else "write a name such as 'cuda:0' or 'cpu'"
         raise ValueError(f"{value!r} is not a device; {hint} (types: {', '.join(DEVICE_TYPES)})")
     if match[2] is None and match[1] != "cpu":
@@ -42,9 +43,11 @@ def device_name(value: Any) -> str:
     return str(value)
 
 
-def _nearest_device(name: str) -> str | None:
+def nearest_device(name: Any) -> str | None:
     """The device that was probably meant, such as ``cuda:0`` for ``GPU:0`` or ``cuda0``; or None."""
-    match = _MISSPELT_DEVICE.fullmatch(name)
+    if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
+        return f"cuda:{name}"
+    match = _MISSPELT_DEVICE.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return None
     kind = match[1].lower()
@@ -72,6 +75,18 @@ def device_kind_name(value: Any) -> str:
     return value.lower()
 
 
+def _machine_name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{value!r} is not the name of a machine; write 'dgx-a100', or a JSON file"
+        )
+    try:
+        find_machine(value)
+    except PlacerError as error:
+        raise ValueError(f"{error.where} {error.problem}; {error.remedy}") from None
+    return value
+
+
 def _size(value: Any) -> int:
     if not isinstance(value, str | int):
         raise ValueError(f"{value!r} is not a size; write bytes, or text such as '16GiB'")
@@ -94,7 +109,10 @@ def _count(value: Any) -> int | str:
     if value == "auto" and isinstance(value, str):
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is not a count; write a whole number from 1 up, or 'auto'")
+        wanted = "a whole number from 1 up, or 'auto'"
+        if isinstance(value, str) and value.isdecimal():
+            wanted = f"{value} without quotes"
+        raise ValueError(f"{value!r} is not a count; write {wanted}")
     if value > MOST:
         raise ValueError(f"more than {MOST} were found; write a smaller number, or 'auto'")
     return value
@@ -104,9 +122,8 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
     if value == "auto" and isinstance(value, str):
         return "auto"
     if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
-        raise ValueError(
-            f"{value!r} is not a list of layer patterns; write ['encoder.*'] or 'auto'"
-        )
+        example = [value if isinstance(value, str) and value else "encoder.*"]
+        raise ValueError(f"{value!r} is not a list of layer patterns; write {example} or 'auto'")
     return tuple(value)
 
 
@@ -118,7 +135,7 @@ def _schedule(value: Any) -> Any:
 
 _NAME_SCHEMA = {
     "type": "string",
-    "pattern": "^[a-z]+(:(0|[1-9][0-9]{0,3}))?$",
+    "pattern": "^[a-z]+(:(0|[1-9][0-9]{0,5}))?$",
     "examples": ["cuda:0", "cpu"],
 }
 _SIZE_TEXT = {
@@ -147,6 +164,11 @@ KindName = Annotated[
         }
     ),
 ]
+MachineName = Annotated[
+    str,
+    PlainValidator(_machine_name),
+    WithJsonSchema({"type": "string", "examples": ["dgx-a100", "dgx-h100:4", "machine.json"]}),
+]
 DeviceMemory = Annotated[int, PlainValidator(device_memory), WithJsonSchema(_MEMORY_SCHEMA)]
 ByteSize = Annotated[int, PlainValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 Count = Annotated[int | Literal["auto"], PlainValidator(_count), WithJsonSchema(_COUNT_SCHEMA)]
@@ -159,6 +181,6 @@ Patterns = Annotated[
 AllocatorName = Literal["default", "expandable"]
 BatchNormMode = Literal["per_microbatch", "deferred", "sync"]
 StoredRule = Literal["mean", "sum", "concatenate"]
-Objective = Literal["throughput", "memory", "latency", "bottleneck"]
+Objective = Literal["throughput", "memory", "latency", "bottleneck", "devices"]
 Precision = Literal["fp32", "bf16", "fp16"]
 ScheduleField = Annotated[ScheduleName, BeforeValidator(_schedule)]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from placer.errors import nearest
+from placer.errors import KeyProblem, nearest
 from placer.jsonfile import escape_token
 from placer.spec.check import Problem
+
+if TYPE_CHECKING:
+    from placer.spec.types import PlacementSpec
 
 
 def resolve_layers(
@@ -27,15 +31,16 @@ def resolve_layers(
     covered = {pattern: match_paths(pattern, known) for pattern in layers}
     for pattern, found in covered.items():
         winner.update(dict.fromkeys(found, pattern))
-    problems = []
+    problems: list[Problem] = []
     for pattern, found in covered.items():
         if not found:
-            problems.append(_unmatched("layers", pattern, known))
+            where = f"/layers/{escape_token(pattern)}"
+            problems.append(KeyProblem(where, *_unmatched(pattern, known)))
         elif all(layers[winner[path]] != layers[pattern] for path in found):
             later = winner[found[0]]
             problem = f"has no effect, because {later!r} comes later and covers it"
             remedy = f"write {pattern!r} after {later!r}, or leave it out"
-            problems.append((f"/layers/{escape_token(pattern)}", problem, remedy))
+            problems.append(KeyProblem(f"/layers/{escape_token(pattern)}", problem, remedy))
     return {path: layers[winner[path]] for path in known if path in winner}, problems
 
 
@@ -44,10 +49,25 @@ def resolve_patterns(
 ) -> tuple[set[str], list[Problem]]:
     """All paths that any of ``patterns`` covers, and a problem for each pattern that matches nothing."""
     known = [path for path in paths if path]
-    covered = {pattern: match_paths(pattern, known) for pattern in patterns}
-    missing = [pattern for pattern, found in covered.items() if not found]
-    problems = [_unmatched(field, pattern, known) for pattern in missing]
-    return {path for found in covered.values() for path in found}, problems
+    found: set[str] = set()
+    problems = []
+    for index, pattern in enumerate(patterns):
+        covered = match_paths(pattern, known)
+        found.update(covered)
+        if not covered:
+            problems.append((f"/{field}/{index}", *_unmatched(pattern, known)))
+    return found, problems
+
+
+def layer_problems(spec: PlacementSpec, paths: Iterable[str]) -> list[Problem]:
+    """A problem for each pattern of ``spec`` without effect on a model whose modules are ``paths``."""
+    paths = list(paths)
+    problems = resolve_layers(spec.layers, paths)[1]
+    fields = {"checkpoint": spec.checkpoint, "offload": spec.offload}
+    for field, patterns in {**fields, "space/layers": spec.space.layers}.items():
+        if patterns != "auto":
+            problems += resolve_patterns(field, patterns, paths)[1]
+    return problems
 
 
 def match_paths(pattern: str, paths: Iterable[str]) -> list[str]:
@@ -78,12 +98,11 @@ def _without_last_dot(regex: str) -> str:
     return regex.removesuffix(r"\.")
 
 
-def _unmatched(field: str, pattern: str, paths: Sequence[str]) -> Problem:
+def _unmatched(pattern: str, paths: Sequence[str]) -> tuple[str, str]:
     near = _nearest_pattern(pattern, paths)
     tops = dict.fromkeys(path.partition(".")[0] for path in paths)
     hint = f"did you mean {near!r}?" if near else f"top-level layers: {', '.join(tops)}"
-    where = f"/{field}/{escape_token(pattern)}" if field == "layers" else f"/{field}"
-    return where, f"no layer matches {pattern!r}", hint
+    return f"no layer matches {pattern!r}", hint
 
 
 def _nearest_pattern(pattern: str, paths: Sequence[str]) -> str | None:

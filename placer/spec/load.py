@@ -2,64 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from placer.errors import SpecError
-from placer.jsonfile import JSONError, parse_json, read_text
+from placer.errors import KeyProblem, PlacerError, SpecError
+from placer.spec.check import Problem
 from placer.spec.explain import spell
+from placer.spec.text import SpecText
 from placer.spec.types import PlacementSpec
 
 
 def load_spec(source: str | Path | Mapping[str, Any]) -> PlacementSpec:
     """The spec in ``source``: a path, JSON text that starts with ``{``, or a mapping.
 
-    Raises ``SpecError`` with every problem of the file, each with its JSON pointer.
+    The end of a file's name says what it is: ``.yaml`` and ``.yml`` YAML, ``.toml`` TOML, any other JSON,
+    which may have comments and trailing commas. Raises ``SpecError`` with every problem, each with its JSON
+    pointer and its place in the text.
     """
-    if isinstance(source, Mapping):
+    text = _text_of(source)
+    if text is None:
+        assert isinstance(source, Mapping)
         return PlacementSpec.model_validate(dict(source))
+    return spec_in(text, text.values())
+
+
+def spec_in(text: SpecText, data: Any) -> PlacementSpec:
+    """The spec in ``data``, the values of ``text``. Raises ``SpecError``."""
+    with errors_located(text):
+        if not isinstance(data, Mapping):
+            problem = f"{spell(data)} was found where an object was expected"
+            remedy = 'write {"devices": ["cuda:0", "cuda:1"]}'
+            raise SpecError(SpecError.UNNAMED, [("/", problem, remedy)])
+        if "fingerprint" in data and "stages" in data:
+            remedy = (
+                "'placer plan' takes a spec; 'simulate', 'verify' and 'report' take a plan "
+                "(in Python: placer.load_plan)"
+            )
+            raise SpecError(text.source, [(text.source, "is a plan, not a spec", remedy)])
+        return PlacementSpec.model_validate(data)
+
+
+@contextmanager
+def errors_located(source: object) -> Iterator[None]:
+    """In this block, errors about fields of the spec in ``source`` name its file, line and column.
+
+    ``source`` is what `load_spec` takes, or a `SpecText`; for others nothing is changed.
+    """
+    try:
+        yield
+    except SpecError as error:
+        if error.source != SpecError.UNNAMED or (text := _text_of(source)) is None:
+            raise
+        found = [(text.locate(problem), problem) for problem in error.problems]
+        found.sort(key=lambda pair: (pair[0].line, pair[0].column) if pair[0] else (0, 0))
+        problems = [problem for _, problem in found]
+        raise SpecError(text.source, problems, [place for place, _ in found]) from error.__cause__
+    except PlacerError as error:
+        about_spec = error.where.startswith("/") and error.where.split("/")[1] in _FIELDS
+        if about_spec and error.location is None and (text := _text_of(source)) is not None:
+            problem: Problem = (error.where, error.problem, error.remedy)
+            if error.where.startswith(("/inputs/", "/stored/")):  # about the name of a tensor
+                problem = KeyProblem(*problem)
+            error.location = text.locate(problem)
+        raise
+
+
+_FIELDS = frozenset(PlacementSpec.known_keys())
+
+
+def _text_of(source: object) -> SpecText | None:
+    """The text that a user wrote; None if it is not known. Raises ``SpecError`` if a file cannot be read."""
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        return parse_spec(source, SpecError.UNNAMED)
-    path = Path(source)
-    return parse_spec(read_spec_text(path), str(path))
-
-
-def read_spec_text(path: Path) -> str:
-    """The text of the file. Raises ``SpecError`` if it cannot be read."""
-    try:
-        return read_text(path)
-    except JSONError as error:
-        raise _spec_error(str(path), error) from None
-
-
-def parse_spec(text: str, source: str) -> PlacementSpec:
-    """The spec in the JSON ``text``; ``source`` names it in errors. Raises ``SpecError``."""
-    data = _parse(text, source)
-    if not isinstance(data, Mapping):
-        remedy = 'write {"devices": ["cuda:0", "cuda:1"]}'
-        raise SpecError(
-            source, [("/", f"{spell(data)} was found where an object was expected", remedy)]
-        )
-    if "fingerprint" in data and "stages" in data:
-        remedy = (
-            "'placer plan' takes a spec; 'simulate', 'verify' and 'report' take a plan "
-            "(in Python: placer.load_plan)"
-        )
-        raise SpecError(source, [(source, "is a plan, not a spec", remedy)])
-    return PlacementSpec.model_validate(data, context={"source": source})
-
-
-def _parse(text: str, source: str) -> Any:
-    try:
-        data, twice = parse_json(text)
-    except JSONError as error:
-        raise _spec_error(source, error) from None
-    if twice:
-        problems = [("/", f"the key {key!r} is written twice", "keep one") for key in twice]
-        raise SpecError(source, problems)
-    return data
-
-
-def _spec_error(source: str, error: JSONError) -> SpecError:
-    return SpecError(source, [(error.where, error.problem, error.remedy)])
+        return SpecText(SpecError.UNNAMED, source)
+    if isinstance(source, str | Path):
+        return SpecText.read(Path(source))
+    return source if isinstance(source, SpecText) else None

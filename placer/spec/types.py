@@ -15,7 +15,6 @@ from pydantic import (
     StrictBool,
     StrictInt,
     ValidationError,
-    ValidationInfo,
     WithJsonSchema,
     field_serializer,
     model_serializer,
@@ -27,8 +26,8 @@ from pydantic_core import CoreSchema
 
 from placer.errors import SpecError, nearest
 from placer.quantities import format_bytes, spell_bytes
-from placer.spec.check import cross_problems, shift_clashes
-from placer.spec.explain import explain_errors
+from placer.spec.check import cross_problems, shift_clashes, with_machine_devices
+from placer.spec.explain import explain_errors, one_per_slip, wrong_fields
 from placer.spec.fields import (
     OPTIMIZERS,
     AllocatorName,
@@ -38,6 +37,7 @@ from placer.spec.fields import (
     DeviceMemory,
     DeviceName,
     KindName,
+    MachineName,
     Objective,
     Patterns,
     Precision,
@@ -230,8 +230,19 @@ class PlacementSpec(BaseModel):
         default=None, alias="$schema", description="Where editors find this schema; not used."
     )
     version: Literal[1] = Field(default=1, description="Version of the spec format.")
+    machine: MachineName | None = Field(
+        default=None,
+        description="Instead of devices, the machine that has them: one that comes with placer, such as "
+        "dgx-a100, or a JSON file; dgx-a100:4 has four nodes. Its links decide how long transfers and sums "
+        "of gradients take.",
+    )
     devices: tuple[DeviceSpec, ...] = Field(
         min_length=1, description="Devices of the first replica, in the order of the stages."
+    )
+    stages: Count = Field(
+        default="auto",
+        description="Number of stages of a replica, each on a device of its own: so many of the devices are "
+        "used. 'auto': all of them.",
     )
     layers: dict[str, DeviceName] = Field(
         default={},
@@ -338,16 +349,17 @@ class PlacementSpec(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _all_problems(
-        cls, data: Any, handler: ModelWrapValidatorHandler[PlacementSpec], info: ValidationInfo
+        cls, data: Any, handler: ModelWrapValidatorHandler[PlacementSpec]
     ) -> PlacementSpec:
-        source = (info.context or {}).get("source", SpecError.UNNAMED)
-        problems = [] if isinstance(data, PlacementSpec) else cross_problems(data)
+        problems = []
         try:
-            spec = handler(data)
+            spec = handler(given := with_machine_devices(data))
         except ValidationError as error:
-            problems = explain_errors(error, data, cls.known_keys()) + problems
+            problems = explain_errors(error, given, cls.known_keys())
+        if not isinstance(data, PlacementSpec):
+            problems += cross_problems(given, wrong_fields(problems))
         if problems:
-            raise SpecError(source, problems)
+            raise SpecError(SpecError.UNNAMED, one_per_slip(problems))
         return spec
 
     @field_serializer("reserve", "context", "host_memory")
@@ -394,6 +406,11 @@ class PlacementSpec(BaseModel):
             raise SpecError(SpecError.UNNAMED, problems)
         return shifted_rows(names, replicas)
 
+    def on_its_stages(self) -> PlacementSpec:
+        """This spec with only the devices of its ``stages``."""
+        count = len(self.devices) if self.stages == "auto" else self.stages * self.space.number
+        return self if count >= len(self.devices) else self.with_devices(self.devices[:count])
+
     def with_devices(self, devices: Sequence[DeviceSpec]) -> PlacementSpec:
         """A copy of this spec with other ``devices``."""
         return self.model_copy(update={"devices": tuple(devices)})
@@ -408,4 +425,6 @@ class PlacementSpec(BaseModel):
         given = {
             name for name, f in type(self).model_fields.items() if getattr(self, name) != f.default
         }
+        if self.machine is not None and not self.layers:
+            given.discard("devices")
         return self.model_dump_json(by_alias=True, include=given, indent=2) + "\n"

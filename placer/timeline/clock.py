@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from placer.timeline.types import Task
 
-SpanKind = Literal["compute", "transfer", "optimizer"]
+SpanKind = Literal["compute", "transfer", "sum", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,7 +18,7 @@ class Operation:
     It starts when all operations ``after`` which it comes have ended, and not before the one that it runs
     ``beside`` has started. If a ``process`` launches it, that takes the process ``launch_seconds``: the
     operation does not start before its launch, nor end before that has ended. Seconds are numbers of any one
-    type: with fractions, all times are exact. ``nbytes`` is the size of a transfer.
+    type: with fractions, all times are exact. ``nbytes`` is the size of a transfer or of a sum.
     """
 
     kind: SpanKind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.api import SpecSource, compile, example_call
+from placer.api import Example, SpecSource, compile, example_call
 from placer.cost import find_loss, mean_square
 from placer.errors import PlacerError, first_few
 from placer.executor.module import PlacedModule, runtime_of
@@ -130,7 +130,7 @@ class Verification:
 def verify(
     model: nn.Module,
     spec_or_plan: SpecSource | Plan,
-    args: Sequence[Any] | Tensor = (),
+    args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -163,7 +163,7 @@ def verify(
     ``ignore_device_moves``, the plain model ignores device moves too. ``each_situation`` is told which one
     begins.
     """
-    arguments = example_call(args, kwargs)
+    arguments = example_call(model, args, kwargs)
 
     def compiled(wanted: SpecSource | Plan) -> _Pair:
         """A placed and a plain copy of the model."""

@@ -20,7 +20,8 @@ from benchmarks.baselines import (
     one_order,
     plan_placement,
 )
-from placer.cost import CostTable, device_kind, estimate_costs
+from placer.cost import CostTable, estimate_costs
+from placer.machine.devices import device_kind
 from placer.partition import DeviceSlot, PlanningOptions
 from placer.program import Program, lower
 from placer.simulation import simulate_plan

@@ -12,7 +12,7 @@ pytest.importorskip("scipy")
 from benchmarks import gpu_times
 from benchmarks.gpu_times import Row
 from placer.cost.operations import Operation
-from placer.rates import Rate
+from placer.machine.rates import Rate
 
 CONVOLUTION = Rate(overhead=5e-6, flops=3e14, bandwidth=1e12, tile=64)
 WEIGHT = Rate(overhead=5e-6, flops=1e14, bandwidth=5e11, tile=32)

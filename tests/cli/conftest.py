@@ -173,7 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, spec in specs.items():
         (path / f"{name}.json").write_text(json.dumps(spec), encoding="utf-8")
-    (path / "not.json").write_text("{'devices': []}", encoding="utf-8")
+    (path / "not.json").write_text('{"devices": ["cuda:0"}', encoding="utf-8")
     return path
 
 

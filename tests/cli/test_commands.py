@@ -538,7 +538,7 @@ def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
 
 COMMANDS = (
     *("auto", "plan", "check", "simulate", "verify", "schema", "report"),
-    *("profile", "calibrate"),
+    *("profile", "calibrate", "import", "export", "diff", "explain", "what-if"),
 )
 
 
@@ -547,15 +547,20 @@ COMMANDS = (
 def test_the_example_in_the_help_of_a_command_works(
     placer: Run, command: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module(f"placer.cli.{command}")
+    module = importlib.import_module(
+        f"placer.cli.{command.replace('import', 'import_').replace('-', '_')}"
+    )
     assert module.EXAMPLE in placer(command, "--help").stdout
     program, name, *arguments = shlex.split(module.EXAMPLE.partition(" > ")[0])
     assert (program, name) == ("placer", command)
     monkeypatch.chdir(tmp_path)
     shutil.copy(folder / "net.py", tmp_path)
     shutil.copy(folder / "fits.json", tmp_path / "spec.json")
-    if command == "report":
+    if command in ("report", "explain", "export"):
         placer("plan", "net.py:Net", "spec.json", *X, "-o", "plan.json")
+    for name_of_other in ("before.json", "after.json"):
+        shutil.copy(folder / "fits.json", tmp_path / name_of_other)
+    (tmp_path / "device_map.json").write_text('{"blocks": 0, "head": 1}')
     assert placer(name, *arguments).exit_code == 0
 
 

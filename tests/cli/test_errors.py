@@ -69,10 +69,13 @@ CASES = [
     ((*PLAN, *X, "--loss", "mse_loss", "--target", "4x2"), "has 4 rows, and the batch has 8"),
     # files
     (("plan", "net.py:Net", "fit.json", *X), "did you mean 'fits.json'?"),
-    (("plan", "net.py:Net", "not.json", *X), "is not JSON"),
+    (
+        ("plan", "net.py:Net", "not.json", *X),
+        "not.json:1:22: is not JSON: expected ',' or ']'",
+    ),
     (("plan", "net.py:Net", "unknown_key.json", *X), "did you mean 'replicas'?"),
     (("plan", "net.py:Net", "wrong.json", *X), "did you mean 'head'?"),
-    (("plan", "net.py:Net", "wrong.json", *X), "wrong.json: 1 problem in the placement spec"),
+    (("plan", "net.py:Net", "wrong.json", *X), "error: wrong.json:1:36: /layers/hed: no layer"),
     (("simulate", "net.py:Net", "nothing.json", *X), "error: nothing.json: no such file"),
     (("report", "fits.json"), "is a placement spec, not a plan"),
     (("report", "fitz.json"), "did you mean 'fits.json'?"),

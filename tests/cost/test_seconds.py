@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.catalogue import CATALOGUE
 from placer.cost import CostTable, Work, estimate_costs, with_fewer_rows, with_regions
 from placer.cost.operations import Operation
+from placer.machine.catalogue import CATALOGUE
+from placer.machine.rates import CLASSES, DTYPES, Rate, Rates
 from placer.partition.stage_cost.score import stage_seconds, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.program import flatten_call, lower
-from placer.rates import CLASSES, DTYPES, Rate, Rates
 from placer.regions import RegionKey
 
 H100 = CATALOGUE["h100"]

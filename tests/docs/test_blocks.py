@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from contextlib import nullcontext
@@ -14,8 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from placer import PlacementSpec, SpecError, load_spec
+from placer import PlacementSpec, SpecError
 from placer.cli.main import app
+from placer.spec.load import spec_in
+from placer.spec.text import FORMATS, SpecText
 
 _ID = {"ids": lambda page: page.stem}
 
@@ -56,10 +57,11 @@ def _run(block: pages.Block, folder: Path, names: dict[str, Any]) -> None:
         return
     if "file" in block.directives:
         (folder / block.directives["file"]).write_text(block.text, encoding="utf-8")
-    if block.language == "json":
+    if (form := FORMATS.get(f".{block.language}")) is not None:
         wrong = "exit" in block.directives
+        text = SpecText(block.place, block.text, form)
         with pytest.raises(SpecError) if wrong else nullcontext():
-            load_spec(json.loads(block.text))
+            spec_in(text, text.values())
     elif block.language == "python":
         if "file" not in block.directives:
             before = "\n" * (block.line - 1)  # so that a traceback has the page's own lines

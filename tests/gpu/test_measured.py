@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import placer
-from placer.kindfile import find_kind
+from placer.machine.kindfile import find_kind
 from placer.profiling.calibration import _Timer
 from placer.profiling.clocks import CudaClock, time_call
 

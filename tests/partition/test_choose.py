@@ -23,7 +23,7 @@ from placements import assert_valid_plan
 from torch import Tensor, nn
 
 import placer
-from placer.catalogue import CATALOGUE
+from placer.machine.catalogue import CATALOGUE
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from placer.cost import CostTable, NodeCost, StoredValue, Work, device_kind
+from placer.cost import CostTable, NodeCost, StoredValue, Work
 from placer.cost.operations import Operation
+from placer.machine.devices import device_kind
 from placer.partition.policy import cheapest
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import Policy, StageLimits

@@ -17,7 +17,8 @@ from models import ConvNet
 from torch import Tensor, nn
 from unet3d import unet3d
 
-from placer.cost import CostEstimates, CostTable, device_kind
+from placer.cost import CostEstimates, CostTable
+from placer.machine.devices import device_kind
 from placer.partition import DeviceSlot, PlanningOptions, choose_partition, rate_partition
 from placer.partition.candidate import rate_stages, steady_step
 from placer.partition.stage_cost.tables import build_tables

@@ -16,7 +16,7 @@ from plans import make_plan
 from torch import nn
 
 import placer
-from placer.cost import device_kind
+from placer.machine.devices import device_kind
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan, Transfer
 from placer.report.trace import step_trace

@@ -18,10 +18,10 @@ import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.assemble import _policy_notes
-from placer.planner.auto import faster_with_fewer
 from placer.program import lower
 from placer.quantities import parse_bytes
 from placer.report import verdict
+from placer.search.fewer import faster_with_fewer
 from placer.simulation.judge import JudgingPlanner
 
 GIB = 2**30
@@ -138,7 +138,7 @@ def test_a_whole_module_goes_where_a_layer_inside_is_placed(
         ),
         (
             {"layers": {}, "checkpoint": ["**.experts"]},
-            "/checkpoint: '**.experts' is inside 1, which",
+            "/checkpoint/0: '**.experts' is inside 1, which",
         ),
     ],
 )
@@ -186,13 +186,23 @@ def test_auto_uses_as_few_devices_as_it_needs() -> None:
         return max(d.peak for d in placer.make_plan(model, spec, (x,)).devices)
 
     whole = least(1)
+    options: dict[str, Any] = {"objective": "devices", "microbatches": 1, "checkpoint": []}
+    options["replicas"] = 1
     for budget, expected in ((whole, 1), (least(2), 2), (least(2) - 1, 3)):
         devices = [{"name": f"cpu:{i}", "memory": budget} for i in range(4)]
-        spec = placer.auto_spec(model, (x,), devices=devices)
+        spec = placer.auto_spec(
+            model,
+            (x,),
+            devices=devices,
+            objective="devices",
+            microbatches=1,
+            checkpoint=[],
+            replicas=1,
+        )
         assert len(spec.devices) == expected
         assert placer.make_plan(model, spec, (x,)).fits
     with pytest.raises(BudgetError) as error:
-        placer.auto_spec(model, (x,), devices=[{"name": "cpu:0", "memory": 1000}])
+        placer.auto_spec(model, (x,), devices=[{"name": "cpu:0", "memory": 1000}], **options)
     assert error.value.missing_bytes == whole - 1000
 
 
@@ -242,16 +252,17 @@ def test_auto_takes_one_more_device_rather_than_starve_kernels() -> None:
     with torch.device("meta"):
         model, x = unet3d(width=4), torch.empty(1, 1, 64, 64, 64)
     devices = [{"name": f"cuda:{i}", "memory": "620MiB"} for i in range(2)]
-    alone = placer.make_plan(model, placer.auto_spec(model, (x,), devices=devices[:1]), (x,))
+    options = {"objective": "devices", "space": 1, "checkpoint": []}
+    alone = placer.auto_plan(model, (x,), devices=devices[:1], **options)
     assert alone.fits and alone.starved
-    both = placer.make_plan(model, placer.auto_spec(model, (x,), devices=devices), (x,))
+    both = placer.auto_plan(model, (x,), devices=devices, **options)
     assert both.fits and not both.starved and both.num_devices == 2
 
 
 def test_automatic_specs_need_it_too_and_cpus_share_the_machines() -> None:
     model, x = models.ConvNet(), torch.randn(8, 1, 8, 8)
-    with pytest.raises(SpecError, match="how few devices suffice"):
-        placer.auto_spec(model, (x,), devices=UNKNOWN["devices"])
+    with pytest.raises(SpecError, match="which strategies fit"):
+        placer.auto_spec(model, (x,), devices=UNKNOWN["devices"], objective="devices")
     first, second = placer.auto_spec(
         model, (x,), devices=["cpu:0", "cpu:1"], layers={"fc2": "cpu:1"}
     ).devices
@@ -405,7 +416,7 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
         return faster_with_fewer(spec, make(spec), make)
 
     def taken(**fields: object) -> int:
-        options = {"objective": "throughput", **fields}
+        options = {"replicas": 1, "space": 1, **fields}
         return len(placer.auto_spec(model, (x,), devices=_cards(3), **options).devices)
 
     assert re.fullmatch(
@@ -413,7 +424,7 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
         r"of \d+\.\d\d ms\.",
         told(),
     )
-    assert taken() == 1
+    assert taken(microbatches=1) == 1
     assert told(microbatches=8) == "" and taken(microbatches=8) == 3
     assert told(objective="memory") == ""
     assert told(layers={"head": "cuda:2"}) == ""  # all are in the spec's layers

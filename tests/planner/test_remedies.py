@@ -96,7 +96,7 @@ def test_where_nothing_helps_the_nearest_is_named() -> None:
     with pytest.raises(placer.BudgetError) as caught:
         placer.auto_spec(MODEL, X, devices=_spec(20_000)["devices"], reserve=0, optimizer="sgd")
     assert caught.value.tried and not any(tried.fits for tried in caught.value.tried)
-    assert "nearest is to" in str(caught.value)
+    assert "the nearest, " in str(caught.value)
 
 
 def _two_devices(memory: str, **fields: object) -> dict[str, object]:

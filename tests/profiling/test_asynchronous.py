@@ -12,14 +12,14 @@ from fake_gpu import KERNEL, LAUNCH, FakeGpu
 from torch import Tensor, nn
 
 import placer
-from placer.catalogue import CATALOGUE
 from placer.cost import estimate_costs
-from placer.kindfile import find_kind, kind_to_json, save_kind
+from placer.machine.catalogue import CATALOGUE
+from placer.machine.kindfile import find_kind, kind_to_json, save_kind
+from placer.machine.rates import Rate
 from placer.profiling import NodeTimes, calibration, measure_nodes
 from placer.profiling.clocks import CudaClock, time_call
 from placer.profiling.profile import _with_profile
 from placer.program import flatten_call, lower
-from placer.rates import Rate
 
 SMALL = {"relu": KERNEL, "addmm": KERNEL, "mm": KERNEL, "threshold_backward": KERNEL}
 LARGE = dict.fromkeys(SMALL, 50 * LAUNCH)

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.cost.operations import operations_of
 from placer.errors import DeviceError
-from placer.kindfile import find_kind, kind_to_json, save_kind
+from placer.machine.kindfile import find_kind, kind_to_json, save_kind
+from placer.machine.rates import CLASSES, DTYPES, HEAVY, Key, Rate
 from placer.operands import tensors_in
 from placer.profiling import calibrate
 from placer.profiling.clocks import HostClock
-from placer.rates import CLASSES, DTYPES, HEAVY, Key, Rate
 
 OVERHEAD, BANDWIDTH = 1e-7, 1e12
 SLOWER = {"pooling": 4.0, "batch_norm_backward": 4.0}

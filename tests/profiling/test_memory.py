@@ -15,10 +15,10 @@ from rich.console import Console
 from torch import nn
 
 import placer
-from placer.catalogue import CATALOGUE, PeakMemory, Profile
 from placer.cli.profile import _memory_table, memory_rows
 from placer.executor.runtime import Runtime
-from placer.kindfile import find_kind, kind_to_json, save_kind
+from placer.machine.catalogue import CATALOGUE, PeakMemory, Profile
+from placer.machine.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import memory
 from placer.profiling.memory import ComparedMemory, compare_memory
 from placer.program import flatten_call, lower

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import placer
-from placer.catalogue import CATALOGUE
 from placer.cost import estimate_costs
 from placer.errors import PlacerError, SpecError
-from placer.kindfile import find_kind, kind_to_json, save_kind
+from placer.machine.catalogue import CATALOGUE
+from placer.machine.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import NodeTimes, measure_nodes, profile_model
 from placer.profiling.clocks import HostClock
 from placer.profiling.profile import with_measured_memory

@@ -233,7 +233,7 @@ def test_what_cannot_be_planned_says_so(model: Any, message: str) -> None:
     ("inputs", "message"),
     [
         ((torch.ones(4, 8), torch.ones(4, 8)), r"write several inputs as one tuple: \(x, y\)"),
-        (({"x": torch.ones(4, 8)},), "pass a dict as kwargs="),
+        (({"input": torch.ones(4, 8)},), r"kwargs=\{\.\.\.\} if its keys are arguments of forward"),
         ((3,), r"args: is a int, not a tuple of inputs\n  -> write \(x,\)"),
     ],
     ids=["two tensors", "a dict", "a number"],

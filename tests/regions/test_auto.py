@@ -17,7 +17,8 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
-from placer.cost import device_kind, estimate_costs, with_regions
+from placer.cost import estimate_costs, with_regions
+from placer.machine.devices import device_kind
 from placer.partition.policy.cheapest import choose_stage_policy, keys_of
 from placer.partition.policy.search import PolicySearch
 from placer.partition.policy.types import Policy, StageLimits

@@ -115,7 +115,8 @@ def test_a_page_shows_the_numbers_of_the_plan(
         assert first.startswith(f"{curve['name']} at ")
         assert f": {format_bytes(curve['peak']['bytes'])}, in " in first
         assert len(alive) == 4 and all("iB  " in line for line in alive)
-    assert seen.found["span"].startswith("0F0: ")
+    first = "weights of stage 0" if plan.replicas > 1 else "0F0"
+    assert seen.found["span"].startswith(f"{first}: ")
 
 
 def test_parts_of_a_device_add_up_to_what_it_needs() -> None:

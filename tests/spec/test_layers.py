@@ -68,7 +68,7 @@ def test_pattern_lists() -> None:
     covered, problems = resolve_patterns("checkpoint", ["encoder.*", "hed"], PATHS)
     assert covered == {p for p in PATHS if p.startswith("encoder.")}
     assert [(where, remedy) for where, _, remedy in problems] == [
-        ("/checkpoint", "did you mean 'head'?")
+        ("/checkpoint/1", "did you mean 'head'?")
     ]
 
 

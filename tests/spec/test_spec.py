@@ -55,7 +55,8 @@ def test_kinds_of_devices_are_those_of_the_catalogue() -> None:
     assert spec.devices[0].kind == "h100"
     found = _problems({"devices": ["cuda:0", {"name": "cuda:1", "kind": "h10"}], "replicas": 0})
     assert [where for where, *_ in found] == ["/devices/1/kind", "/replicas"]
-    assert "'h10' is not a device kind in the catalogue; did you mean 'h100'? it has" in found[0][1]
+    assert found[0][1] == "'h10' is not a device kind in the catalogue"
+    assert found[0][2].startswith("did you mean 'h100'? it has")
 
 
 def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
@@ -77,13 +78,13 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         "/replicas", "/schedule", "/training", "/optimizer", "/microbatches",
     }  # fmt: skip
     assert "'devices'" in by_place["/devcies"][1]
-    assert "'cuda:1'" in by_place["/devices/1/name"][0]
-    assert "16GiB" in by_place["/devices/1/memory"][0]
+    assert "'cuda:1'" in by_place["/devices/1/name"][1]
+    assert "16GiB" in by_place["/devices/1/memory"][1]
     assert "'kind'" in by_place["/devices/1/knd"][1]
     assert "'cuda:0'" in by_place["/layers/a~1b"][1]
     assert "'GPipe'" in by_place["/schedule"][1]
     assert "true or false" in by_place["/training"][0]
-    assert "'adam'" in by_place["/optimizer"][0]
+    assert "'adam'" in by_place["/optimizer"][1]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,10 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         ({"devices": ["cuda:0"], "version": 2}, "/version", "1"),
         ({"devices": ["cuda:0"], "reserve": -1}, "/reserve", "-1"),
         ({"devices": ["cuda:0"], "microbatches": 0}, "/microbatches", "0"),
+        ({"devices": ["cuda:0"], "microbatches": "4"}, "/microbatches", "write 4 without quotes"),
+        ({"devices": ["cuda:0"], "layers": {"a": 0}}, "/layers/a", "did you mean 'cuda:0'?"),
+        ({"devices": ["cuda:0"], "layers": {"a": {"b": "cuda:0"}}}, "/layers/a", '"a.b"'),
+        ({"devices": ["cuda:0"], "layers": {"replicas": 2}}, "/layers/replicas", "outside of"),
         ({"devices": ["cuda:0"], "checkpoint": "all"}, "/checkpoint", "'auto'"),
         ({"devices": ["cuda:0", "cuda:2"], "replicas": 2}, "/replicas", "cuda:2"),
         (
@@ -114,8 +119,8 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
             "/replica_devices",
             "1 row for 3 replicas",
         ),
-        ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/", "twice"),
-        ('{"devices": ["cuda:0"]', "line 1, column 23", "JSON"),
+        ('{"devices": ["cuda:0"], "devices": ["cpu"]}', "/devices", "twice"),
+        ('{"devices": ["cuda:0"]', "", "is not JSON: '{' is not closed"),
         ({"devices": ["cpu:0", "cpu"]}, "/devices/1", "twice"),
         ({"devices": ["cuda:01"]}, "/devices/0", "did you mean 'cuda:1'?"),
         ({"devices": ["gpu:3"]}, "/devices/0", "did you mean 'cuda:3'?"),
@@ -136,8 +141,8 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
             "/replica_devices/0",
             "a list",
         ),
-        ('{"devices": ["cuda:0"], "replicas": ' + "1" * 5000 + "}", "/", "digits"),
-        ('{"devices": ' + "[" * 100_000, "/", "is nested too deep"),
+        ('{"devices": ["cuda:0"], "replicas": ' + "1" * 5000 + "}", "", "digits"),
+        ('{"devices": ' + "[" * 100_000, "", "is nested too deep"),
     ],
 )
 def test_one_wrong_thing(data: Any, where: str, said: str) -> None:
@@ -151,7 +156,7 @@ def test_many_problems_are_told_in_few_lines() -> None:
     with pytest.raises(SpecError) as error:
         load_spec({"devices": ["cuda:0"], "layers": layers})
     assert len(error.value.problems) == 500
-    assert str(error.value).startswith("placement spec: 500 problems in the placement spec\n")
+    assert str(error.value).startswith("placement spec: 500 problems\n")
     assert str(error.value).endswith("\n… and 480 more")
     assert str(error.value).count("is not one of the devices") == 20
 

@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from placer.catalogue import DeviceKind
 from placer.cost import CostTable
+from placer.machine.catalogue import DeviceKind
 from placer.partition.policy.types import KEEP, PartialPolicy, Policy
 from placer.partition.stage_cost.pending_gradients import pending_gradients
 from placer.regions import RegionBoundaries

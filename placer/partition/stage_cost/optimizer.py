@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from placer.catalogue import DeviceKind
+from placer.machine.catalogue import DeviceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

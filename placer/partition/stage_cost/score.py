@@ -29,8 +29,8 @@ from functools import partial
 
 import numpy as np
 
-from placer.catalogue import DeviceKind
 from placer.cost import CostTable
+from placer.machine.catalogue import DeviceKind
 from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.order_bytes import LOSS_NBYTES
 from placer.partition.stage_cost.rectangles import Table

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from placer.catalogue import CATALOGUE, DeviceKind, PeakMemory, Profile
 from placer.errors import nearest
 from placer.files import writing
 from placer.jsonfile import JSONError, json_pointer, read_json
-from placer.rates import CLASSES, DTYPES, Rate, Rates
+from placer.machine.catalogue import CATALOGUE, DeviceKind, PeakMemory, Profile
+from placer.machine.rates import CLASSES, DTYPES, Rate, Rates
 
 SUFFIX = ".json"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -7,7 +7,7 @@ the fit. Convolutions in fp32 run on TF32 tensor cores (torch's default).
 
 from __future__ import annotations
 
-from placer.rates import Peaks, Rate, complete_rates, with_launch
+from placer.machine.rates import Peaks, Rate, complete_rates, with_launch
 
 H100_PEAKS = Peaks(fp32=67e12, tensor=494.5e12, half=989e12, fp64=34e12, bandwidth=3350e9)
 """The data sheet (SXM), dense."""

@@ -70,6 +70,15 @@ class Rate:
     tile: Annotated[int, Field(ge=1)] = 1
     launch: _Number = 0.0
 
+    def scaled(self, factor: float) -> Rate:
+        """The rate at which FLOPs and bytes take ``1 / factor`` of the time."""
+        return replace(
+            self,
+            flops=self.flops * factor,
+            bandwidth=self.bandwidth * factor,
+            row_bandwidth=self.row_bandwidth * factor,
+        )
+
     def seconds(self, flops: float, nbytes: float, width: float = 0) -> float:
         """The seconds of one operation on the device. ``width``: its columns, or the rows that it normalises.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from placer.catalogue import DeviceKind
-from placer.kindfile import find_kind
+from placer.machine.catalogue import DeviceKind
+from placer.machine.kindfile import find_kind
 
 _REFERENCE_KIND = "a100"  # whose rates rank plans where the kind of a device is not known
 

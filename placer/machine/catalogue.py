@@ -1,7 +1,7 @@
 """The device catalogue: speed, memory and context per kind of device.
 
 Peak rates are from the vendors' data sheets (dense, without sparsity). How much of its peak each class of
-kernels reaches was measured on one H100 (`placer.h100`). All other kinds are assumed to reach the same
+kernels reaches was measured on one H100 (`h100`). All other kinds are assumed to reach the same
 fractions of their peaks; this has not been measured. ``placer calibrate`` measures the device at hand.
 """
 
@@ -13,9 +13,9 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from placer.h100 import H100_PEAKS, H100_RATES
+from placer.machine.h100 import H100_PEAKS, H100_RATES
+from placer.machine.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rates
 from placer.quantities import parse_bytes
-from placer.rates import Peaks, Rates, fastest_rates, scaled_rates, uniform_rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

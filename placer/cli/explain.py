@@ -1,0 +1,24 @@
+"""``placer explain``: why the stages of a saved plan end where they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from placer.cli.output import human_console
+
+Saved = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan saved by 'plan -o' (JSON).")]
+
+EXAMPLE = "placer explain plan.json"
+
+
+def explain(plan: Saved) -> None:
+    """Explain why each stage of a saved plan ends where it does, and what the next best place would cost."""
+    from placer.plan.store import load_plan
+
+    found = load_plan(plan)
+    console = human_console(as_json=False)
+    console.print(repr(found), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n" + found.explain(), markup=False, highlight=False, soft_wrap=True)

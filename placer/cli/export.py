@@ -1,0 +1,47 @@
+"""``placer export``: write where layers are as accelerate's ``device_map``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from placer.cli.options import ModelOptions, SpecOrPlan
+from placer.cli.output import human_console, print_text
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Write the map here (JSON), not to stdout."
+    ),
+]
+
+EXAMPLE = "placer export net.py:Net plan.json -o device_map.json"
+
+
+def export(model_options: ModelOptions, spec: SpecOrPlan, output: Output = None) -> None:
+    """Write accelerate's device_map of a plan, or of a spec that places every layer.
+
+    It has the devices of the first replica; CUDA devices are numbers.
+    """
+    from placer.cli.sources import load_spec_or_plan
+    from placer.files import check_writable, writing
+
+    placement = load_spec_or_plan(spec)
+    model_options.check(inputs_required=False)
+    check_writable(output)
+    console = human_console(as_json=True)
+    from placer.plan.device_map import to_device_map
+    from placer.program import IgnoreDeviceMoves
+
+    loaded = model_options.load(console, inputs_required=False, moves=IgnoreDeviceMoves())
+
+    text = json.dumps(to_device_map(loaded.model, placement), indent=2) + "\n"
+    if output is None:
+        print_text(text)
+        return
+    with writing(output):
+        output.write_text(text, encoding="utf-8")
+    console.print(f"device_map written to {output}", markup=False)

@@ -1,0 +1,104 @@
+"""``placer import``: write the spec of a model that is split already, or of accelerate's ``device_map``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from placer.cli.options import ModelOptions
+from placer.cli.output import human_console, print_text
+from placer.errors import PlacerError, first_few
+
+if TYPE_CHECKING:
+    from placer.spec import PlacementSpec
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="SPEC", help="Write the spec here (JSON), not to stdout."
+    ),
+]
+_SHOWN = 6  # how many of the layers without a device are listed
+
+EXAMPLE = "placer import device_map.json -o spec.json"
+
+
+def import_(model_options: ModelOptions, output: Output = None) -> None:
+    """Write a spec that puts layers where a model that is split by hand, or a device_map, has them.
+
+    MODEL may be a JSON, YAML or TOML file with accelerate's device_map: module path -> number or name of a
+    device. Otherwise it is a model whose constructor moves layers to devices, as in layer.to("cuda:1"); with
+    --input, also one whose forward moves tensors. The devices need not be there.
+    """
+    from placer.files import check_writable, writing
+    from placer.spec.text import FORMATS
+
+    check_writable(output)
+    console = human_console(as_json=True)
+    path = Path(model_options.model)
+    if path.suffix.lower() in FORMATS:
+        spec = _of_file(path)
+    else:
+        model_options.check(inputs_required=False)
+        spec = _of_model(model_options, console)
+    if output is None:
+        print_text(spec.to_json())
+        return
+    with writing(output):
+        output.write_text(spec.to_json(), encoding="utf-8")
+    console.print(f"spec written to {output}", markup=False)
+
+
+def _of_file(path: Path) -> PlacementSpec:
+    from placer.spec.device_map import from_device_map
+    from placer.spec.load import errors_located
+    from placer.spec.text import SpecText
+
+    text = SpecText.read(path)
+    values = text.values()
+    if not isinstance(values, dict) or "devices" in values:
+        remedy = 'write an object such as {"encoder": 0, "head": 1}'
+        raise PlacerError(str(path), "is not a device_map", remedy)
+    with errors_located(text):
+        return from_device_map(values)
+
+
+def _of_model(options: ModelOptions, console: Console) -> PlacementSpec:
+    from torch import no_grad
+
+    from placer.importing import user_failure
+    from placer.program.split_by_hand import DeviceNotes
+    from placer.spec import PlacementSpec
+    from placer.spec.device_map import from_device_map, in_order, shortest
+
+    notes = DeviceNotes()
+    loaded = options.load(console, inputs_required=False, moves=notes)
+    device_map = getattr(loaded.model, "hf_device_map", None)
+    if device_map:
+        return from_device_map(device_map)
+    layers = notes.layers_of(loaded.model)
+    if None in layers.values() and loaded.has_inputs:
+        try:
+            with notes, no_grad():
+                loaded.model(*loaded.args, **loaded.kwargs)
+        except Exception as error:
+            raise user_failure(options.model, "forward, called without data,", error) from error
+        layers = notes.layers_of(loaded.model)
+    # A spec says nothing of the model's own parameters: they are where they are read.
+    known = {path: device for path, device in layers.items() if path and device is not None}
+    if not known:
+        remedy = "'placer auto' chooses devices"
+        if not loaded.has_inputs:
+            remedy = f"give --input, so that its forward is followed; or {remedy}"
+        raise PlacerError(options.model, "moves no layer to a device", remedy)
+    free = [path for path in layers if path and path not in known]
+    if free:
+        console.print(
+            f"not on a device, so placer chooses: {', '.join(first_few(free, _SHOWN))}",
+            markup=False,
+        )
+    patterns = {path or "**": device for path, device in shortest(known).items()}
+    return PlacementSpec.model_validate({"devices": in_order(known.values()), "layers": patterns})

@@ -1,0 +1,84 @@
+"""``placer what-if``: what would be different if a spec said something else."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from placer.cli.fields import errors_name_options, spec_fields
+from placer.cli.options import AsJson, Kind, ModelOptions, Processes, Spec
+from placer.cli.output import human_console, print_json
+from placer.cli.progress import progress
+from placer.errors import PlacerError
+
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        "--devices",
+        metavar="N",
+        min=1,
+        help="So many devices per replica, like the first one. Layers of others are placed anew.",
+    ),
+]
+Fields = Annotated[
+    dict[str, Any],
+    spec_fields(
+        *("microbatches", "schedule", "replicas", "checkpoint", "offload", "chunks", "space"),
+        *("precision", "optimizer", "batch_norm", "objective"),
+    ),
+]
+
+EXAMPLE = "placer what-if net.py:Net spec.json --input 8x64 --microbatches 4"
+
+
+def what_if(
+    model_options: ModelOptions,
+    spec: Spec,
+    fields: Fields,
+    devices: Devices = None,
+    processes: Processes = False,
+    kind: Kind = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a model with a spec, and with a changed one, and show what is different.
+
+    Options that are fields of a spec are the changes. The exit code is 3 if the changed one does not fit.
+    """
+    from placer.cli.main import EXIT_NO_FIT
+    from placer.spec import PlacementSpec, load_spec
+    from placer.spec.rows import shifted_rows
+
+    before = load_spec(spec)
+    changed = before.model_dump(exclude_defaults=True, by_alias=True) | fields
+    if devices is not None:
+        first = before.devices[0]
+        names = [row[0] for row in shifted_rows([first.name], devices)]
+        changed["devices"] = [first.model_copy(update={"name": name}) for name in names]
+        changed["layers"] = {p: name for p, name in before.layers.items() if name in names}
+    if not fields and devices is None:
+        raise PlacerError("options", "change nothing", "give one, such as --microbatches 4")
+    with errors_name_options([device.name for device in before.devices]):
+        after = PlacementSpec.model_validate(changed)
+    model_options.check()
+    console = human_console(as_json=as_json)
+    loaded = model_options.load(console)
+    from placer.cli.measured import with_kind
+    from placer.report import verdict
+    from placer.report.differences import differences
+    from placer.simulation.judge import JudgingPlanner
+    from placer.tables import Table
+
+    program, leaves = loaded.record(console, before)
+    make = JudgingPlanner(program, leaves, processes=processes)
+    with progress(console, "planning both", make):
+        plans = [make(with_kind(each, kind)) for each in (before, after)]
+    changes = differences(*plans)
+    headers = ("", "as it is", "changed")
+    console.print(Table(headers=headers, rows=changes, names=headers, words=headers[1:]))
+    console.print("\n".join(["", *verdict(plans[1])]), markup=False, soft_wrap=True)
+    if as_json:
+        texts = [change._asdict() for change in changes]
+        print_json({"fits": plans[1].fits, "changes": texts})
+    if not plans[1].fits:
+        raise typer.Exit(EXIT_NO_FIT)

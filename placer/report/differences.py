@@ -1,0 +1,131 @@
+"""What is different between two plans, or between two specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from placer.errors import first_few
+from placer.jsonfile import escape_token
+from placer.plan.device_map import layers_of
+from placer.plan.summary import describe_step
+from placer.plan.types import DevicePeak, Plan
+from placer.quantities import format_bytes
+from placer.spec import PlacementSpec
+from placer.spec.device_map import shortest
+
+_FACTS = (  # fields of a plan that are shown as they are
+    *(
+        "fits",
+        "objective",
+        "processes",
+        "replicas",
+        "shards",
+        "microbatches",
+        "schedule",
+        "precision",
+    ),
+    *("batch_norm", "optimizer", "training", "strategy"),
+)
+_SHOWN = 6  # layers that a change names
+_NONE = "—"
+
+
+class Change(NamedTuple):
+    """Something that is not the same in two plans or specs, as texts; "—" is nothing."""
+
+    what: str
+    before: str
+    after: str
+
+
+def differences(before: PlacementSpec | Plan, after: PlacementSpec | Plan) -> list[Change]:
+    """What is different between two specs, or two plans: strategy, seconds, bytes, and layers that moved.
+
+    Of plans, names of nodes, notes and reasons are not compared, nor are replicas after the first. Raises
+    ``TypeError`` for one of each.
+    """
+    if isinstance(before, Plan) and isinstance(after, Plan):
+        found = _of_plans(before, after)
+    elif isinstance(before, PlacementSpec) and isinstance(after, PlacementSpec):
+        found = _of_specs(before, after)
+    else:
+        raise TypeError("a spec and a plan cannot be compared")
+    return [change for change in found if change.before != change.after]
+
+
+def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
+    yield Change("model", before.fingerprint[:12], after.fingerprint[:12])
+    for name in _FACTS:
+        yield Change(name, str(getattr(before, name)), str(getattr(after, name)))
+    losses = [_NONE if plan.loss is None else plan.loss.function for plan in (before, after)]
+    yield Change("loss", *losses)
+    step = describe_step(after) + _share(before.step_seconds, after.step_seconds)
+    yield Change("step", describe_step(before), step)
+    yield Change("stages", str(len(before.stages)), str(len(after.stages)))
+    sent = [sum(transfer.nbytes for transfer in plan.transfers) for plan in (before, after)]
+    yield _bytes("sent per micro-batch", *sent)
+    yield from _devices(_first_replica(before), _first_replica(after))
+    yield from _moved(layers_of(before), layers_of(after))
+    for field, verb in (("checkpoint", "recomputed"), ("offload", "offloaded")):
+        one, other = getattr(before, field), getattr(after, field)
+        yield Change(verb, _without(one, other), _without(other, one))
+
+
+def _first_replica(plan: Plan) -> dict[str, DevicePeak]:
+    """The devices of the first replica, by name; the others have the same bytes."""
+    names = {name for stage in plan.stages for name in plan.devices_of(stage, 0)}
+    return {device.device: device for device in plan.devices if device.device in names}
+
+
+def _devices(before: Mapping[str, DevicePeak], after: Mapping[str, DevicePeak]) -> Iterator[Change]:
+    for name in dict.fromkeys((*before, *after)):
+        both = [each.get(name) for each in (before, after)]
+        yield _bytes(f"{name} needs", *(None if each is None else each.needed for each in both))
+        yield _bytes(f"tensors on {name}", *(None if each is None else each.peak for each in both))
+        yield _bytes(f"{name} has", *(None if each is None else each.budget for each in both))
+
+
+def _bytes(what: str, before: int | None, after: int | None) -> Change:
+    texts = [_NONE if nbytes is None else format_bytes(nbytes) for nbytes in (before, after)]
+    return Change(what, texts[0], texts[1] + _share(before, after))
+
+
+def _share(before: float | None, after: float | None) -> str:
+    """`` (+12 %)``; "" for equal numbers, and where there is nothing to compare with."""
+    if not before or after is None or before == after:
+        return ""
+    return f" ({after / before - 1:+.0%})".replace("%", " %")
+
+
+def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
+    """The layers that are on other devices, the outermost ones of which all parts moved alike."""
+    paths = dict.fromkeys((*before, *after))
+    both = {path: f"{before.get(path, _NONE)}\n{after.get(path, _NONE)}" for path in paths if path}
+    for path, devices in shortest(both).items() if both else ():
+        yield Change(path or "all layers", *devices.split("\n"))
+
+
+def _without(names: Sequence[str], others: Sequence[str]) -> str:
+    only = [name for name in names if name not in set(others)]
+    return ", ".join(first_few(only, _SHOWN)) or _NONE
+
+
+def _of_specs(before: PlacementSpec, after: PlacementSpec) -> Iterator[Change]:
+    one, other = (_flat(spec.model_dump(mode="json", by_alias=True)) for spec in (before, after))
+    for pointer in dict.fromkeys((*one, *other)):
+        yield Change(pointer, one.get(pointer, _NONE), other.get(pointer, _NONE))
+    both = set(before.layers) & set(after.layers)
+    orders = [", ".join(p for p in spec.layers if p in both) for spec in (before, after)]
+    yield Change("order of /layers, of which the last wins", *orders)
+
+
+def _flat(value: Any, pointer: str = "") -> dict[str, str]:
+    """JSON pointer -> value, of everything inside ``value`` that has no parts."""
+    if not isinstance(value, dict | list):
+        return {pointer: str(value)}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    found: dict[str, str] = {}
+    for key, inner in items:
+        found |= _flat(inner, f"{pointer}/{escape_token(str(key))}")
+    return found

@@ -1,0 +1,120 @@
+"""Says how good the strategy is that a search chose, and why every other one lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from placer.plan.step_spans import step_spans
+from placer.plan.types import Alternative, Plan
+from placer.quantities import format_bytes, format_seconds
+from placer.search.search import AS_GOOD, Found, Rated
+from placer.timeline import end_of
+
+MOST_ALTERNATIVES = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The seconds of a step, on the device that computes the longest."""
+
+    computing: float
+    waiting: float  # for other stages, and for what they send
+    summing: float  # gradients, when nothing hides it
+    updating: float  # the optimizer's step
+
+    @property
+    def total(self) -> float:
+        """The seconds of the step."""
+        return self.computing + self.waiting + self.summing + self.updating
+
+
+def step_parts(plan: Plan) -> StepParts | None:
+    """What the step of ``plan`` consists of; None if its times are not known."""
+    spans = step_spans(plan)
+    if not spans or plan.step_seconds is None:
+        return None
+    computed = [span for span in spans if span.kind == "compute"]
+    busy: dict[str, float] = {}
+    for span in computed:
+        busy[span.on[0]] = busy.get(span.on[0], 0.0) + span.end - span.start
+    computing, ended = max(busy.values()), end_of(computed)
+    updating = plan.optimizer_seconds or 0.0
+    return StepParts(
+        computing=computing,
+        waiting=ended - computing,
+        summing=max(0.0, end_of(spans) - ended - updating),
+        updating=updating,
+    )
+
+
+def with_alternatives(plan: Plan, found: Found) -> Plan:
+    """``plan``, which is the one of ``found.best``, with what else was looked at."""
+    assert found.best is not None
+    others = [_alternative(rated, plan) for rated in (*found.others, *found.unfit)]
+    return replace(
+        plan,
+        strategy=found.best.strategy.describe(),
+        alternatives=tuple(others[:MOST_ALTERNATIVES]),
+    )
+
+
+def _alternative(rated: Rated, best: Plan) -> Alternative:
+    plan = rated.plan
+    if plan is None:
+        nbytes = int(rated.bound.nbytes)
+        state = format_bytes(rated.bound.state)
+        reason = f"needs at least {format_bytes(nbytes)} on a device, {state} of it for state"
+        return Alternative(
+            strategy=rated.strategy.describe(),
+            devices=rated.strategy.devices,
+            fits=False,
+            judged=False,
+            step_seconds=None,
+            slower=None,
+            peak=nbytes,
+            headroom=None,
+            reason=reason,
+        )
+    return Alternative(
+        strategy=rated.strategy.describe(),
+        devices=rated.strategy.devices,
+        fits=plan.fits,
+        judged=rated.judged,
+        step_seconds=plan.step_seconds,
+        slower=plan.rank_time / best.rank_time if best.rank_time else None,
+        peak=rated.peak,
+        headroom=plan.tightest.headroom,
+        reason="; ".join(_reasons(plan, best)),
+    )
+
+
+def _reasons(plan: Plan, best: Plan) -> Iterator[str]:
+    """Why ``plan`` is not as good as ``best``: the bytes or the part of the time in which it is worse."""
+    if not plan.fits:
+        device = plan.tightest
+        yield f"{format_bytes(plan.overflow_bytes)} too much on {device.device}"
+        return
+    if best.objective == "memory" and plan.tightest.peak > best.tightest.peak:
+        yield f"peak {format_bytes(plan.tightest.peak)}, not {format_bytes(best.tightest.peak)}"
+        return
+    if best.objective == "devices" and len(plan.devices) > len(best.devices):
+        yield f"{len(plan.devices)} devices, not {len(best.devices)}"
+        return
+    mine, its = step_parts(plan), step_parts(best)
+    if mine is None or its is None:
+        yield "slower by reference rates"
+        return
+    if mine.total <= its.total * AS_GOOD:
+        yield "as fast, and not simpler"
+        return
+    more = {
+        "computes": mine.computing - its.computing,
+        "waits": mine.waiting - its.waiting,
+        "sums gradients": mine.summing - its.summing,
+        "updates": mine.updating - its.updating,
+    }
+    what = max(more, key=lambda part: more[part])
+    yield f"{what} {format_seconds(more[what])} longer"
+    if plan.checkpoint and not best.checkpoint and what == "computes":
+        yield "recomputes"

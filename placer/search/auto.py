@@ -1,0 +1,162 @@
+"""Chooses a spec: the best strategy for the given devices, with the plan and what else was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placer.errors import BudgetError, SpecError, Tried
+from placer.plan.check import describe_overflow
+from placer.plan.types import Plan
+from placer.planner.devices import device_slot
+from placer.planner.remedies import find_largest_node, lacks_room
+from placer.planner.unknown_times import ask_for_kind, unknown_kinds
+from placer.quantities import format_count
+from placer.search.answer import with_alternatives
+from placer.search.search import Found, Rated, find_strategy
+from placer.simulation.judge import JudgingPlanner
+from placer.spec import DeviceSpec, PlacementSpec
+
+_BY_TIME = ("throughput", "latency", "bottleneck")
+_MOST_DEVICES = 64  # that are tried where the given ones do not suffice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The spec that was chosen, and its plan, which has the alternatives."""
+
+    spec: PlacementSpec
+    plan: Plan
+
+
+def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
+    """The best strategy for the devices of ``wanted``, all of which may be used, as a spec.
+
+    What ``wanted`` gives stays as it is. Layers are written into the spec where they suffice to give the plan
+    again. CPU devices without a given memory share the memory of this machine. Raises ``SpecError`` if the
+    memory of a device is not known, or its kind where time decides, and ``BudgetError`` if nothing fits, with
+    what was tried.
+    """
+    _check_kinds_known(wanted)
+    found = find_strategy(wanted, make)
+    if found.best is None:
+        raise _misfit(wanted, make, found)
+    return answer_of(found, make)
+
+
+def answer_of(found: Found, make: JudgingPlanner) -> Answer:
+    """The spec and the plan of the best strategy that was found; there is one."""
+    assert found.best is not None and found.best.plan is not None
+    spec = with_resolved_layers(found.best.spec, found.best.plan, make)
+    return Answer(spec=spec, plan=with_alternatives(make(spec), found))
+
+
+def _check_kinds_known(wanted: PlacementSpec) -> None:
+    """Raise ``SpecError`` where time decides, and only the kinds of the devices can tell it."""
+    if wanted.objective not in _BY_TIME or not unknown_kinds(wanted):
+        return
+    slots = [device_slot(device, wanted) for device in wanted.devices]
+    index = [d.name for d in wanted.devices].index(unknown_kinds(wanted)[0])
+    problem = (
+        f"the kind of {', '.join(unknown_kinds(wanted))} is not given, so their times are not known, "
+        "and the fastest way is looked for"
+    )
+    remedy = (
+        f'{ask_for_kind(wanted, slots)}; or look for the fewest devices ("objective": "devices")'
+    )
+    raise SpecError(SpecError.UNNAMED, [(f"/devices/{index}/kind", problem, remedy)])
+
+
+def with_resolved_layers(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> PlacementSpec:
+    """``spec`` with the layers placed as in ``plan``, if planning it again gives a plan that is no worse.
+
+    Layers are coarser than nodes, so the position of a boundary inside a layer is left to the compiler. If
+    the new plan does not fit, has a higher peak, starves more kernels, or takes longer where time is
+    minimised, the result is ``spec`` itself, which gives ``plan`` again.
+    """
+    if spec.machine is not None:
+        return spec  # its devices are not named
+    resolved = spec.with_layers({**spec.layers, **whole_layers(plan)})
+    again = make(resolved)
+    higher = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
+    slower = spec.objective != "memory" and again.rank_time > plan.rank_time * (1 + 1e-6)
+    worse = higher or slower or again.starved > plan.starved
+    return resolved if again.fits and not worse else spec
+
+
+def whole_layers(plan: Plan) -> dict[str, str]:
+    """The outermost modules whose nodes are all on one device, with that device, in program order."""
+    device_of = {node: stage.devices[0] for stage in plan.stages for node in stage.nodes}
+    devices: dict[str, set[str]] = {}
+    for node, layer in plan.node_layers.items():
+        while layer:
+            devices.setdefault(layer, set()).add(device_of[node])
+            layer = layer.rpartition(".")[0]
+    uniform = {layer for layer, found in devices.items() if len(found) == 1}
+    return {
+        layer: next(iter(devices[layer]))
+        for layer in devices
+        if layer in uniform and layer.rpartition(".")[0] not in uniform
+    }
+
+
+def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> BudgetError:
+    """The error that says that nothing fits, with what was tried and how many more devices would do."""
+    devices = format_count(len(wanted.devices), "device")
+    largest = find_largest_node(make.program, wanted, make.inputs, make)
+    tried = [_tried(rated) for rated in (*found.others, *found.unfit)]
+    where, problem, device, missing = f"device {wanted.devices[0].name}", "", "", 0
+    if found.nearest is not None and (plan := found.nearest.plan) is not None:
+        device, missing = plan.tightest.device, plan.overflow_bytes
+        where = f"device {device}"
+        nearest = found.nearest.strategy.describe()
+        problem = f"the nearest, {nearest}, needs {describe_overflow(plan.tightest)}; "
+    remedy = lacks_room(wanted)
+    if not remedy:
+        more = _more_devices(wanted, make)
+        tried = [*more, *tried]
+        remedy = more[0].change if more else "give more memory, or a smaller input"
+    return BudgetError(
+        where,
+        f"no strategy for {devices} fits: {problem}{largest.describe()}",
+        remedy,
+        device=device,
+        missing_bytes=missing,
+        largest_node=largest.node,
+        largest_node_bytes=largest.nbytes,
+        tried=tried,
+    )
+
+
+def _tried(rated: Rated) -> Tried:
+    return Tried(change=rated.strategy.describe(), fits=rated.fits, peak=rated.peak)
+
+
+def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
+    """The fewest devices like the last one, twice as many at a time, with which something fits."""
+    devices = list(wanted.devices)
+    while wanted.machine is None and not wanted.layers and 2 * len(devices) <= _MOST_DEVICES:
+        devices += _like(devices, len(devices))
+        found = find_strategy(wanted.with_devices(devices), make)
+        if found.best is not None and (plan := found.best.plan) is not None:
+            change = f"give {len(devices)} devices like {devices[-1].name}: {found.best.strategy.describe()}"
+            headroom = plan.tightest.headroom
+            return [
+                Tried(
+                    change=change,
+                    fits=True,
+                    peak=found.best.peak,
+                    step_seconds=plan.step_seconds,
+                    headroom=headroom,
+                )
+            ]
+    return []
+
+
+def _like(devices: Sequence[DeviceSpec], count: int) -> list[DeviceSpec]:
+    """So many devices like the last one, with the lowest free numbers."""
+    last = devices[-1]
+    kind = last.name.partition(":")[0]
+    taken = {device.name for device in devices}
+    free = [f"{kind}:{i}" for i in range(len(devices) + count + 1) if f"{kind}:{i}" not in taken]
+    return [last.model_copy(update={"name": name}) for name in free[:count]]

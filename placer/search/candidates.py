@@ -1,0 +1,96 @@
+"""Lists the strategies that a spec and a pool of devices allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from torch import nn
+
+from placer.program import Program
+from placer.search.strategy import SEARCHED, Strategy, degrees
+from placer.space import find_joins
+from placer.spec import DeviceSpec, PlacementSpec
+from placer.spec.fields import ScheduleName
+
+_SHARDS = (1, 2, 4, 8, 16, 32, 64)
+_MICROBATCHES = tuple(2**power for power in range(13))
+_SCHEDULES: tuple[ScheduleName, ...] = ("1F1B", "InterleavedZeroBubble")
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+def free_fields(wanted: PlacementSpec) -> frozenset[str]:
+    """The fields that the search chooses: those that ``wanted`` does not give, or gives as "auto"."""
+    given = wanted.model_fields_set
+    free = {name for name in SEARCHED if name not in given or getattr(wanted, name) == "auto"}
+    if wanted.space.shards == "auto":
+        free.add("space")
+    return frozenset(free)
+
+
+def list_strategies(
+    program: Program, wanted: PlacementSpec, pool: Sequence[DeviceSpec], *, processes: bool
+) -> Iterator[Strategy]:
+    """Every strategy that is tried, in a fixed order.
+
+    Offloading is tried only if the spec says "auto": it needs host memory that nobody counted. Each number of
+    micro-batches has one schedule without a split backward, and under ``processes`` one with it.
+    """
+    free = free_fields(wanted)
+    most = len(pool)
+    spatial = "space" in free and any(isinstance(m, _CONVOLUTIONS) for m in program.model.modules())
+
+    def choices(name: str, given: int, found: Sequence[int]) -> Sequence[int]:
+        return found if name in free else (given,)
+
+    shards = choices("space", wanted.space.number, _SHARDS if spatial else (1,))
+    recompute = _ways("checkpoint", free, allowed=wanted.training)
+    offload = _ways("offload", free, allowed=wanted.training and wanted.offload == "auto")
+    chunks = _ways("chunks", free, allowed=bool(find_joins(program)))
+    for shard in shards:
+        if shard > most:
+            continue
+        replicas = choices("replicas", _count(wanted.replicas), list(degrees(most, most // shard)))
+        for replica in replicas:
+            left = most // (shard * replica)
+            stages = choices("stages", _count(wanted.stages), list(degrees(left, left)))
+            for stage in stages:
+                if not 0 < stage <= left:
+                    continue
+                counts = choices("microbatches", _count(wanted.microbatches), _MICROBATCHES)
+                for count, light, away, chunked in product(counts, recompute, offload, chunks):
+                    for schedule in _schedules(wanted, free, stage, count, processes=processes):
+                        yield Strategy(
+                            replicas=replica,
+                            stages=stage,
+                            shards=shard,
+                            microbatches=count,
+                            schedule=schedule,
+                            recompute=light,
+                            offload=away,
+                            chunks=chunked,
+                        )
+
+
+def _count(value: int | str) -> int:
+    return value if isinstance(value, int) else 1
+
+
+def _ways(name: str, free: frozenset[str], *, allowed: bool) -> tuple[bool, ...]:
+    """Whether a way of saving memory may be used: no, or both without and with it."""
+    return (False, True) if name in free and allowed else (False,)
+
+
+def _schedules(
+    wanted: PlacementSpec, free: frozenset[str], stages: int, microbatches: int, *, processes: bool
+) -> tuple[ScheduleName, ...]:
+    if "schedule" not in free:
+        return (wanted.schedule,)
+    if microbatches == 1 or not wanted.training:
+        return ("GPipe",)
+    if stages == 1:
+        return ("1F1B",)
+    return _SCHEDULES if processes else _SCHEDULES[:1]

@@ -1,0 +1,290 @@
+"""Finds the best strategy that fits: bounds prune, estimates rank, and dry runs decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from placer.errors import PlacerError
+from placer.plan.step_spans import step_spans
+from placer.plan.types import Plan
+from placer.planner.devices import links_of, with_known_memory
+from placer.search.bounds import Bound, Bounds
+from placer.search.candidates import list_strategies
+from placer.search.strategy import Family, Strategy
+from placer.simulation.judge import JudgingPlanner
+from placer.spec import PlacementSpec
+from placer.timeline import end_of
+
+AS_GOOD = 1.01  # a value that is larger by less than this factor is as good
+_WORTH_IT = (
+    1.05  # by which a strategy that saves memory, or cuts space, must be better to be estimated
+)
+_ROUNDS = 4  # of estimates: each takes the best of every family that may still win
+_MOST_JUDGED = 6  # plans that get a dry run
+_FAR = 1.15  # an estimate above so many times the room does not become a plan that fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rated:
+    """A strategy with what is known of it: its bound, an estimate, or a plan that was judged.
+
+    ``plan`` is None if none was made; ``spec`` gives it again. ``judged``: a dry run decided whether it fits.
+    ``worst_time`` is `Plan.rank_time` on the same machine at its worst: collectives between nodes use one
+    network card of each.
+    """
+
+    strategy: Strategy
+    bound: Bound
+    spec: PlacementSpec
+    plan: Plan | None = None
+    judged: bool = False
+    worst_time: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits as far as is known; False without a plan."""
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of a device, or a lower bound on them without a plan."""
+        if self.plan is None:
+            return int(self.bound.nbytes)
+        return max(device.peak for device in self.plan.devices)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether a plan was made, and fits or nearly so."""
+        return self.plan is not None and all(
+            device.room is None or device.peak <= _FAR * device.room for device in self.plan.devices
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The outcome of a search: ``best`` is None if nothing fits, and ``nearest`` then overflows the least.
+
+    ``others`` are the best of every other family, those that fit first. ``unfit`` has, for families of which
+    even the bound exceeds every device, the member of the fewest bytes.
+    """
+
+    best: Rated | None
+    nearest: Rated | None
+    others: tuple[Rated, ...]
+    unfit: tuple[Rated, ...]
+
+
+def find_strategy(wanted: PlacementSpec, make: JudgingPlanner) -> Found:
+    """The best strategy for a step of the model of ``make``, on any of the devices of ``wanted``.
+
+    Fields that ``wanted`` gives stay as they are, all others are chosen. Among strategies that fit, the
+    objective decides, and the simplest of those that are as good. By time, every strategy is rated on the
+    machine and on the same at its worst, and the one with the least largest loss wins.
+
+    Deterministic: neither a clock nor a random number decides. Raises ``SpecError`` if the memory of a device
+    is not known, and ``CaptureError`` if the model does not run.
+    """
+    wanted = with_known_memory(wanted, "which strategies fit")
+    return _Search(wanted, make).run()
+
+
+class _Search:
+    def __init__(self, wanted: PlacementSpec, make: JudgingPlanner) -> None:
+        self._wanted, self._make = wanted, make
+        self._links = links_of(wanted)
+        self._bounds = Bounds(
+            make.program,
+            make.inputs,
+            wanted,
+            make.costs.scaled,
+            make.loss_of(wanted),
+            processes=make.processes,
+        )
+        self._left: dict[Family, list[tuple[Strategy, Bound]]] = {}  # not yet tried, the best first
+        self._factor: dict[
+            Family, float
+        ] = {}  # bytes of an estimate over its bound, where too large
+        self._too_large: set[Strategy] = set()  # by their bounds
+        self._rated: dict[Strategy, Rated] = {}
+
+    def run(self) -> Found:
+        unfit = self._list_families()
+        for _ in range(_ROUNDS):
+            for family in sorted(self._left, key=_costs):
+                self._estimate_next(family)
+        if not self._rated and unfit:  # to say by how much
+            smallest = min(unfit, key=lambda rated: rated.bound.nbytes)
+            self._estimate(smallest.strategy, smallest.bound)
+        best = self._choose(self._judge())
+        others = list(self._best_of_families(best))
+        tried = [rated for rated in self._rated.values() if rated.plan is not None]
+        nearest = min(
+            tried,
+            key=lambda r: (not r.judged, r.plan.overflow_bytes if r.plan else 0, self._key(r)),
+            default=None,
+        )
+        return Found(
+            best=best,
+            nearest=None if best is not None else nearest,
+            others=tuple(others),
+            unfit=tuple(r for r in unfit if r.strategy not in self._rated),
+        )
+
+    def _list_families(self) -> list[Rated]:
+        """Fill in the strategies that may fit by their bounds. Returns the smallest of all other families."""
+        smallest: dict[Family, Rated] = {}
+        for strategy in list_strategies(
+            self._make.program, self._wanted, self._wanted.devices, processes=self._make.processes
+        ):
+            spec = strategy.spec(self._wanted, self._wanted.devices)
+            if spec is None or not self._bounds.rows_fit(strategy):
+                continue
+            bound = self._bounds(strategy)
+            if bound.nbytes <= self._bounds.room:
+                self._left.setdefault(strategy.family, []).append((strategy, bound))
+                continue
+            self._too_large.add(strategy)
+            rated = Rated(strategy=strategy, bound=bound, spec=spec)
+            before = smallest.setdefault(strategy.family, rated)
+            if bound.nbytes < before.bound.nbytes:
+                smallest[strategy.family] = rated
+        for members in self._left.values():
+            members.sort(key=lambda pair: self._values(pair[0], pair[1].seconds, pair[1].nbytes))
+        return [rated for family, rated in smallest.items() if family not in self._left]
+
+    def _values(self, strategy: Strategy, seconds: float, nbytes: float) -> tuple[float, ...]:
+        """What the objective minimises, then what decides among equals."""
+        first = {"memory": (nbytes, seconds), "devices": (strategy.devices, seconds)}
+        return *first.get(self._wanted.objective, (seconds,)), *strategy.complexity
+
+    def _key(self, rated: Rated) -> tuple[float, ...]:
+        seconds = rated.bound.seconds if rated.plan is None else rated.plan.rank_time
+        return self._values(rated.strategy, seconds, rated.peak)
+
+    def _estimate_next(self, family: Family) -> None:
+        """Estimate the next member of ``family`` that may fit, and be better than all that fit so far.
+
+        A family that is simple is estimated once even if it cannot be better, to be told as an alternative.
+        """
+        least = min(
+            (self._key(rated)[0] for rated in self._rated.values() if rated.fits), default=None
+        )
+        known = any(strategy.family == family for strategy in self._rated)
+        members = self._left[family]
+        for strategy, bound in list(members):
+            value = self._values(strategy, bound.seconds, bound.nbytes)[0]
+            costly = _costs(family) > 0
+            margin = _WORTH_IT if costly else AS_GOOD
+            if least is not None and value * margin >= least and (known or costly):
+                members.clear()  # all others are worse
+                return
+            if not self._needs_help(strategy):
+                continue
+            members.remove((strategy, bound))
+            if bound.nbytes * self._factor.get(family, 1.0) > _FAR * self._bounds.room:
+                continue
+            if self._estimate(strategy, bound):
+                return
+
+    def _needs_help(self, strategy: Strategy) -> bool:
+        """Whether the same with one way of saving memory less is known not to fit."""
+        return all(
+            less in self._too_large or (less in self._rated and not self._rated[less].fits)
+            for less in strategy.with_less_help()
+        )
+
+    def _estimate(self, strategy: Strategy, bound: Bound) -> bool:
+        """Estimate a strategy; False if the model cannot be placed so."""
+        spec = strategy.spec(self._wanted, self._wanted.devices)
+        plan = None if spec is None else self._plan(self._make.rough_estimate, spec)
+        if spec is None or plan is None:
+            return False
+        rated = self._rate(Rated(strategy=strategy, bound=bound, spec=spec), plan)
+        if not plan.fits and bound.nbytes:
+            self._factor[strategy.family] = max(1.0, rated.peak / bound.nbytes)
+        if strategy.recompute and not plan.checkpoint:  # there was no need
+            rated = replace(rated, strategy=replace(strategy, recompute=False))
+        self._rated.setdefault(rated.strategy, rated)
+        return True
+
+    def _rate(self, rated: Rated, plan: Plan, *, judged: bool = False) -> Rated:
+        """``rated`` with ``plan``, and its time at worst."""
+        worst = plan.rank_time
+        if self._links.network is not None and plan.processes and plan.step_seconds is not None:
+            ranks = plan.replicas * plan.shards
+            slower = [
+                replace(
+                    stage,
+                    sum_seconds=self._links.at_worst().all_reduce_seconds(
+                        stage.memory.gradients, ranks=ranks, stride=len(plan.stages)
+                    ),
+                )
+                for stage in plan.stages
+            ]
+            worst = end_of(step_spans(replace(plan, stages=tuple(slower))))
+        return replace(rated, plan=plan, judged=judged, worst_time=worst)
+
+    def _plan(self, make: Callable[[PlacementSpec], Plan], spec: PlacementSpec) -> Plan | None:
+        """The result of ``make(spec)``; None if the model cannot be placed so."""
+        try:
+            return make(spec)
+        except PlacerError:
+            return None
+
+    def _judge(self) -> list[Rated]:
+        """Judge what nearly fits by its estimate, the best first, until the next one cannot be better."""
+        judged: dict[Strategy, Rated] = {}
+        for column in range(2 if self._links.network is not None else 1):
+            near = [rated for rated in self._rated.values() if rated.is_near]
+            for rated in sorted(near, key=lambda r: (self._losses([r])[0][column], self._key(r))):
+                if rated.strategy in judged or len(judged) >= _MOST_JUDGED * (column + 1):
+                    continue
+                value = self._losses([rated])[0][column]
+                good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]
+                if any(self._losses([r])[0][column] <= value for r in good):
+                    break
+                plan = self._plan(self._make, rated.spec)
+                if plan is not None:
+                    judged[rated.strategy] = self._rate(rated, plan, judged=True)
+                    self._rated[rated.strategy] = judged[rated.strategy]
+        return list(judged.values())
+
+    def _losses(self, rated: Sequence[Rated]) -> list[tuple[float, float]]:
+        """What the objective minimises, on the machine and on the same at its worst."""
+        found = []
+        for each in rated:
+            value = self._key(each)[0]
+            by_time = self._wanted.objective not in ("memory", "devices")
+            found.append((value, each.worst_time if by_time else value))
+        return found
+
+    def _choose(self, judged: Sequence[Rated]) -> Rated | None:
+        """The one with the least largest loss, and the simplest of those that are as good.
+
+        One that starves no kernel of its workspace is better than one that does.
+        """
+        fitting = [rated for rated in judged if rated.fits]
+        good = [rated for rated in fitting if rated.plan is not None and not rated.plan.starved]
+        good = good or fitting
+        if not good:
+            return None
+        values = self._losses(good)
+        least = [min(column) or 1.0 for column in zip(*values, strict=True)]
+        loss = [max(v / b for v, b in zip(value, least, strict=True)) for value in values]
+        enough = min(loss) * AS_GOOD
+        equal = [rated for rated, own in zip(good, loss, strict=True) if own <= enough]
+        return min(equal, key=lambda rated: (rated.strategy.complexity, self._key(rated)))
+
+    def _best_of_families(self, best: Rated | None) -> Iterator[Rated]:
+        """The best of every family but that of ``best``; those that fit come first."""
+        found: dict[Family, Rated] = {}
+        for rated in sorted(self._rated.values(), key=lambda r: (not r.fits, self._key(r))):
+            if best is None or rated.strategy.family != best.strategy.family:
+                found.setdefault(rated.strategy.family, rated)
+        yield from found.values()
+
+
+def _costs(family: Family) -> int:
+    """How much more a strategy of ``family`` costs to estimate: other programs, and searches in stages."""
+    return 2 * family.shards + family.recompute + family.offload + family.chunks

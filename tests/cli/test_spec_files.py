@@ -1,0 +1,134 @@
+"""Spec files in commands: what `check` tells other programs, and `import` and `export`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+X = ("--input", "8x64")
+WRONG = 'devices: [cuda:0]\nlayers:\n  hed: cuda:0\n  blocks: "cuda:1"\nreplica: 2\n'
+BY_HAND = """
+import torch
+from torch import nn
+
+
+class ByHand(nn.Module):
+    def __init__(self, moved=True):
+        super().__init__()
+        self.a, self.b, self.free = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        if moved:
+            self.a, self.b = self.a.to("cuda:0"), self.b.cuda(1)
+
+    def forward(self, x):
+        x = self.a(x.to("cuda:0"))
+        return self.free(self.b(x.to("cuda:1")).relu())
+"""
+
+
+@pytest.fixture
+def wrong(folder: Path) -> str:
+    (folder / "wrong.yaml").write_text(WRONG)
+    return "wrong.yaml"
+
+
+def test_check_tells_code_scanners(placer: Run, wrong: str) -> None:
+    result = placer("check", wrong, "--format", "sarif")
+    assert result.exit_code == 2 and "error: wrong.yaml: 2 problems" in result.stderr
+    (run,) = json.loads(result.stdout)["runs"]
+    assert run["tool"]["driver"]["rules"] == [{"id": "SpecError"}]
+    first, second = run["results"]
+    assert "/layers/blocks: 'cuda:1' is not one of" in first["message"]["text"]
+    place = second["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"] == {"uri": wrong}
+    assert place["region"] == {"startLine": 5, "startColumn": 1, "endColumn": 8}
+    fine = json.loads(placer("check", "fits.json", "--format", "sarif").stdout)
+    assert fine["runs"][0]["results"] == []
+
+
+def test_check_annotates_a_workflow(placer: Run, wrong: str) -> None:
+    first, second = placer("check", wrong, "--format", "github").stdout.splitlines()
+    assert first.startswith("::error title=placer,file=wrong.yaml,line=4,col=11,endColumn=19::/lay")
+    assert second.endswith(
+        "::/replica: is not a key of a placement spec%0A  -> did you mean 'replicas'?"
+    )
+    assert placer("check", "net.py:Net", "fits.json", *X, "--format", "github").stdout == ""
+    small = placer("check", "net.py:Net", "tight.json", *X, "--format", "github")
+    assert small.exit_code == 3
+    assert small.stdout.startswith("::error title=placer,file=tight.json::device cpu:")
+
+
+def test_errors_in_json_have_lines(placer: Run, wrong: str) -> None:
+    error = json.loads(placer("plan", "net.py:Net", wrong, *X, "--json").stdout)["error"]
+    places = [(each["file"], each["line"], each["column"]) for each in error["problems"]]
+    assert places == [(wrong, 4, 11), (wrong, 5, 1)]
+
+
+def test_a_misspelt_layer_costs_no_capture(placer: Run) -> None:
+    result = placer("plan", "net.py:Net", "wrong.json", *X)
+    assert "recording" not in result.stderr and "did you mean 'head'?" in result.stderr
+
+
+def test_a_spec_of_a_model_that_is_split_by_hand(placer: Run, folder: Path, tmp_path: Path) -> None:
+    (folder / "by_hand.py").write_text(BY_HAND)
+    result = placer("import", "by_hand.py:ByHand")
+    assert "not on a device, so placer chooses: free" in result.stderr
+    spec = json.loads(result.stdout)
+    layers = {"a": "cuda:0", "b": "cuda:1"}
+    assert spec == {"devices": ["cuda:0", "cuda:1"], "layers": layers}
+    unknown = placer("import", "by_hand.py:ByHand", "-m", "moved=false")
+    assert unknown.exit_code == 2 and "give --input, so that its forward" in unknown.stderr
+    path = tmp_path / "spec.json"
+    given = ("by_hand.py:ByHand", "-m", "moved=false", "--input", "4x4")
+    assert placer("import", *given, "-o", str(path)).exit_code == 0
+    assert json.loads(path.read_text())["layers"] == {**layers, "free": "cuda:1"}
+    equal = placer("verify", given[0], str(path), *given[1:], "--ignore-device-moves", "--double")
+    assert equal.exit_code == 0, equal.stderr
+    map_file = tmp_path / "map.json"
+    assert placer("export", given[0], str(path), "-o", str(map_file)).exit_code == 0
+    assert json.loads(map_file.read_text()) == {"a": 0, "b": 1, "free": 1}
+    again = placer("import", str(map_file))
+    assert json.loads(again.stdout) == json.loads(path.read_text())
+
+
+def test_what_is_no_device_map_is_refused_with_its_place(placer: Run, folder: Path) -> None:
+    (folder / "map.json").write_text('{"a": 0,\n "b": "disk"}')
+    refused = placer("import", "map.json")
+    assert refused.exit_code == 2 and refused.stdout == ""
+    assert (
+        "error: map.json:2:7: /b: with 'disk', accelerate keeps weights on disk" in refused.stderr
+    )
+    assert "fits.json: is not a device_map" in placer("import", "fits.json").stderr
+    free = placer("export", "net.py:Net", "fits.json")
+    assert "make a plan, which does" in free.stderr
+
+
+def test_two_plans_are_compared(placer: Run, tmp_path: Path) -> None:
+    one, other = (str(tmp_path / name) for name in ("one.json", "other.json"))
+    placer("plan", "net.py:Net", "fits.json", *X, "-o", one)
+    placer("plan", "net.py:Net", "pinned.json", *X, "-o", other)
+    same = placer("diff", one, one)
+    assert (same.exit_code, same.stdout) == (0, "no difference\n")
+    result = placer("diff", one, other, "--json")
+    assert result.exit_code == 1
+    changes = json.loads(result.stdout)["changes"]
+    assert {"what": "microbatches", "before": "1", "after": "2"} in changes
+    mixed = placer("diff", "fits.json", one)
+    assert mixed.exit_code == 2 and "the other file is a plan" in mixed.stderr
+    assert "per micro-batch forward" in placer("explain", other).stdout
+
+
+def test_a_changed_spec_is_compared_with_the_spec(placer: Run) -> None:
+    given = ("what-if", "net.py:Net", "pinned.json", *X)
+    changes = json.loads(placer(*given, "--microbatches", "1", "--json").stdout)
+    assert changes["fits"] is True
+    assert changes["changes"][0] == {"what": "microbatches", "before": "2", "after": "1"}
+    fewer = placer(*given, "--devices", "1").stdout  # where its layer "head" cannot be
+    assert "head" in fewer and "fits: cuda:0" in fewer
+    assert placer("what-if", "net.py:Net", "tight.json", *X, "--precision", "fp32").exit_code == 3
+    assert "change nothing" in placer(*given).stderr
+    assert "did you mean '1F1B'?" in placer(*given, "--schedule", "1f1").stderr

@@ -1,0 +1,61 @@
+"""What is different between two plans, and between two specs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import placer
+from placer.report.differences import Change, differences
+
+
+def _plan(**fields: object) -> placer.Plan:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    devices = [{"name": f"cpu:{i}", "memory": "1GiB"} for i in range(2)]
+    spec = {"devices": devices, "layers": {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1", "3": "cpu:1"}}
+    return placer.make_plan(model, {**spec, **fields}, torch.ones(8, 64))
+
+
+def test_plans() -> None:
+    before = _plan()
+    assert differences(before, before) == []
+    moved = {"0": "cpu:0", "1": "cpu:1", "2": "cpu:1", "3": "cpu:1"}
+    after = _plan(layers=moved, microbatches=2, checkpoint=["3"])
+    found = {change.what: change for change in differences(before, after)}
+    assert found["1"] == Change("1", "cpu:0", "cpu:1")
+    assert not {"0", "2", "3", "model", "stages", "schedule"} & set(found)
+    assert found["microbatches"] == Change("microbatches", "1", "2")
+    assert found["recomputed"] == Change("recomputed", "—", "3")
+    peaks = [plan.devices[1].peak for plan in (before, after)]
+    text = found["tensors on cpu:1"].after
+    assert text.endswith(f" ({peaks[1] / peaks[0] - 1:+.0%})".replace("%", " %"))
+    assert found["sent per micro-batch"].after.endswith("(-50 %)")
+
+
+def test_devices_and_seconds_that_only_one_plan_has() -> None:
+    before = replace(_plan(), step_seconds=2.0)
+    after = replace(before, devices=before.devices[:1], step_seconds=1.5)
+    found = {change.what: change for change in differences(before, after)}
+    assert set(found) == {"step", "cpu:1 needs", "tensors on cpu:1", "cpu:1 has"}
+    assert found["step"] == Change("step", "~ 2.00 s", "~ 1.50 s (-25 %)")
+    assert found["cpu:1 has"] == Change("cpu:1 has", "1.00 GiB", "—")
+
+
+def test_specs() -> None:
+    before = placer.load_spec({"devices": ["cpu"], "layers": {"a": "cpu", "b": "cpu"}})
+    swapped = placer.load_spec({"devices": ["cpu"], "layers": {"b": "cpu", "a": "cpu"}})
+    assert differences(before, before) == []
+    assert differences(before, swapped) == [
+        Change("order of /layers, of which the last wins", "a, b", "b, a")
+    ]
+    other = placer.load_spec({"devices": ["cpu"], "layers": {"b": "cpu"}, "checkpoint": ["b"]})
+    assert differences(before, other) == [
+        Change("/layers/a", "cpu", "—"),
+        Change("/checkpoint/0", "—", "b"),
+    ]
+    with pytest.raises(TypeError):
+        differences(before, _plan())

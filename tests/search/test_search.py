@@ -1,0 +1,193 @@
+"""`auto` finds what trying everything finds, and what it says of the others is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from captured import captured_once
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from unet3d import unet3d
+
+import placer
+from placer.api import lower_call
+from placer.errors import PlacerError
+from placer.plan.types import Plan
+from placer.search.bounds import Bounds
+from placer.search.candidates import list_strategies
+from placer.search.search import AS_GOOD, find_strategy
+from placer.search.strategy import Strategy, replica_rows
+from placer.simulation.judge import JudgingPlanner
+from placer.spec import DeviceSpec, PlacementSpec
+
+
+class Blocks(nn.Module):
+    """Residual blocks of linear layers: many weights, or many activations, by width and rows."""
+
+    def __init__(self, width: int = 256, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _cards(count: int, memory: str = "2GiB", kind: str = "rtx3090") -> list[dict[str, Any]]:
+    return [{"name": f"cuda:{i}", "memory": memory, "kind": kind} for i in range(count)]
+
+
+def _planner(
+    model: nn.Module, x: Tensor, spec: PlacementSpec, *, processes: bool
+) -> tuple[Any, JudgingPlanner]:
+    program, inputs = lower_call(model, (x,), None, spec)
+    return program, JudgingPlanner(program, inputs, processes=processes)
+
+
+def _all_plans(
+    program: Any,
+    spec: PlacementSpec,
+    make: JudgingPlanner,
+    plan: Callable[[PlacementSpec], Plan],
+    most: int,
+) -> Iterator[tuple[Strategy, Plan]]:
+    for strategy in list_strategies(program, spec, spec.devices, processes=make.processes):
+        found = strategy.spec(spec, spec.devices)
+        if found is None or strategy.microbatches > most:
+            continue
+        try:
+            yield strategy, plan(found)
+        except PlacerError:
+            continue
+
+
+CASES = [
+    ("2GiB", 16384, 3, False),
+    ("800MiB", 4096, 3, True),
+    ("760MiB", 8192, 2, False),  # several micro-batches are needed, or recomputation
+    ("2GiB", 64, 4, True),  # gradients take longer to sum than there is to compute
+]
+
+
+@pytest.mark.parametrize(("memory", "rows", "devices", "processes"), CASES)
+@captured_once()
+def test_the_choice_is_as_good_as_the_best_of_all(
+    memory: str, rows: int, devices: int, processes: bool
+) -> None:
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(rows, 256)
+    spec = PlacementSpec.model_validate({"devices": _cards(devices, memory)})
+    program, make = _planner(model, x, spec, processes=processes)
+    best = find_strategy(spec, make).best
+    assert best is not None and best.plan is not None and best.plan.fits
+    plans = (plan for _, plan in _all_plans(program, spec, make, make, most=2))
+    least = min(plan.rank_time for plan in plans if plan.fits and not plan.starved)
+    assert best.plan.rank_time <= least * AS_GOOD
+
+
+@pytest.mark.parametrize("processes", [False, True])
+@captured_once()
+def test_no_plan_is_better_than_its_bound(processes: bool) -> None:
+    with torch.device("meta"):
+        model, x = unet3d(width=8, depth=2), torch.empty(4, 1, 32, 32, 32)
+    spec = PlacementSpec.model_validate({"devices": _cards(4)})
+    program, make = _planner(model, x, spec, processes=processes)
+    bounds = Bounds(
+        program, make.inputs, spec, make.costs.scaled, make.loss_of(spec), processes=processes
+    )
+    seen = set()
+    for strategy, plan in _all_plans(program, spec, make, make.estimate, most=2):
+        if strategy.lighter or not bounds.rows_fit(strategy):
+            continue
+        bound = bounds(strategy)
+        assert plan.rank_time >= bound.seconds * (1 - 1e-6), strategy
+        assert max(device.peak for device in plan.devices) >= bound.nbytes * (1 - 1e-6), strategy
+        seen.add(strategy.family[:3])
+    assert len(seen) == 7  # every combination of replicas, stages and shards on four devices
+
+
+@captured_once()
+def test_what_is_given_stays_and_the_answer_is_always_the_same() -> None:
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(4096, 256)
+    fields: dict[str, Any] = {"devices": _cards(4), "replicas": 2, "microbatches": 4}
+    spec = placer.auto_spec(model, x, **fields)
+    assert (spec.replicas, spec.microbatches) == (2, 4)
+    plan = placer.auto_plan(model, x, **fields)
+    assert plan == placer.auto_plan(model, x, **fields)
+    assert plan.strategy and all("2 replicas" in each.strategy for each in plan.alternatives)
+    again = placer.make_plan(model, spec, x)
+    assert again.step_seconds == plan.step_seconds
+
+
+@captured_once()
+def test_alternatives_say_why_they_lost() -> None:
+    """Each is of another kind, and is slower, or does not fit."""
+    with torch.device("meta"):
+        model, x = unet3d(width=16), torch.empty(2, 1, 96, 96, 96)
+    plan = placer.auto_plan(model, x, devices=_cards(4, "3GiB"), precision="bf16")
+    assert plan.fits and len(plan.alternatives) >= 3
+    for other in plan.alternatives:
+        if other.fits:
+            assert other.slower is not None and other.slower >= 1 / AS_GOOD
+            assert other.step_seconds is not None and "longer" in other.reason
+        else:
+            assert "too much on" in other.reason or "needs at least" in other.reason
+
+
+@captured_once()
+def test_where_nothing_fits_the_error_says_what_was_tried_and_what_would_do() -> None:
+    with torch.device("meta"):
+        model, x = unet3d(width=8, depth=3), torch.empty(1, 1, 96, 96, 96)
+    with pytest.raises(
+        placer.BudgetError, match="no strategy for 1 device fits: the nearest"
+    ) as caught:
+        placer.auto_spec(model, x, devices=_cards(1, "700MiB"))
+    fitting = [tried for tried in caught.value.tried if tried.fits]
+    assert fitting[0].change.startswith("give ") and fitting[0].step_seconds
+    assert {"one device, recomputing"} <= {tried.change for tried in caught.value.tried}
+
+
+def test_the_fewest_devices_if_that_is_the_objective() -> None:
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(4096, 256)
+    devices = [{"name": f"cuda:{i}", "memory": "2GiB"} for i in range(3)]  # no kind is needed
+    assert len(placer.auto_spec(model, x, devices=devices, objective="devices").devices) == 1
+
+
+@given(
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    replicas=st.integers(1, 4),
+    devices=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_replicas_get_rows_of_like_devices(counts: list[int], replicas: int, devices: int) -> None:
+    kinds = ("a100", "v100", "t4")
+    pool = [
+        DeviceSpec(name=f"cuda:{10 * i + j}", kind=kinds[i])
+        for i, count in enumerate(counts)
+        for j in range(count)
+    ]
+    rows = replica_rows(pool, replicas, devices)
+    if rows is None:
+        most = len(pool) if replicas == 1 else sum(count // replicas for count in counts)
+        assert most < devices
+        return
+    assert [len(row) for row in rows] == [devices] * replicas
+    assert len({tuple(device.kind for device in row) for row in rows}) == 1
+    names = [device.name for row in rows for device in row]
+    assert len(set(names)) == len(names)
