@@ -13,8 +13,9 @@ from torchvision.models import ConvNeXt, VisionTransformer
 from torchvision.models.convnext import CNBlockConfig
 
 import placer.cost.estimate
-from placer.cost import CostTable, device_kind
+from placer.cost import CostTable
 from placer.cost.estimate import CostEstimates
+from placer.machine.devices import device_kind
 from placer.program import Program, lower
 from placer.program.blocks import find_repeats
 
