@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from placer.cost import CostEstimates
 from placer.machine.machine import Machine, device_kind_of, find_machine
@@ -91,7 +91,10 @@ class Block(nn.Module):
         own = self.heads * self.size
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * own), nn.Linear(own, width)
-        self.up, self.down = nn.Linear(width, 4 * width // tensor), nn.Linear(4 * width // tensor, width)
+        self.up, self.down = (
+            nn.Linear(width, 4 * width // tensor),
+            nn.Linear(4 * width // tensor, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
@@ -116,7 +119,7 @@ class Transformer(nn.Module):
         x = self.token(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).float()  # type: ignore[no-any-return]
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +171,11 @@ def predict(run: Run, machine: Machine) -> float:
     activation = _HALF * run.rows * run.length * run.width
     # Two all-reduces of the tensor group in each pass of a block, and in the repeated forward
     reduced = 2 * links.all_reduce_seconds(activation, ranks=run.tensor, stride=1)
-    forward, backward = block.forward + reduced, block.backward + block.forward + 2 * reduced
+    # A block takes as long as its kernels, or as its process takes to launch them.
+    forward = max(block.forward + reduced, block.launch)
+    backward = max(
+        block.backward + block.forward + 2 * reduced, block.launch_backward + block.launch
+    )
     sent = 0.0
     if run.stages > 1:  # the ranks of a stage follow one another, so the next stage is so far away
         sent = links.send_seconds(activation / run.tensor, 0, run.tensor * run.replicas)
@@ -182,21 +189,23 @@ def predict(run: Run, machine: Machine) -> float:
                 stage,
                 forward=count * forward + sum(end.forward for end in ends) + sent,
                 backward=count * backward + sum(end.backward for end in ends) + sent,
-                launch=count * block.launch + sum(end.launch for end in ends),
-                launch_backward=count * (block.launch_backward + block.launch)
-                + sum(end.launch_backward for end in ends),
             )
         )
     spans = lay_out_step(
         stages,
         # Megatron's sends block, so their seconds are in those of the stages.
-        [Transfer(value="x", source=s, target=s + 1, nbytes=activation) for s in range(run.stages - 1)],
+        [
+            Transfer(value="x", source=s, target=s + 1, nbytes=activation)
+            for s in range(run.stages - 1)
+        ],
         [[f"stage {stage}" for stage in range(run.stages)]],
         schedule="1F1B" if run.stages > 1 else "GPipe",
         microbatches=run.microbatches,
         training=True,
         processes=True,
-        optimizer_seconds=_UPDATE * max(own) / device_kind_of(machine).rates["optimizer", "float32"].bandwidth,
+        optimizer_seconds=_UPDATE
+        * max(own)
+        / device_kind_of(machine).rates["optimizer", "float32"].bandwidth,
     )
     sums = links.all_reduce_seconds(_HALF * max(own), ranks=run.replicas, stride=run.tensor)
     return end_of(spans) + sums
@@ -207,10 +216,7 @@ _NO_MEMORY = StageMemory(
 )
 
 
-def _stage(
-    index: int, *, forward: float, backward: float, launch: float, launch_backward: float
-) -> StagePlan:
-    # Megatron waits for the device after every send, so its process does not launch ahead.
+def _stage(index: int, *, forward: float, backward: float) -> StagePlan:
     return StagePlan(
         index=index,
         devices=(f"stage {index}",),
@@ -219,15 +225,18 @@ def _stage(
         memory=_NO_MEMORY,
         budget=None,
         reserve=0,
-        forward_seconds=max(forward, launch),
-        backward_seconds=max(backward, launch_backward),
+        forward_seconds=forward,
+        backward_seconds=backward,
     )
 
 
 def read_runs(path: Path) -> list[Run]:
     """The runs in a file of vTrain's."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = [{key.strip().lower(): value for key, value in row.items()} for row in csv.DictReader(file)]
+        rows = [
+            {key.strip().lower(): value for key, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
     return [
         Run(
             **{
@@ -264,12 +273,18 @@ def machine_of(runs: Iterable[Run]) -> Machine:
     """dgx-a100, with as many nodes as the largest run needs; network cards of 100 Gb/s, 90 % of it reached."""
     machine = find_machine("dgx-a100")
     nodes = max(1, -(-max(run.devices for run in runs) // machine.devices_per_node))
-    network = None if machine.network is None else machine.network.model_copy(update={"send": 11.25e9, "bus": 11.25e9})
+    network = (
+        None
+        if machine.network is None
+        else machine.network.model_copy(update={"send": 11.25e9, "bus": 11.25e9})
+    )
     return machine.model_copy(update={"nodes": nodes, "network": network})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--json", action="store_true", help="print every row as JSON")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS}/measured_runs.md")

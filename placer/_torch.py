@@ -115,6 +115,7 @@ OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "an operator": ("_op_dk",),
     "an autograd node": ("_sequence_nr", "_set_sequence_nr"),
     "the options of a process group's backend": ("_timeout",),
+    "an optimizer": ("_optimizer_step_post_hooks",),
 }
 
 # Any file may use these. No public name replaces them; code for torch relies on them everywhere.
@@ -434,6 +435,13 @@ def abort_group(group: dist.ProcessGroup) -> None:
     several groups one after the other may wait for each other.
     """
     dist.distributed_c10d._abort_process_group(group)
+
+
+def hook_first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+    """Register a step post hook that runs before the optimizer's others; the handle removes it."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
 
 
 def call_composite(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from placer.executor.loss.call import require_function
 from placer.executor.module import PlacedModule, check_names
 from placer.executor.place_model import place_model
 from placer.executor.program_cache import split_rules
-from placer.plan.check import check_pinned, check_plan, require_fit
+from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
@@ -278,6 +278,8 @@ def simulate_captured(
     processes: bool = False,
 ) -> SimulationReport:
     """`simulate` for a model that has been captured, called with the tensors ``inputs``."""
+    if plan.shard_state != "none" and not processes:
+        raise one_copy()
     program = rewritten(program, plan.rewrites)
     check_plan(plan, program)
     loss.check_rows(batch_rows(program, inputs))
@@ -349,6 +351,8 @@ def takes_dict(model: nn.Module, value: Any) -> bool:
 
 def _check_one_process(plan: Plan) -> None:
     """Raise ``PlacerError`` if ``plan`` needs a process per device."""
+    if plan.shard_state != "none":
+        raise one_copy()
     if plan.batch_norm == "sync" and plan.replicas > 1:
         raise PlacerError(
             "/batch_norm",

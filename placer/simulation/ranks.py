@@ -22,6 +22,7 @@ from placer.executor.distributed.messages.crossings import CrossingFinder, Cross
 from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
 from placer.executor.distributed.messages.transport import NoChannel
 from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
+from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.executor.replica import Replica
 from placer.executor.scatter import scatter_batch, split_target
@@ -44,11 +45,15 @@ _RANK = "rank"
 
 @dataclass(frozen=True, eq=False)
 class _NoSum:
-    """A group of ``size`` ranks in which only this rank exists, so sums change nothing."""
+    """A group of ``size`` ranks in which only this rank exists, so sums and gathers change nothing."""
 
     size: int
+    rank: int
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
+        return lambda: None
+
+    def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         return lambda: None
 
 
@@ -201,6 +206,11 @@ class _FakeReplica:
         kind = device_type(device)
         attribution = Attribution(staged.stages, call.program.layers)
         ledger = RankLedger(attribution.where, kernels=lambda _: kind)
+
+        def group_of(devices: tuple[int, ...]) -> _NoSum:
+            ranks = plan.grid.ranks_of(devices)
+            return _NoSum(len(ranks), ranks.index(assignment.rank))
+
         with call.running():
             part = build_part(
                 call.model,
@@ -232,12 +242,11 @@ class _FakeReplica:
                 )
             ]
             trained = [p for p in part.parameters() if p.requires_grad]
-            group_of = cache(lambda devices: _NoSum(plan.replicas * plan.shards * len(devices)))
-            reducer = _FakeReducer(
-                find_shared_parameters(
-                    part, staged, self._ownership, assignment.stage_indices, group_of
-                )
+            shared = find_shared_parameters(
+                part, staged, self._ownership, assignment.stage_indices, cache(group_of)
             )
+            reducer = _FakeReducer(shared)
+            pieces = Pieces(shared if plan.shard_state == "optimizer" else [])
 
             def infer() -> None:
                 finder = self._finder(kind, assignment.shard_index)
@@ -264,6 +273,7 @@ class _FakeReplica:
                 train=train,
                 trained={device: trained},
                 updating=nullcontext,
+                stepping=lambda: pieces.updating(trained),
             )
             return call.record(process, device)
 
