@@ -244,7 +244,8 @@ def largest(
 
     ``inputs_of(size)`` makes the arguments of ``forward`` for a size, which may be on ``meta``. The strategy
     is chosen anew for every size, as by `auto_plan`, whose ``devices``, ``processes`` and ``options`` these
-    are. The result has ``size`` and ``answer.spec`` of the largest that fits (None if none does), and ``tried``.
+    are. The result has ``size`` and ``answer.spec`` of the largest that fits (None if none does), and
+    ``tried``.
 
     Of sizes, the first, second, fourth, … are tried until one does not fit, then those between.
     """
