@@ -43,14 +43,14 @@ def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
     found = find_strategy(wanted, make)
     if found.best is None:
         raise _misfit(wanted, make, found)
-    return answer_of(found, make)
+    return answer_of(found, make, len(wanted.devices))
 
 
-def answer_of(found: Found, make: JudgingPlanner) -> Answer:
-    """The spec and the plan of the best strategy that was found; there is one."""
+def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
+    """The spec and the plan of the best strategy that was found on so many ``devices``; there is one."""
     assert found.best is not None and found.best.plan is not None
     spec = with_resolved_layers(found.best.spec, found.best.plan, make)
-    return Answer(spec=spec, plan=with_alternatives(make(spec), found))
+    return Answer(spec=spec, plan=with_alternatives(make(spec), found, devices))
 
 
 def _check_kinds_known(wanted: PlacementSpec) -> None:

@@ -52,6 +52,9 @@ def test_bisection_by_hand(limit: int, count: int) -> None:
 
     asked: list[int] = []
 
+    class Wanted(int):
+        devices = ()
+
     class Found:
         def __init__(self, size: int) -> None:
             fits = size <= limit
@@ -62,11 +65,11 @@ def test_bisection_by_hand(limit: int, count: int) -> None:
             self.unfit = ()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(largest, "find_strategy", lambda wanted, make: Found(wanted))
-        patch.setattr(largest, "answer_of", lambda found, make: asked[-1])
+        patch.setattr(largest, "find_strategy", lambda wanted, make: Found(int(wanted)))
+        patch.setattr(largest, "answer_of", lambda found, make, devices: asked[-1])
         case = type("C", (), {})
         found = largest.find_largest(
-            range(1, count + 1), lambda size: _with(case(), wanted=size, make=None)
+            range(1, count + 1), lambda size: _with(case(), wanted=Wanted(size), make=None)
         )
     best = min(limit, count)
     assert found.size == (best or None) and found.answer == (best or None)
