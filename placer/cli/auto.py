@@ -61,6 +61,8 @@ Fields = Annotated[
     spec_fields(
         *("objective", "replicas", "stages", "space", "microbatches", "schedule", "checkpoint"),
         *("offload", "chunks", "precision", "optimizer", "training", "reserve", "host_memory"),
+        "shard_state",
+        chosen=("replicas", "stages", "space", "microbatches", "schedule", "chunks", "shard_state"),
     ),
 ]
 
