@@ -35,6 +35,7 @@ _MAX_ROUNDS = 3  # of planning with corrections
 # dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
 _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
+_ROOMY = 4
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.
 _STAGE_COSTS = {
@@ -84,7 +85,8 @@ class JudgingPlanner:
     (`placer.simulation.usage`). With ``processes`` the dry run is that of ranks, because
     estimates are for one process and a rank needs more memory (received values, both halves of a split
     backward, buckets, whole results in inference, an optimizer per replica). With ``verdict_only`` a
-    dry run is made only if there is a budget.
+    dry run is made only if there is a budget, and in one process only if a device has less than four times
+    the room that its estimate needs.
     """
 
     def __init__(
@@ -325,7 +327,9 @@ class JudgingPlanner:
 
     def _replaces_estimates(self, plan: Plan) -> bool:
         """Whether the peaks of ``plan`` must come from a dry run, whatever its estimates are."""
-        if self._verdict_only and all(device.budget is None for device in plan.devices):
+        unlimited = all(device.budget is None for device in plan.devices)
+        roomy = not self._processes and all(map(_is_roomy, plan.devices))
+        if self._verdict_only and (unlimited or roomy):
             return False
         return self._processes or any(device.allocator is not None for device in plan.devices)
 
@@ -396,6 +400,11 @@ def _rank(objective: str, plan: Plan) -> tuple[bool, int, int, float]:
     """`_verdict`, and then what the objective minimizes."""
     peak = max(device.peak for device in plan.devices)
     return *_verdict(plan), peak if objective == "memory" else plan.rank_time
+
+
+def _is_roomy(device: DevicePeak) -> bool:
+    """Is there room for many times the estimate, so that no dry run can find that it does not fit?"""
+    return device.room is None or _ROOMY * device.peak <= device.room
 
 
 def _is_doubtful(device: DevicePeak) -> bool:
