@@ -106,6 +106,7 @@ class PlacedModule(nn.Module):
         reduction: Reduction = "auto",
         normalizer: Normalizer | None = None,
         own_rows: bool = False,
+        whole_batch: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -134,6 +135,11 @@ class PlacedModule(nn.Module):
         A ``reduction`` or ``normalizer`` that you pass is tried as well, once per function and shapes;
         there is a warning if it does not hold.
 
+        ``whole_batch=True`` is for a loss that compares rows with each other (contrastive, CLIP, Dice over
+        the batch): the results of all slices are joined as ``placed(x)`` joins them, ``loss_fn`` is called
+        once, and its gradients go back through the slices. All micro-batches are then in memory, so the
+        schedule must be GPipe; plans count that if the spec's ``"loss"`` has ``"whole_batch": true``.
+
         Tensors in ``target`` are split along dim 0, and a ``placer.Batched(tensor, dim)`` along ``dim``;
         every slice gets the whole of a ``placer.Whole(value)``. The same marks can be put around inputs.
         With ``own_rows`` the inputs and the target are only this process's rows, in a job of several
@@ -145,7 +151,11 @@ class PlacedModule(nn.Module):
         refuse_compile()
         runtime = runtime_of(self)
         loss_of = StepLoss(
-            loss_fn, reduction=reduction, normalizer=normalizer, found=runtime.combination
+            loss_fn,
+            reduction=reduction,
+            normalizer=normalizer,
+            found=runtime.combination,
+            whole_batch=whole_batch,
         )
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)

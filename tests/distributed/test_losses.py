@@ -97,3 +97,19 @@ def test_torchs_clipping_of_a_part_is_refused(
 
 def test_torchs_clipping_of_a_whole_model(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(cases.clip_a_whole_model)
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)])
+def test_a_loss_over_the_whole_batch(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
+    job_of(math.prod(shape)).run(cases.step_over_whole_batches, *shape, 2)
+
+
+def test_what_is_wrong_with_a_loss_over_the_whole_batch_is_said(
+    job_of: Callable[[int], Job],
+) -> None:
+    for rank, said in enumerate(job_of(2).run(cases.fail_over_whole_batches)):
+        assert "1F1B begins with backwards before that" in said["schedule"]
+        assert "with whole_batch=True there is one loss" in said["reduction"]
+        assert "ValueError: 8 rows" in said["raises"], (rank, said["raises"])
+        assert "reads the model's parameter" in said["penalty"], (rank, said["penalty"])
