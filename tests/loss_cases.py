@@ -385,3 +385,23 @@ def fail_over_whole_batches() -> dict[str, str]:
             lambda o=options, p=placed: p.step(image, text, whole_batch=True, **o)
         )  # type: ignore[misc]
     return found
+
+
+def measure(spec: placer.PlacementSpec) -> list[tuple[int, int, int, float, float]]:
+    """Rank, replica, stage and the seconds forward and in messages of a measured step's report."""
+    placed, _, x = _pair(spec)
+    placed.step(x, target=labels(8, 0), loss_fn=flat, profile=True)
+    report = placed.report()
+    computed = [span for span in report.spans if span.kind == "compute"]
+    assert len(computed) == 2 * spec.microbatches * len(report.stages)
+    return [
+        (s.rank, s.replica, s.stage, s.seconds.forward, s.seconds.waiting + s.seconds.sending)
+        for s in report.stages
+    ]
+
+
+def measure_on_one_rank(spec: placer.PlacementSpec) -> str:
+    """The error of a step that only rank 0 measures."""
+    placed, _, x = _pair(spec)
+    first = dist.get_rank() == 0
+    return _message(lambda: placed.step(x, target=labels(8, 0), loss_fn=flat, profile=first))

@@ -25,6 +25,7 @@ from placer.executor.replica import Replica, caller_place
 from placer.executor.split_backward import SplitBackward
 from placer.executor.task import doing
 from placer.executor.transfer import PendingGradients, gradient_root, receive, transfer
+from placer.executor.watch import kind_of, timed
 from placer.program import unflatten
 from placer.schedule import Action
 from placer.timeline import Task
@@ -113,16 +114,19 @@ class ScheduleRun:
         """Run the actions of these kinds, in their order."""
         for action in self._actions:
             if action.kind in kinds:
-                replica = self._microbatches[action.microbatch_index].replica_index
-                with doing(Task(action, replica)):
-                    self._do(action, self.runs[action.microbatch_index])
+                given = self._microbatches[action.microbatch_index]
+                device = given.replica.places[action.stage_index].device
+                with doing(task := Task(action, given.replica_index)):
+                    self._do(action, self.runs[action.microbatch_index], task, device)
 
-    def _do(self, action: Action, run: MicrobatchRun) -> None:
+    def _do(self, action: Action, run: MicrobatchRun, task: Task, device: torch.device) -> None:
         transport = self._transport
         if transport is not None:
-            transport.receive(action, run)
+            with timed("waiting", task, device):
+                transport.receive(action, run)
         try:
-            run.do(action, self._loss_of)
+            with timed(kind_of(action), task, device):
+                run.do(action, self._loss_of)
             if transport is not None:
                 transport.check(action, run)
         except Exception as error:
@@ -130,7 +134,8 @@ class ScheduleRun:
                 raise
             raise self._explain(action, run, error) from error
         if transport is not None:
-            transport.send(action, run)
+            with timed("sending", task, device):
+                transport.send(action, run)
         run.outputs = {}
 
     def finish(self) -> list[torch.Tensor]:

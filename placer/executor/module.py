@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from placer.errors import CaptureError
+from placer.errors import CaptureError, PlacerError
 from placer.executor.hooks import (
     compile_error,
     refuse_backward_hooks,
@@ -33,6 +33,7 @@ from placer.executor.pickled import (
 from placer.executor.place import Place
 from placer.executor.runtime import Runtime
 from placer.executor.sampler import ReplicaSampler
+from placer.executor.watch import StepReport
 from placer.plan.types import Plan
 from placer.program import VariableGuard, rebuild_call
 
@@ -107,6 +108,7 @@ class PlacedModule(nn.Module):
         normalizer: Normalizer | None = None,
         own_rows: bool = False,
         whole_batch: bool = False,
+        profile: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -144,9 +146,10 @@ class PlacedModule(nn.Module):
         every slice gets the whole of a ``placer.Whole(value)``. The same marks can be put around inputs.
         With ``own_rows`` the inputs and the target are only this process's rows, in a job of several
         processes (`placer.executor.distributed`). ``scaler`` scales the loss,
-        as for fp16. Returns the unscaled loss of the whole batch, a detached scalar on ``output_device``.
-        Raises ``PlacerError`` before computing any gradient if a tensor of ``target``
-        does not have the batch's number of rows, or if it is not known how ``loss_fn`` combines rows.
+        as for fp16. With ``profile`` the step is measured, for `report`, on all ranks or on none. Returns the
+        unscaled loss of the whole batch, a detached scalar on ``output_device``. Raises ``PlacerError``
+        before computing any gradient if a tensor of ``target`` does not have the batch's number of rows, or
+        if it is not known how ``loss_fn`` combines rows.
         """
         refuse_compile()
         runtime = runtime_of(self)
@@ -159,15 +162,28 @@ class PlacedModule(nn.Module):
         )
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
-        loss = runtime.step(
+        step = functools.partial(
+            runtime.step,
             runtime.calls.find(args, kwargs, step=True),
             target=target,
             loss_of=loss_of,
             own_rows=own_rows,
             scaler=scaler,
         )
+        loss = runtime.watched(step) if profile else step()
         loss_of.require_graph()
         return loss
+
+    def report(self) -> StepReport:
+        """What the last ``step(…, profile=True)`` took of each stage and rank, beside the plan's prediction.
+
+        ``print`` it, or give it to ``placer.report.write_trace(plan, path, measured=…)``. Raises
+        ``PlacerError`` if no step was measured.
+        """
+        found = runtime_of(self).report
+        if found is None:
+            raise PlacerError("report", "no step was measured", "call step(…, profile=True) first")
+        return found
 
     def sampler(
         self,

@@ -44,6 +44,7 @@ from placer.executor.state import CallState
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
+from placer.executor.watch import StepReport, StepWatch, watching
 from placer.executor.whole_batch import check_whole_batch, loss_of_results, step_whole_batch
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
@@ -93,6 +94,7 @@ class Runtime:
         self.calls = CallCache(ProgramCache(tree, plan, staged, planned_autocast(plan.precision)))
         self.signature = model_signature(tree)  # of the model that was planned
         self.combination = CombinationFinder()
+        self.report: StepReport | None = None  # of the last step that was measured
         self._as_written: dict[str, MethodNotCaptured] = {}  # names of methods -> why not captured
 
     @property
@@ -115,6 +117,18 @@ class Runtime:
     def output_device(self) -> torch.device:
         """The device of results."""
         return self.replicas[0].output_place.device
+
+    def watched(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``step()``, measured for `report`."""
+        places = [p for replica in self.replicas for shards in replica.shards for p in shards]
+        watch = StepWatch(place.device for place in places)
+        with watching(watch):
+            loss = step()
+        self.report = self._report(watch)
+        return loss
+
+    def _report(self, watch: StepWatch) -> StepReport:
+        return watch.report(self.plan)
 
     @property
     def own_share(self) -> tuple[int, int]:

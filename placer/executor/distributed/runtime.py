@@ -27,7 +27,12 @@ from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
-from placer.executor.distributed.job.groups import Groups, connect, make_groups
+from placer.executor.distributed.job.groups import (
+    Groups,
+    connect,
+    gather_objects,
+    make_groups,
+)
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.executor.distributed.messages.batch import (
@@ -69,6 +74,7 @@ from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target
 from placer.executor.segments import tensors_at
 from placer.executor.statistics import NormCall
+from placer.executor.watch import StepReport, StepWatch, is_measured, joined
 from placer.executor.whole_batch import check_whole_batch
 from placer.plan.types import Plan
 from placer.precision import autocast_state
@@ -282,6 +288,7 @@ class DistributedRuntime(Runtime):
                 reduction=loss_of.reduction,
                 normalizer=loss_of.has_normalizer,
                 whole_batch=loss_of.whole_batch,
+                profile=is_measured(),
                 scaler=scaler is not None,
                 count=partial(
                     count_rows,
@@ -435,6 +442,10 @@ class DistributedRuntime(Runtime):
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         return ShardedGradScaler(self.device.type, **options)
+
+    def _report(self, watch: StepWatch) -> StepReport:
+        own = watch.report(self.plan, rank=self.assignment.rank, replica=self.replica_index)
+        return joined(gather_objects(own, self.process_groups.world))
 
     def announce(self, method: Method, **options: object) -> None:
         """Check that all ranks call ``method`` with the same ``options``, before they communicate in it.
