@@ -20,6 +20,7 @@ from placer.executor.loss.call import require_function
 from placer.executor.module import PlacedModule, check_names
 from placer.executor.place_model import place_model
 from placer.executor.program_cache import split_rules
+from placer.executor.unplaced import warn_of_unplaced_optimizers
 from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
 from placer.planner.devices import machine_memory
@@ -132,14 +133,18 @@ def compile(
         # torch.distributed takes a while to import.
         from placer.executor.distributed.launch import launch
 
-        return launch(model, plan_here, job, weights=file, initialize=initialize, run_on=run_on)
+        part = launch(model, plan_here, job, weights=file, initialize=initialize, run_on=run_on)
+        warn_of_unplaced_optimizers(model, part)
+        return part
     program, plan = plan_here()
     places = map_devices(plan, run_on)
     used = [place for replica in places for shards in replica for place in shards]
     if any(place.device.type == "cuda" for place in used):
         check_pinned(plan, machine_memory())
     prepare_allocator(plan, used)
-    return place_model(model, program, plan, places, weights=file, initialize=initialize)
+    placed = place_model(model, program, plan, places, weights=file, initialize=initialize)
+    warn_of_unplaced_optimizers(model, placed)
+    return placed
 
 
 def _plan_or_refuse(

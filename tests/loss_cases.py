@@ -405,3 +405,23 @@ def measure_on_one_rank(spec: placer.PlacementSpec) -> str:
     placed, _, x = _pair(spec)
     first = dist.get_rank() == 0
     return _message(lambda: placed.step(x, target=labels(8, 0), loss_fn=flat, profile=first))
+
+
+def accumulate(spec: placer.PlacementSpec) -> list[str]:
+    """Three steps, two of them in ``accumulate``, twice; and what is refused before the last of them."""
+    placed, plain, x = _pair(spec)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (placed, plain)]
+    said = []
+    for number in range(2):  # the second time, gradients that are sums exist before
+        with placed.accumulate():
+            for rows in (8, 3):
+                placed.step(x[:rows], target=labels(rows, 0), loss_fn=flat)
+        said += [_message(optimizers[0].step), _message(lambda: placed.clip_grad_norm_(1.0))]
+        placed.step(x, target=labels(8, 0), loss_fn=flat)
+        for rows in (8, 3, 8):
+            flat(plain(x[:rows]), labels(rows, 0)).backward()
+        compare_state(placed, plain, f"accumulated {number}")
+    for optimizer in optimizers:
+        optimizer.step()
+    compare_state(placed, plain, "updated")
+    return said

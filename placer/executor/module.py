@@ -7,6 +7,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -173,6 +174,15 @@ class PlacedModule(nn.Module):
         loss = runtime.watched(step) if profile else step()
         loss_of.require_graph()
         return loss
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """In this block, gradients of `step` are not summed over replicas, as in DDP's ``no_sync``.
+
+        The first step after the block sums all of them, so it must come before the optimizer's step and
+        before clipping, which raise ``PlacerError`` otherwise. Hooks on gradients run in every step, in the
+        block with the gradients of this rank. In one process nothing changes.
+        """
+        return runtime_of(self).accumulating()
 
     def report(self) -> StepReport:
         """What the last ``step(…, profile=True)`` took of each stage and rank, beside the plan's prediction.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,6 +117,10 @@ class Runtime:
     def output_device(self) -> torch.device:
         """The device of results."""
         return self.replicas[0].output_place.device
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """In this block, steps do not sum gradients over ranks; one process has nothing to sum."""
+        return nullcontext()
 
     def watched(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``step()``, measured for `report`."""

@@ -126,3 +126,11 @@ def test_every_rank_has_the_report_of_all(job_of: Callable[[int], Job]) -> None:
 def test_all_ranks_measure_a_step_or_none(job_of: Callable[[int], Job]) -> None:
     for said in job_of(2).run(cases.measure_on_one_rank, make_spec(2, 1, 2)):
         assert "profile" in said and "with the same options" in said
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_gradients_of_replicas_are_summed_at_the_last_of_several_steps(
+    job_of: Callable[[int], Job], shape: tuple[int, int]
+) -> None:
+    for said in job_of(math.prod(shape)).run(cases.accumulate, make_spec(*shape, 2)):
+        assert all("not summed over replicas yet" in each for each in said), said

@@ -66,3 +66,17 @@ def test_torchs_profiler_shows_stages_and_micro_batches() -> None:
         placed.step(x, target=target, loss_fn=F.mse_loss, profile=True)
     names = {event.key for event in profile.key_averages() if event.key.startswith("stage ")}
     assert names == {f"stage {s} {k}{m}" for s in (0, 1) for k in "FB" for m in (0, 1)}
+
+
+def test_an_optimizer_of_the_model_that_was_placed_is_warned_of_once() -> None:
+    model, x = models.ConvNet().eval(), torch.randn(8, 1, 8, 8)
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}, x)
+    wrong = torch.optim.Adam(model.parameters())
+    wrong.step()  # nothing has gradients yet
+    placed.step(x, target=torch.zeros(8, 10), loss_fn=F.mse_loss)
+    torch.optim.Adam(placed.parameters()).step()
+    with pytest.warns(UserWarning, match=r"Adam has parameters(.|\n)*placed\.parameters\(\)"):
+        wrong.step()
+    wrong.step()
+    model(x).sum().backward()  # it may be trained too
+    wrong.step()

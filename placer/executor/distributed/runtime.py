@@ -22,6 +22,7 @@ from placer.executor.distributed.checks import (
     check_parameters,
     check_scaler,
     check_training,
+    refuse_unsummed_steps,
 )
 from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
@@ -156,6 +157,7 @@ class DistributedRuntime(Runtime):
         )
         self.placeholder = nn.Parameter(torch.empty(0, device=device))
         self._reducer: GradientReducer | None = None
+        self._accumulates = False  # in `accumulating`
         self._pieces = Pieces([])
         self._reduced: tuple[int, ...] = ()  # ids of the parameters that these are for
         self._frozen = frozenset(n for n, p in part.named_parameters() if not p.requires_grad)
@@ -289,6 +291,7 @@ class DistributedRuntime(Runtime):
                 normalizer=loss_of.has_normalizer,
                 whole_batch=loss_of.whole_batch,
                 profile=is_measured(),
+                accumulate=self._accumulates,
                 scaler=scaler is not None,
                 count=partial(
                     count_rows,
@@ -341,7 +344,7 @@ class DistributedRuntime(Runtime):
             with hooks_run_once(
                 parameters.values(), keep=reducer.hook_ids, explain=self._hook_failure
             ):
-                reducer.prepare(len(share.microbatches))
+                reducer.prepare(len(share.microbatches), sums=not self._accumulates)
                 results = self._execute(
                     share.microbatches,
                     None if together else loss_of_slice,
@@ -350,7 +353,8 @@ class DistributedRuntime(Runtime):
                     scale=scale,
                 )
                 begin()  # also where no losses are computed
-                reducer.send_rest()  # before the next messages, which use the same groups
+                if not self._accumulates:
+                    reducer.send_rest()  # before the next messages, which use the same groups
                 losses = LossReduction(
                     [] if self.assignment.shard_index else results.losses,
                     loss_of=loss_of,
@@ -360,7 +364,8 @@ class DistributedRuntime(Runtime):
                 )
                 moments = self._share_moments(share.largest)
                 written = self._share_written(share.largest)
-                reducer.finish()
+                if not self._accumulates:
+                    reducer.finish()
             if share.largest.staged.stored and share.microbatches:
                 self._store_of_step(call, share, results, own_rows=own_rows)
         with self.watch():
@@ -423,6 +428,7 @@ class DistributedRuntime(Runtime):
         Returns the norm before scaling, the same on every rank. A tied parameter counts once. Raises
         ``PlacerError`` if not all ranks make the same call, ``PeerError`` if another rank is lost.
         """
+        self._require_sums("clip_grad_norm_")
         norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
         index = self.assignment.device_index
@@ -609,7 +615,9 @@ class DistributedRuntime(Runtime):
                 self.stage_indices,
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
             )
+            before = self._reducer
             self._reducer = GradientReducer(shared)
+            self._reducer.is_unsummed = before is not None and before.is_unsummed
             if self.plan.shard_state == "optimizer":
                 self._pieces = Pieces(shared)
             self._connection.before_closing = self._reducer.close
@@ -623,6 +631,23 @@ class DistributedRuntime(Runtime):
             parameters = self.tree.parameters()
             self._current_reducer(tuple(id(p) for p in parameters if p.requires_grad))
         return self._pieces
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        refuse_unsummed_steps(self.tree, self._require_sums)
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def _require_sums(self, what: str) -> None:
+        if self._reducer is not None and self._reducer.is_unsummed:
+            raise PlacerError(
+                what,
+                "gradients of steps in placed.accumulate() are not summed over replicas yet",
+                "call the last placed.step before it outside of placed.accumulate()",
+            )
 
     def watch(self) -> AbstractContextManager[None]:
         """In this block, a failure is told to the other ranks and ends the connection to them.
