@@ -3,12 +3,13 @@
     python -m benchmarks.measured_runs FILE.csv [FILE.csv …] [--json] [--write]
 
 The files have runs of Megatron-DeepSpeed that the authors of vTrain measured (MICRO 2024; columns as in
-``../shared/workloads/vtrain``): fp16, full recomputation, 1F1B, attention without a fused kernel. placer has no tensor
-parallelism, so a rank's share is recorded as a smaller module, with its collectives as seconds. All else is placer's:
-the costs of operations, the machine ``dgx-a100`` with its one factor, and the layout of a step in time.
+``../shared/workloads/vtrain``): fp16, full recomputation, 1F1B, attention without a fused kernel. placer has
+no tensor parallelism, so a rank's share is recorded as a smaller module, with its collectives as seconds. All
+else is placer's: the costs of operations, the machine ``dgx-a100`` with its one factor, and the layout of a
+step in time.
 
-A group has the rows of the same devices, batch, width and depth. Its pick is the row that is predicted to be the
-fastest, which is compared with the row that was measured to be the fastest.
+A group has the rows of the same devices, batch, width and depth. Its pick is the row that is predicted to be
+the fastest, which is compared with the row that was measured to be the fastest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from placer.cost import CostEstimates
-from placer.machine.machine import Machine, device_kind_of, find_machine
+from placer.machine.machine import LinkSpec, Machine, device_kind_of, find_machine
 from placer.plan.step_spans import lay_out_step
 from placer.plan.types import StageMemory, StagePlan, Transfer
 from placer.program import lower
@@ -124,7 +125,7 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Seconds of the device, and of the host that launches, for a micro-batch; and the number of parameters."""
+    """Seconds of the device and of the host that launches, for a micro-batch; the number of parameters."""
 
     forward: float
     backward: float
@@ -270,14 +271,10 @@ def summarize(runs: Sequence[Run], seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def machine_of(runs: Iterable[Run]) -> Machine:
-    """dgx-a100, with as many nodes as the largest run needs; network cards of 100 Gb/s, 90 % of it reached."""
+    """dgx-a100, with as many nodes as the largest run needs; 90 % of network cards of 100 Gb/s."""
     machine = find_machine("dgx-a100")
     nodes = max(1, -(-max(run.devices for run in runs) // machine.devices_per_node))
-    network = (
-        None
-        if machine.network is None
-        else machine.network.model_copy(update={"send": 11.25e9, "bus": 11.25e9})
-    )
+    network = LinkSpec(send=11.25e9, latency=2e-5)
     return machine.model_copy(update={"nodes": nodes, "network": network})
 
 
@@ -319,16 +316,19 @@ def page(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
         "# Predicted against measured step times",
         "",
-        "`python -m benchmarks.measured_runs ../shared/workloads/vtrain/*.csv --write`: runs of Megatron-DeepSpeed on",
-        "A100s that vTrain's authors measured. One number was fitted, elsewhere: `sustained` of the machine `dgx-a100`.",
+        "`python -m benchmarks.measured_runs ../shared/workloads/vtrain/*.csv --write`: runs of",
+        "Megatron-DeepSpeed on A100s that vTrain's authors measured. One number was fitted, elsewhere:",
+        "`sustained` of the machine `dgx-a100`.",
         "",
-        "| file | rows | mean error | worst | median predicted / measured | picks within 5 % of the best | worst pick |",
+        "| file | rows | mean error | worst | predicted / measured | picks within 5 % of the best "
+        "| worst pick |",
         "| --- | --: | --: | --: | --: | --: | --: |",
     ]
     for name, s in summaries.items():
         lines.append(
-            f"| {name} | {s['rows']} | {s['mean_error']:.1%} | {s['worst_error']:.0%} | {s['median_ratio']:.2f} "
-            f"| {s['picks_within_5_percent']} of {s['groups']} | {s['worst_pick']:.0%} |"
+            f"| {name} | {s['rows']} | {s['mean_error']:.1%} | {s['worst_error']:.0%} "
+            f"| {s['median_ratio']:.2f} | {s['picks_within_5_percent']} of {s['groups']} "
+            f"| {s['worst_pick']:.0%} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ used. `missing_names` tells which ones the installed torch lacks.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -457,7 +458,8 @@ def call_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def autocast_operators(device_type: str) -> set[Any]:
+@functools.cache
+def autocast_operators(device_type: str) -> frozenset[Any]:
     """The aten operators that have an autocast kernel for ``device_type``."""
     key = f"Autocast{device_type.upper()}"
     found = set()
@@ -465,7 +467,7 @@ def autocast_operators(device_type: str) -> set[Any]:
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
             base, _, overload = name.removeprefix("aten::").partition(".")
             found.add(getattr(getattr(torch.ops.aten, base), overload or "default"))
-    return found
+    return frozenset(found)
 
 
 def call_below_autocast(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:

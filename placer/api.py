@@ -34,7 +34,8 @@ from placer.program import (
     rewritten,
     unmarked,
 )
-from placer.search.auto import Answer, choose_spec
+from placer.search.auto import Answer, choose_spec, plan_of
+from placer.search.largest import Case, Largest, find_largest
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec
@@ -84,7 +85,8 @@ def make_plan(
             model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
         )
         loss = _given_loss(loss_fn, target, whole_batch=whole_batch)
-        return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
+        make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
+        return plan_of(wanted, make)
 
 
 def compile(
@@ -164,7 +166,7 @@ def _plan_or_refuse(
         plan = make.judge(wanted) if judged_again else wanted
         require_fit(plan, among_ranks=judged_again)
         return program, plan
-    plan = make(wanted)
+    plan = plan_of(wanted, make)
     if not plan.fits:
         raise misfit_error(program, wanted, inputs, plan, make)
     return make.program_of(plan), plan
@@ -228,17 +230,48 @@ def _auto(
     ignore_device_moves: bool,
     options: Mapping[str, Any],
 ) -> Answer:
-    fields = dict(options)
-    if devices is not None:
-        one = isinstance(devices, str | Mapping | DeviceSpec)
-        fields["devices"] = [devices] if one else list(devices)
-    spec = PlacementSpec.model_validate(fields)
+    spec = _wanted(devices, options)
     loss = _given_loss(loss_fn, target)
     if loss is not None:
         spec = spec.model_copy(update={"loss": loss.spec})
     program, leaves = lower_call(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
     return choose_spec(spec, make)
+
+
+def largest(
+    model: nn.Module,
+    inputs_of: Callable[[int], Example],
+    sizes: Sequence[int],
+    *,
+    devices: Iterable[Any] | str | None = None,
+    processes: bool = False,
+    **options: Any,
+) -> Largest:
+    """The largest of ``sizes`` (ascending) with which ``model`` can be trained on ``devices``.
+
+    ``inputs_of(size)`` makes the arguments of ``forward`` for a size, which may be on ``meta``. The strategy
+    is chosen anew for every size, as by `auto_plan`, whose ``devices``, ``processes`` and ``options`` these
+    are. The result has ``size`` and ``answer.spec`` of the largest that fits (None if none does), and
+    ``tried``.
+
+    Of sizes, the first, second, fourth, … are tried until one does not fit, then those between.
+    """
+    wanted = _wanted(devices, options)
+
+    def case_of(size: int) -> Case:
+        program, leaves = lower_call(model, inputs_of(size), None, wanted)
+        return Case(make=JudgingPlanner(program, leaves, processes=processes), wanted=wanted)
+
+    return find_largest(sizes, case_of)
+
+
+def _wanted(devices: Iterable[Any] | str | None, options: Mapping[str, Any]) -> PlacementSpec:
+    fields = dict(options)
+    if devices is not None:
+        one = isinstance(devices, str | Mapping | DeviceSpec)
+        fields["devices"] = [devices] if one else list(devices)
+    return PlacementSpec.model_validate(fields)
 
 
 def simulate(
@@ -269,7 +302,7 @@ def simulate(
         )
         loss = _given_loss(loss_fn, target, whole_batch=whole_batch)
         make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
-        planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
+        planned = plan_of(wanted, make) if isinstance(wanted, PlacementSpec) else wanted
         return simulate_captured(
             program, planned, leaves, make.loss_of(planned), run_on=run_on, processes=processes
         )

@@ -61,9 +61,7 @@ Fields = Annotated[
 ]
 
 
-EXAMPLE = (
-    "placer auto net.py:Net --input 8x64 -d cuda:0=16GiB -d cuda:1=16GiB --kind a100 -o spec.json"
-)
+EXAMPLE = "placer auto net.py:Net --input 8x64 --machine dgx-a100"
 
 
 def auto(

@@ -51,7 +51,8 @@ def _option(name: str, default: str | None) -> Any:
     option = f"--{name.replace('_', '-')}"
     help_text = _HELP.get(name, field.description)
     if name in _AUTO:
-        return Annotated[bool | None, typer.Option(option, help=help_text)]
+        flags = f"{option}/--no-{name}"
+        return Annotated[bool | None, typer.Option(flags, help=help_text, show_default=False)]
     shown = default or ("" if field.default is None else str(field.default))
     if isinstance(field.default, bool):
         flags = f"{option}/--no-{name}"

@@ -148,7 +148,8 @@ class Bounds:
         return work + update
 
     def _layout(self, strategy: Strategy) -> StateLayout:
-        return layout_of(self._wanted.shard_state, strategy.replicas * strategy.shards)
+        chosen = "optimizer" if strategy.shard_state else self._wanted.shard_state
+        return layout_of(chosen, strategy.replicas * strategy.shards)
 
     def _exchange(self, strategy: Strategy, own: float, backward: float) -> float:
         """Seconds of the sums of gradients that nothing hides."""
