@@ -27,18 +27,17 @@ class OptionGroup(NamedTuple):
     make: Callable[..., Any]
 
 
-def spec_fields(*names: str, **defaults: str) -> OptionGroup:
+def spec_fields(*names: str, chosen: Sequence[str] = ()) -> OptionGroup:
     """An option for each of the fields ``names``; the argument has field -> value of those that are given.
 
-    ``defaults`` are for fields with another default than in a spec.
+    ``chosen`` are the fields that the command chooses where they are not given.
     """
 
     def values(**given: Any) -> dict[str, Any]:
-        found = {name: _value(name, value) for name, value in given.items() if value is not None}
-        return {**defaults, **found}
+        return {name: _value(name, value) for name, value in given.items() if value is not None}
 
     def parameter(name: str) -> inspect.Parameter:
-        annotation = _option(name, defaults.get(name))
+        annotation = _option(name, "chosen" if name in chosen else None)
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
