@@ -86,6 +86,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.Tensor._backward_hooks",
         "torch.Tensor._post_accumulate_grad_hooks",
         "torch._C._autograd._get_sequence_nr",
+        "torch._C._autograd._profiler_enabled",
         "torch._C._current_autograd_node",
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
         "torch._C._accelerator_setAllocatorSettings",
@@ -246,6 +247,11 @@ def is_under_compile() -> bool:
     if torch.compiler.is_compiling():
         return True
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+def is_profiling() -> bool:
+    """Does a profiler of torch run?"""
+    return torch._C._autograd._profiler_enabled()
 
 
 def is_transformed() -> bool:

@@ -20,6 +20,7 @@ from placer.executor.loss.call import require_function
 from placer.executor.module import PlacedModule, check_names
 from placer.executor.place_model import place_model
 from placer.executor.program_cache import split_rules
+from placer.executor.unplaced import warn_of_unplaced_optimizers
 from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
 from placer.planner.devices import machine_memory
@@ -54,6 +55,7 @@ def make_plan(
     *,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
+    whole_batch: bool = False,
     processes: bool = False,
     ignore_device_moves: bool = False,
     rewrites: Sequence[Rewrite] = (),
@@ -69,7 +71,8 @@ def make_plan(
     the last stage's device; by default that of the spec's ``"loss"``, or of one that is assumed, as the
     plan's ``loss`` says. ``target`` is that of the whole batch, on any device. A plan keeps the name of a
     function that can be imported; where it is judged again without one (in a job of several processes), the
-    default is counted.
+    default is counted. With ``whole_batch`` the loss is computed once, over all micro-batches and replicas,
+    as with ``placed.step(…, whole_batch=True)``.
 
     ``ignore_device_moves`` is for a model that was split by hand: the devices to which its forward moves
     tensors (``x.to("cuda:1")``) are ignored, because the plan says where everything runs. ``rewrites`` are
@@ -81,7 +84,7 @@ def make_plan(
         program, leaves = lower_call(
             model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
         )
-        loss = _given_loss(loss_fn, target)
+        loss = _given_loss(loss_fn, target, whole_batch=whole_batch)
         make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
         return plan_of(wanted, make)
 
@@ -132,14 +135,18 @@ def compile(
         # torch.distributed takes a while to import.
         from placer.executor.distributed.launch import launch
 
-        return launch(model, plan_here, job, weights=file, initialize=initialize, run_on=run_on)
+        part = launch(model, plan_here, job, weights=file, initialize=initialize, run_on=run_on)
+        warn_of_unplaced_optimizers(model, part)
+        return part
     program, plan = plan_here()
     places = map_devices(plan, run_on)
     used = [place for replica in places for shards in replica for place in shards]
     if any(place.device.type == "cuda" for place in used):
         check_pinned(plan, machine_memory())
     prepare_allocator(plan, used)
-    return place_model(model, program, plan, places, weights=file, initialize=initialize)
+    placed = place_model(model, program, plan, places, weights=file, initialize=initialize)
+    warn_of_unplaced_optimizers(model, placed)
+    return placed
 
 
 def _plan_or_refuse(
@@ -275,6 +282,7 @@ def simulate(
     *,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
+    whole_batch: bool = False,
     run_on: str | None = None,
     processes: bool = False,
     ignore_device_moves: bool = False,
@@ -284,17 +292,16 @@ def simulate(
     Stages on CUDA devices keep what CUDA's kernels would keep (`placer.cost.kernels`); no GPU is needed.
     With ``run_on="cpu"`` the result is for ``compile(…, run_on="cpu")``.
 
-    With ``processes`` every device has a process of its own, as under ``torchrun``. ``loss_fn``, ``target``
-    and ``ignore_device_moves`` are as for `make_plan`.
+    With ``processes`` every device has a process of its own, as under ``torchrun``. ``loss_fn``, ``target``,
+    ``whole_batch`` and ``ignore_device_moves`` are as for `make_plan`.
     """
     with errors_located(plan):
         wanted = plan if isinstance(plan, Plan) else as_spec(plan)
         program, leaves = lower_call(
             model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
         )
-        make = JudgingPlanner(
-            program, leaves, processes=processes, loss=_given_loss(loss_fn, target)
-        )
+        loss = _given_loss(loss_fn, target, whole_batch=whole_batch)
+        make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
         planned = plan_of(wanted, make) if isinstance(wanted, PlacementSpec) else wanted
         return simulate_captured(
             program, planned, leaves, make.loss_of(planned), run_on=run_on, processes=processes
@@ -319,14 +326,19 @@ def simulate_captured(
     return simulate_plan(program, plan, inputs, loss, processes=processes, run_on=run_on)
 
 
-def _given_loss(loss_fn: Callable[..., Tensor] | None, target: Any) -> Loss | None:
+def _given_loss(
+    loss_fn: Callable[..., Tensor] | None, target: Any, *, whole_batch: bool = False
+) -> Loss | None:
     """The caller's loss; None if there is none. Raises ``PlacerError`` for a target without a function."""
     if loss_fn is not None:
         require_function(loss_fn)
-        loss = loss_of(loss_fn, target)
+        loss = loss_of(loss_fn, target, whole_batch=whole_batch)
         if target is None:
             return loss
         return replace(loss, function=lambda output, part: loss_fn(output, unmarked(part)))
+    if whole_batch:
+        remedy = 'pass loss_fn= too, or write it in the spec: "loss": {"function": …, "whole_batch": true}'
+        raise PlacerError("whole_batch", "is given without a loss", remedy)
     if target is not None:
         raise PlacerError("target", "is given without a loss", "pass loss_fn= too")
     return None

@@ -166,6 +166,21 @@ def _given(program: Program, plan: placer.Plan) -> tuple[Program, placer.Plan]:
     return rewritten(program, plan.rewrites), plan
 
 
+def step_over_the_whole_batch(name: str, plan: placer.Plan) -> None:
+    """A step whose loss compares rows equals the plain model's."""
+    model, args, kwargs = make_case(name, 8)
+    placed, plain = placer.compile(model, plan, args, kwargs), copy.deepcopy(model)
+
+    def spread(output: Any) -> torch.Tensor:
+        return sum(x.var(0).mean() + x.amax() for x in tree_leaves(output))  # type: ignore[return-value]
+
+    loss = placed.step(*args, loss_fn=spread, whole_batch=True, **kwargs)
+    expected = spread(plain(*args, **kwargs))
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    compare_state(placed, plain, "whole batch")
+
+
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
     expected = dict(plain.named_parameters(remove_duplicate=False))
     floor = gradient_noise(plain)

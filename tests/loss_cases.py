@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed_cases import compare_state, make_spec
-from oracle import assert_close
+from oracle import assert_close, gradient_noise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import placer
+from placer.program import unmarked
+from placer.schedule import split_batch
 
 D = torch.float64
 CLASSES, LENGTH = 4, 6
@@ -259,3 +261,167 @@ def clip_a_whole_model() -> None:
     for module in (placed, plain):
         nn.utils.clip_grad_norm_(module.parameters(), 0.01)
     compare_state(placed, plain, "clipped")
+
+
+class TwoTowers(nn.Module):
+    """Compares images and texts, as CLIP does; rows see each other in the loss only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(
+            nn.Conv1d(6, 8, 1), nn.BatchNorm1d(8), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5)
+        )
+        self.text = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        return {
+            "image": F.normalize(self.image(image), dim=-1),
+            "text": F.normalize(self.text(text), dim=-1),
+            "scale": self.scale * 10,
+        }
+
+
+def clip_loss(output: dict[str, Tensor], target: dict[str, Any]) -> Tensor:
+    """The contrastive loss of both directions, with ``target["weights"]`` for rows."""
+    scores = output["scale"].clamp_(max=100) * output["image"] @ output["text"].T
+    own = torch.arange(len(scores))
+    rows = F.cross_entropy(scores, own, reduction="none") + F.cross_entropy(
+        scores.T, own, reduction="none", label_smoothing=float(target["smoothing"][0])
+    )
+    weights = target["weights"]
+    return (rows * weights).sum() / weights.sum()
+
+
+def two_towers(**fields: Any) -> tuple[nn.Module, dict[str, Any], Tensor, Tensor]:
+    """The model, fields of a spec for it, and its inputs of 8 rows."""
+    torch.manual_seed(0)
+    inputs = {"image": {"batch_dim": 0}, "text": {"batch_dim": 0}}
+    fields = {"inputs": inputs, "objective": "bottleneck", **fields}
+    return (
+        TwoTowers().double(),
+        fields,
+        torch.randn(8, 6, 4, dtype=D),
+        torch.randn(8, 7, dtype=D),
+    )
+
+
+def slices_of(rows: int, replicas: int, microbatches: int, first: int | None = None) -> list[int]:
+    """The rows of each slice, if the first of two replicas is given ``first`` of them, or torch's share."""
+    shares = [rows] if first is None else [first, rows - first]
+    cuts = [split_batch(n, replicas if first is None else 1, microbatches) for n in shares if n]
+    return [size for cut in cuts for row in cut for size in row]
+
+
+def clip_in_slices(
+    plain: nn.Module, image: Tensor, text: Tensor, target: Any, sizes: list[int]
+) -> Tensor:
+    """The loss of the plain model, whose BatchNorm sees the slices, after its backward."""
+    slices = zip(image.split(sizes), text.split(sizes), strict=True)
+    results = [plain(*each) for each in slices]
+    joined = {name: torch.cat([each[name] for each in results]) for name in ("image", "text")}
+    loss = clip_loss({**joined, "scale": results[0]["scale"]}, target)
+    loss.backward()
+    return loss.detach()
+
+
+def step_over_whole_batches(stages: int, replicas: int, microbatches: int) -> None:
+    """A contrastive loss equals the plain model's, for the whole batch and for own rows, also for none."""
+    model, fields, images, texts = two_towers()
+    spec = make_spec(stages, replicas, microbatches, **fields)
+    placed = placer.compile(model, spec, (images, texts))
+    for rows in (8, 5, 1):
+        for first in (None, 3, rows)[: 1 if rows == 1 or replicas != 2 else 3]:
+            sizes = slices_of(rows, replicas, microbatches, first)
+            image, text = (x[:rows].clone().requires_grad_() for x in (images, texts))
+            target = {
+                "weights": torch.arange(1.0, rows + 1, dtype=D),
+                "smoothing": placer.Whole(torch.tensor([0.1])),
+            }
+            plain = copy.deepcopy(model)
+            expected = clip_in_slices(plain, image, text, unmarked(target), sizes)
+            own = slice(0, rows)
+            if first is not None:
+                own = slice(0, first) if placed.replica_index == 0 else slice(first, rows)
+            given = [x.detach()[own].requires_grad_() for x in (image, text)]
+            placed.zero_grad()
+            loss = placed.step(
+                *given,
+                target={**target, "weights": target["weights"][own]},
+                loss_fn=clip_loss,
+                whole_batch=True,
+                own_rows=first is not None,
+            )
+            what = f"{rows} rows, {first} on the first replica"
+            assert_close(loss, expected, what)
+            for ours, theirs in zip(given, (image, text), strict=True):
+                if len(ours):
+                    assert_close(ours.grad, theirs.grad[own], f"{what}, input")
+            for name, parameter in placed.named_parameters():
+                wanted = plain.get_parameter(name).grad
+                assert_close(parameter.grad, wanted, f"{what}, {name}", floor=gradient_noise(plain))
+
+
+def fail_over_whole_batches() -> dict[str, str]:
+    """The errors of steps over the whole batch that cannot be computed, one after the other."""
+    model, fields, image, text = two_towers()
+
+    def penalty(output: dict[str, Tensor]) -> Tensor:
+        return output["image"].square().mean() + sum(p.square().sum() for p in placed.parameters())
+
+    def fail(output: dict[str, Tensor]) -> Tensor:
+        raise ValueError(f"{len(output['image'])} rows")
+
+    found = {}
+    cases: dict[str, Any] = {
+        "schedule": ("1F1B", {"loss_fn": fail}),
+        "reduction": ("GPipe", {"loss_fn": fail, "reduction": "mean"}),
+        "raises": ("GPipe", {"loss_fn": fail}),
+        "penalty": ("GPipe", {"loss_fn": penalty}),
+    }
+    for name, (schedule, options) in cases.items():
+        placed = placer.compile(model, make_spec(1, 2, 2, schedule, **fields), (image, text))
+        found[name] = _message(
+            lambda o=options, p=placed: p.step(image, text, whole_batch=True, **o)
+        )  # type: ignore[misc]
+    return found
+
+
+def measure(spec: placer.PlacementSpec) -> list[tuple[int, int, int, float, float]]:
+    """Rank, replica, stage and the seconds forward and in messages of a measured step's report."""
+    placed, _, x = _pair(spec)
+    placed.step(x, target=labels(8, 0), loss_fn=flat, profile=True)
+    report = placed.report()
+    computed = [span for span in report.spans if span.kind == "compute"]
+    assert len(computed) == 2 * spec.microbatches * len(report.stages)
+    return [
+        (s.rank, s.replica, s.stage, s.seconds.forward, s.seconds.waiting + s.seconds.sending)
+        for s in report.stages
+    ]
+
+
+def measure_on_one_rank(spec: placer.PlacementSpec) -> str:
+    """The error of a step that only rank 0 measures."""
+    placed, _, x = _pair(spec)
+    first = dist.get_rank() == 0
+    return _message(lambda: placed.step(x, target=labels(8, 0), loss_fn=flat, profile=first))
+
+
+def accumulate(spec: placer.PlacementSpec) -> list[str]:
+    """Three steps, two of them in ``accumulate``, twice; and what is refused before the last of them."""
+    placed, plain, x = _pair(spec)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (placed, plain)]
+    said = []
+    for number in range(2):  # the second time, gradients that are sums exist before
+        with placed.accumulate():
+            for rows in (8, 3):
+                placed.step(x[:rows], target=labels(rows, 0), loss_fn=flat)
+        said += [_message(optimizers[0].step), _message(lambda: placed.clip_grad_norm_(1.0))]
+        placed.step(x, target=labels(8, 0), loss_fn=flat)
+        for rows in (8, 3, 8):
+            flat(plain(x[:rows]), labels(rows, 0)).backward()
+        compare_state(placed, plain, f"accumulated {number}")
+    for optimizer in optimizers:
+        optimizer.step()
+    compare_state(placed, plain, "updated")
+    return said

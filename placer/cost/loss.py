@@ -37,7 +37,8 @@ class Loss:
     """A loss: ``function(result, target)``, or ``function(result)`` where ``target`` is None.
 
     ``target`` (any pytree) is that of the whole batch; only shapes and types of its tensors are used.
-    ``spec`` is how a spec names the loss; None if it cannot, or if the loss is ``assumed``.
+    ``spec`` is how a spec names the loss; None if it cannot, or if the loss is ``assumed``. Estimates call
+    it for a micro-batch also if it is for the ``whole_batch``; a dry run then shows the difference.
     """
 
     function: Callable[..., Tensor]
@@ -45,6 +46,7 @@ class Loss:
     target: Any = None
     spec: LossSpec | None = None
     assumed: bool = False
+    whole_batch: bool = False  # it is computed once, over all micro-batches and replicas
 
     def __call__(self, result: Any, target: Any = None) -> Tensor:
         """The loss of a micro-batch. Raises ``PlacerError`` if it is not a scalar tensor."""
@@ -119,15 +121,23 @@ def find_loss(spec: LossSpec | None, *, values: bool = False) -> Loss:
         function = getattr(F, spec.function)
     else:
         function = _over_results(partial(_torch_loss, spec.function))
-    return Loss(function=function, name=spec.function, target=target, spec=spec)
+    return Loss(
+        function=function,
+        name=spec.function,
+        target=target,
+        spec=spec,
+        whole_batch=spec.whole_batch,
+    )
 
 
-def loss_of(function: Callable[..., Tensor], target: Any = None) -> Loss:
+def loss_of(
+    function: Callable[..., Tensor], target: Any = None, *, whole_batch: bool = False
+) -> Loss:
     """The loss with the caller's own function and target; its name is in <> if no spec can name it."""
     path = getattr(function, "__qualname__", type(function).__name__)
-    spec = _as_spec(function, path, target)
+    spec = _as_spec(function, path, target, whole_batch=whole_batch)
     name = f"<{path.rpartition('.')[2].strip('<>')}>" if spec is None else spec.function
-    return Loss(function=function, name=name, target=target, spec=spec)
+    return Loss(function=function, name=name, target=target, spec=spec, whole_batch=whole_batch)
 
 
 def mean_square(result: Any) -> Tensor:
@@ -200,14 +210,17 @@ def _takes_target(function: Callable[..., Any]) -> bool:
     return False
 
 
-def _as_spec(function: Callable[..., Any], path: str, target: Any) -> LossSpec | None:
+def _as_spec(
+    function: Callable[..., Any], path: str, target: Any, *, whole_batch: bool
+) -> LossSpec | None:
     """The spec of which `find_loss` makes the same loss; None if there is none."""
     module = str(getattr(function, "__module__", None))
     known = getattr(F, path, None) is function
     try:
         if attrgetter(path)(sys.modules[module]) is not function or module == "__main__":
             return None
-        return LossSpec(function=path if known else f"{module}:{path}", target=_texts(target))
+        name = path if known else f"{module}:{path}"
+        return LossSpec(function=name, target=_texts(target), whole_batch=whole_batch)
     except (AttributeError, KeyError, ValidationError):
         return None
 

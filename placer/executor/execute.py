@@ -25,6 +25,7 @@ from placer.executor.replica import Replica, caller_place
 from placer.executor.split_backward import SplitBackward
 from placer.executor.task import doing
 from placer.executor.transfer import PendingGradients, gradient_root, receive, transfer
+from placer.executor.watch import kind_of, timed
 from placer.program import unflatten
 from placer.schedule import Action
 from placer.timeline import Task
@@ -71,56 +72,91 @@ class Transport(Protocol):
 
 
 Explain = Callable[[Action, "MicrobatchRun", Exception], Exception]
+LossOfSlice = Callable[[int, list[Any]], torch.Tensor | None]
+_RESULT = "the result"  # in place of a value's name
+
+
+class ScheduleRun:
+    """Runs ``actions`` over micro-batches, all at once or forwards and backwards apart.
+
+    ``loss_of(m, result leaves)`` returns the weighted loss of micro-batch ``m``, or None if there is
+    no backward. Backwards start from ``scale`` times the losses. If there are only forwards, no graph is
+    cut, so the results have the graph of all stages. Without ``loss_of``, results are kept after the
+    forwards (`MicrobatchRun.receive_result`), and backwards start from their gradients.
+
+    If ``actions`` are those of some stages only, ``transport`` connects them with the others.
+    ``explain`` turns an exception of a stage into the one that is raised.
+    """
+
+    def __init__(
+        self,
+        microbatches: Mapping[int, PlacedMicrobatch],
+        actions: Sequence[Action],
+        loss_of: LossOfSlice | None,
+        *,
+        transport: Transport | None = None,
+        explain: Explain | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        split = {action.stage_index for action in actions if action.kind == "W"}
+        local = frozenset(action.stage_index for action in actions)
+        has_backward = any(action.kind != "F" for action in actions)
+        self._microbatches, self._actions, self._loss_of = microbatches, actions, loss_of
+        self._transport, self._explain = transport, explain
+        self.runs = {
+            index: MicrobatchRun(
+                given, index, local=local, split=split, cuts_graph=has_backward, scale=scale
+            )
+            for index, given in microbatches.items()
+        }
+
+    def do(self, kinds: str = "FBIW") -> None:
+        """Run the actions of these kinds, in their order."""
+        for action in self._actions:
+            if action.kind in kinds:
+                given = self._microbatches[action.microbatch_index]
+                device = given.replica.places[action.stage_index].device
+                with doing(task := Task(action, given.replica_index)):
+                    self._do(action, self.runs[action.microbatch_index], task, device)
+
+    def _do(self, action: Action, run: MicrobatchRun, task: Task, device: torch.device) -> None:
+        transport = self._transport
+        if transport is not None:
+            with timed("waiting", task, device):
+                transport.receive(action, run)
+        try:
+            with timed(kind_of(action), task, device):
+                run.do(action, self._loss_of)
+            if transport is not None:
+                transport.check(action, run)
+        except Exception as error:
+            if self._explain is None:
+                raise
+            raise self._explain(action, run, error) from error
+        if transport is not None:
+            with timed("sending", task, device):
+                transport.send(action, run)
+        run.outputs = {}
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for messages, continue the backward in the caller's graph; returns the detached losses."""
+        if self._transport is not None:
+            self._transport.finish()
+        for run in self.runs.values():
+            run.backward_inputs()
+        return [run.loss.detach() for run in self.runs.values() if run.loss is not None]
 
 
 def run_schedule(
     microbatches: Mapping[int, PlacedMicrobatch],
     actions: Sequence[Action],
-    loss_of: Callable[[int, list[Any]], torch.Tensor | None],
-    *,
-    transport: Transport | None = None,
-    explain: Explain | None = None,
-    scale: float = 1.0,
+    loss_of: LossOfSlice,
+    **options: Any,
 ) -> list[torch.Tensor]:
-    """Run ``actions`` over micro-batches; accumulates gradients and returns the detached losses.
-
-    ``loss_of(m, result leaves)`` returns the weighted loss of micro-batch ``m``, or None if there is
-    no backward. Backwards start from ``scale`` times the losses, which are returned without it. If
-    there are only forwards, no graph is cut, so the results have the graph of all stages.
-
-    If ``actions`` are those of some stages only, ``transport`` connects them with the others.
-    ``explain`` turns an exception of a stage into the one that is raised.
-    """
-    split = {action.stage_index for action in actions if action.kind == "W"}
-    local = frozenset(action.stage_index for action in actions)
-    has_backward = any(action.kind != "F" for action in actions)
-    runs = {
-        index: MicrobatchRun(
-            given, index, local=local, split=split, cuts_graph=has_backward, scale=scale
-        )
-        for index, given in microbatches.items()
-    }
-    for action in actions:
-        run = runs[action.microbatch_index]
-        with doing(Task(action, microbatches[action.microbatch_index].replica_index)):
-            if transport is not None:
-                transport.receive(action, run)
-            try:
-                run.do(action, loss_of)
-                if transport is not None:
-                    transport.check(action, run)
-            except Exception as error:
-                if explain is None:
-                    raise
-                raise explain(action, run, error) from error
-            if transport is not None:
-                transport.send(action, run)
-            run.outputs = {}
-    if transport is not None:
-        transport.finish()
-    for run in runs.values():
-        run.backward_inputs()
-    return [run.loss.detach() for run in runs.values() if run.loss is not None]
+    """Make a `ScheduleRun` and do all its actions; accumulates gradients and returns the detached losses."""
+    run = ScheduleRun(microbatches, actions, loss_of, **options)
+    run.do()
+    return run.finish()
 
 
 def run_forward(microbatch: PlacedMicrobatch, index: int = 0) -> list[Any]:
@@ -157,6 +193,7 @@ class MicrobatchRun:
         self.index = index
         self.loss: torch.Tensor | None = None
         self.outputs: Mapping[str, Any] = {}
+        self.result: list[Any] = []  # its leaves, if the loss is computed later
         self.phase = "forward"
         self._replica = given.replica
         self._trees = given.trees
@@ -180,7 +217,7 @@ class MicrobatchRun:
         self._split_backwards: dict[int, SplitBackward] = {}
         self._gradients: dict[TensorKey, PendingGradients] = {}
 
-    def do(self, action: Action, loss_of: Callable[[int, list[Any]], torch.Tensor | None]) -> None:
+    def do(self, action: Action, loss_of: LossOfSlice | None) -> None:
         """Run ``action``; everything that it needs must have been received."""
         if action.kind == "F":
             self._forward(action.stage_index, loss_of)
@@ -209,9 +246,34 @@ class MicrobatchRun:
         """Store a gradient that another process sent for a tensor that was made here."""
         self._gradients[key].hold(place, gradient, may_modify=True)
 
-    def _forward(
-        self, index: int, loss_of: Callable[[int, list[Any]], torch.Tensor | None]
-    ) -> None:
+    def receive_result(self, home: Place) -> list[Any]:
+        """The leaves of the result on ``home``, cut from the graph; the backward needs their gradients."""
+        place, leaves, self.result = self._replica.output_place, self.result, []
+        differentiable = dict(_differentiable(leaves))
+
+        def hold(position: int, gradient: torch.Tensor) -> None:
+            self._gradients[_RESULT, position].hold(home, gradient)
+
+        return [
+            receive(leaf, place, home, partial(hold, position))
+            if position in differentiable
+            else transfer(leaf, place, home)
+            for position, leaf in enumerate(leaves)
+        ]
+
+    def add_result_gradient(self, position: int, gradient: torch.Tensor) -> None:
+        """Store the gradient of a leaf of the result, which another process computed."""
+        self.add_gradient((_RESULT, position), gradient, self._replica.output_place)
+
+    def _keep_result(self, index: int, result: list[Any]) -> None:
+        """Keep the result for a loss that is computed later, from whose gradients the backward starts."""
+        self.result, roots = result, self._roots.setdefault(index, {})
+        for position, leaf in _differentiable(result):
+            key = _RESULT, position
+            self._gradients[key] = PendingGradients(self._replica.output_place, leaf)
+            roots[key] = gradient_root(leaf, self._gradients[key])
+
+    def _forward(self, index: int, loss_of: LossOfSlice | None) -> None:
         self.phase = "forward"
         replica, staged = self._replica, self._replica.staged
         stage, place = staged.stages[index], replica.places[index]
@@ -231,8 +293,11 @@ class MicrobatchRun:
             self._values.clear()
             del outputs
             with on(place):
-                self.phase = "loss_fn" if torch.is_grad_enabled() else "result"
-                self.loss = loss_of(self.index, result)
+                if loss_of is None:
+                    self._keep_result(index, result)
+                else:
+                    self.phase = "loss_fn" if torch.is_grad_enabled() else "result"
+                    self.loss = loss_of(self.index, result)
             return
         for name, value in outputs.items():
             if name in self._last_read:
@@ -315,7 +380,7 @@ class MicrobatchRun:
         roots = [root for key, root in roots_by_key.items() if self._gradients[key]]
         del roots_by_key
         gradients: list[torch.Tensor] | None = [torch.empty_like(root) for root in roots]  # type: ignore[arg-type]
-        if index == len(self._replica.staged.stages) - 1:
+        if self.loss is not None and index == len(self._replica.staged.stages) - 1:
             roots, gradients = self._loss_root(), None
         if roots:
             with on(self._replica.places[index]):

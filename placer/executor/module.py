@@ -7,13 +7,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from placer.errors import CaptureError
+from placer.errors import CaptureError, PlacerError
 from placer.executor.hooks import (
     compile_error,
     refuse_backward_hooks,
@@ -33,6 +34,7 @@ from placer.executor.pickled import (
 from placer.executor.place import Place
 from placer.executor.runtime import Runtime
 from placer.executor.sampler import ReplicaSampler
+from placer.executor.watch import StepReport
 from placer.plan.types import Plan
 from placer.program import VariableGuard, rebuild_call
 
@@ -106,6 +108,8 @@ class PlacedModule(nn.Module):
         reduction: Reduction = "auto",
         normalizer: Normalizer | None = None,
         own_rows: bool = False,
+        whole_batch: bool = False,
+        profile: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -134,30 +138,62 @@ class PlacedModule(nn.Module):
         A ``reduction`` or ``normalizer`` that you pass is tried as well, once per function and shapes;
         there is a warning if it does not hold.
 
+        ``whole_batch=True`` is for a loss that compares rows with each other (contrastive, CLIP, Dice over
+        the batch): the results of all slices are joined as ``placed(x)`` joins them, ``loss_fn`` is called
+        once, and its gradients go back through the slices. All micro-batches are then in memory, so the
+        schedule must be GPipe; plans count that if the spec's ``"loss"`` has ``"whole_batch": true``.
+
         Tensors in ``target`` are split along dim 0, and a ``placer.Batched(tensor, dim)`` along ``dim``;
         every slice gets the whole of a ``placer.Whole(value)``. The same marks can be put around inputs.
         With ``own_rows`` the inputs and the target are only this process's rows, in a job of several
         processes (`placer.executor.distributed`). ``scaler`` scales the loss,
-        as for fp16. Returns the unscaled loss of the whole batch, a detached scalar on ``output_device``.
-        Raises ``PlacerError`` before computing any gradient if a tensor of ``target``
-        does not have the batch's number of rows, or if it is not known how ``loss_fn`` combines rows.
+        as for fp16. With ``profile`` the step is measured, for `report`, on all ranks or on none. Returns the
+        unscaled loss of the whole batch, a detached scalar on ``output_device``. Raises ``PlacerError``
+        before computing any gradient if a tensor of ``target`` does not have the batch's number of rows, or
+        if it is not known how ``loss_fn`` combines rows.
         """
         refuse_compile()
         runtime = runtime_of(self)
         loss_of = StepLoss(
-            loss_fn, reduction=reduction, normalizer=normalizer, found=runtime.combination
+            loss_fn,
+            reduction=reduction,
+            normalizer=normalizer,
+            found=runtime.combination,
+            whole_batch=whole_batch,
         )
         refuse_backward_hooks(self)
         args, kwargs = run_forward_pre_hooks(self, args, kwargs)
-        loss = runtime.step(
+        step = functools.partial(
+            runtime.step,
             runtime.calls.find(args, kwargs, step=True),
             target=target,
             loss_of=loss_of,
             own_rows=own_rows,
             scaler=scaler,
         )
+        loss = runtime.watched(step) if profile else step()
         loss_of.require_graph()
         return loss
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """In this block, gradients of `step` are not summed over replicas, as in DDP's ``no_sync``.
+
+        The first step after the block sums all of them, so it must come before the optimizer's step and
+        before clipping, which raise ``PlacerError`` otherwise. Hooks on gradients run in every step, in the
+        block with the gradients of this rank. In one process nothing changes.
+        """
+        return runtime_of(self).accumulating()
+
+    def report(self) -> StepReport:
+        """What the last ``step(…, profile=True)`` took of each stage and rank, beside the plan's prediction.
+
+        ``print`` it, or give it to ``placer.report.write_trace(plan, path, measured=…)``. Raises
+        ``PlacerError`` if no step was measured.
+        """
+        found = runtime_of(self).report
+        if found is None:
+            raise PlacerError("report", "no step was measured", "call step(…, profile=True) first")
+        return found
 
     def sampler(
         self,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ from placer.executor.state import CallState
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.executor.transfer import transfer
 from placer.executor.tree import write_back
+from placer.executor.watch import StepReport, StepWatch, watching
+from placer.executor.whole_batch import check_whole_batch, loss_of_results, step_whole_batch
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
 from placer.precision import planned_autocast
@@ -49,13 +53,14 @@ from placer.program import (
     CallFormat,
     MethodNotCaptured,
     Target,
+    Whole,
     rebuild_call,
     set_flags,
     store,
     unflatten_output,
     unmarked,
 )
-from placer.schedule import one_process_order
+from placer.schedule import Action, one_process_order
 from placer.space import Exchange
 
 
@@ -89,6 +94,7 @@ class Runtime:
         self.calls = CallCache(ProgramCache(tree, plan, staged, planned_autocast(plan.precision)))
         self.signature = model_signature(tree)  # of the model that was planned
         self.combination = CombinationFinder()
+        self.report: StepReport | None = None  # of the last step that was measured
         self._as_written: dict[str, MethodNotCaptured] = {}  # names of methods -> why not captured
 
     @property
@@ -111,6 +117,22 @@ class Runtime:
     def output_device(self) -> torch.device:
         """The device of results."""
         return self.replicas[0].output_place.device
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """In this block, steps do not sum gradients over ranks; one process has nothing to sum."""
+        return nullcontext()
+
+    def watched(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``step()``, measured for `report`."""
+        places = [p for replica in self.replicas for shards in replica.shards for p in shards]
+        watch = StepWatch(place.device for place in places)
+        with watching(watch):
+            loss = step()
+        self.report = self._report(watch)
+        return loss
+
+    def _report(self, watch: StepWatch) -> StepReport:
+        return watch.report(self.plan)
 
     @property
     def own_share(self) -> tuple[int, int]:
@@ -256,10 +278,12 @@ class Runtime:
         *,
         loss_fn: Callable[..., torch.Tensor],
         target: Any = None,
+        whole_batch: bool = False,
     ) -> torch.Tensor:
-        """`step` for the flattened inputs of the captured call, for a mean over rows."""
-        call = Call(self.programs, leaves, None)
-        return self.step(call, loss_of=StepLoss(loss_fn, reduction="mean"), target=target)
+        """`step` for the flattened inputs of the captured call, for a mean over rows or the whole batch."""
+        reduction = "auto" if whole_batch else "mean"
+        loss_of = StepLoss(loss_fn, reduction=reduction, whole_batch=whole_batch)
+        return self.step(Call(self.programs, leaves, None), loss_of=loss_of, target=target)
 
     def step(
         self,
@@ -276,7 +300,10 @@ class Runtime:
         self._set_flags(call)
         callers = CallerGraph()
         target = callers.cut(target)
-        batch = self._scatter(programs.call, callers.cut(leaves))
+        if loss_of.whole_batch:
+            target = Whole(unmarked(target))  # need not have a row per sample
+        leaves = callers.cut(leaves)
+        batch = self._scatter(programs.call, leaves)
         targets = split_target(target, batch.total, batch.sizes)
         counts = self._count(loss_of, target, targets, batch.total)
         scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
@@ -286,20 +313,53 @@ class Runtime:
         hooked = self.tree.parameters() if in_parts else ()
         with self._deferred_statistics(), hooks_run_once(hooked):
             state = CallState(self.tree, call.leaves_by_name, batch.sizes, callers.cut)
-            for index, runs in enumerate(self._runs(call, batch, state, targets, counts)):
-                losses += self._replica_step(runs, loss_of, scale, kept)
+            replicas = self._runs(call, batch, state, targets, counts)
+            staged = replicas[-1][-1].replica.staged
+            order = partial(one_process_order, self.plan.schedule, len(self.staged.stages))
+
+            def loss_of_batch(results: list[list[Any]]) -> torch.Tensor:
+                whole = replace(replicas[0][0], leaves=leaves, target=unmarked(target))
+                found = self._whole_batch_loss(loss_of, scale, whole, results, batch.sizes)
+                kept.append(found[1])
+                return found[0]
+
+            def after_forward(index: int) -> None:
                 if index == 0:
-                    self._write_back(runs)
-                staged = runs[-1].replica.staged
+                    self._write_back(replicas[0])
+
+            if loss_of.whole_batch and len(batch.slices) > 1:
+                check_whole_batch(staged, self.plan.schedule)
+                with _one_graph():
+                    losses = [step_whole_batch(replicas, order, loss_of_batch, after_forward)]
+            else:
+                for index, runs in enumerate(replicas):
+                    losses += self._replica_step(runs, order(len(runs)), loss_of, scale, kept)
+                    after_forward(index)
         callers.backward()
         home = self.replicas[0].output_place
         if staged.stored:
             self._store(staged, join_results(staged, kept, batch.sizes), call)
         return torch.stack([loss.to(home.device) for loss in losses]).sum()
 
+    def _whole_batch_loss(
+        self,
+        loss_of: StepLoss,
+        scale: float,
+        whole: PlacedMicrobatch,
+        results: list[list[Any]],
+        sizes: Sequence[int],
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """`loss_of_results` with the loss of this step."""
+
+        def loss(given: PlacedMicrobatch, output: Any, left: Sequence[Any]) -> torch.Tensor:
+            return self._loss_of_slice(loss_of, given, output, left)
+
+        return loss_of_results(whole, results, sizes, loss, model=self.tree, scale=scale)
+
     def _replica_step(
         self,
         runs: list[PlacedMicrobatch],
+        actions: Sequence[Action],
         loss_of: StepLoss,
         scale: float,
         kept: list[Sequence[Any]],
@@ -322,14 +382,8 @@ class Runtime:
             with stored_for_slice(staged, result, self.tree):
                 return self._loss_of_slice(loss_of, given, output)
 
-        actions = one_process_order(self.plan.schedule, len(self.staged.stages), len(runs))
-        try:
+        with _one_graph(several=len(runs) > 1 or len(self.replicas) > 1):
             return run_schedule(dict(enumerate(runs)), actions, loss_of_slice, scale=scale)
-        except RuntimeError as error:
-            several = len(runs) > 1 or len(self.replicas) > 1
-            if several and "through the graph a second time" in str(error):
-                raise shared_graph() from error
-            raise
 
     def _loss_of_slice(
         self, loss_of: StepLoss, given: PlacedMicrobatch, output: Any, left: Sequence[Any] = ()
@@ -367,3 +421,14 @@ class Runtime:
         return scatter_batch(
             call, leaves, replicas=len(self.replicas), microbatches=self.plan.microbatches
         )
+
+
+@contextmanager
+def _one_graph(*, several: bool = True) -> Iterator[None]:
+    """Explain that backwards of ``several`` slices meet in a graph that was made before the step."""
+    try:
+        yield
+    except RuntimeError as error:
+        if several and "through the graph a second time" in str(error):
+            raise shared_graph() from error
+        raise

@@ -152,6 +152,18 @@ def split_target(target: Any, total: int | None, sizes: Sequence[int | None]) ->
     return [tree_unflatten([column[i] for column in columns], spec) for i in range(len(sizes))]
 
 
+def join_target(target: Any, shares: Sequence[Sequence[Any]]) -> Any:
+    """``target`` of the whole batch, without marks; ``shares`` has its leaves for each replica's rows."""
+    leaves, spec = tree_flatten(target, is_leaf=is_mark)
+    joined = [
+        share[0]
+        if _rows_of_target(leaf) is None
+        else torch.cat(share, leaf.dim if isinstance(leaf, Batched) else 0)
+        for leaf, share in zip(leaves, zip(*shares, strict=True), strict=True)
+    ]
+    return tree_unflatten(joined, spec)
+
+
 def _refuse_arrays(target: Any) -> None:
     """Raise ``PlacerError`` if ``target`` has numpy arrays, which would not be split."""
     for path, leaf in leaves_with_paths(target, is_leaf=is_mark)[0]:

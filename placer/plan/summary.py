@@ -72,6 +72,8 @@ def describe_host(host: HostPeak) -> str:
 
 def describe_loss(loss: PlannedLoss, device: str) -> str:
     """A sentence on the loss that a plan counts, whose last stage is on ``device``."""
+    if loss.whole_batch:
+        return f"The loss {loss.function} is computed once, over the whole batch, on {device}."
     takes = f"takes {format_bytes(loss.nbytes)} on {device} per micro-batch"
     if loss.assumed:
         return (

@@ -195,13 +195,14 @@ class PlannedLoss:
     target: tuple[str, ...] = ()
     assumed: bool = False
     nbytes: Annotated[Bytes, Field(alias="bytes")] = 0
+    whole_batch: bool = False  # it is computed once, over all micro-batches and replicas
 
     @property
     def spec(self) -> LossSpec | None:
         """The loss as a spec names it; None if it is assumed, or has no such name."""
         if self.assumed or self.function.startswith("<"):
             return None
-        return LossSpec(function=self.function, target=self.target)
+        return LossSpec(function=self.function, target=self.target, whole_batch=self.whole_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,7 @@ def planned_loss(loss: Loss, costs: CostTable) -> PlannedLoss:
         target=() if loss.spec is None else loss.spec.target,
         assumed=loss.assumed,
         nbytes=max(node.forward_transient, node.backward_transient),
+        whole_batch=loss.whole_batch,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,52 +12,67 @@ from placer.files import writing
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
 from placer.report.view import span_style
+from placer.timeline import Span
 
 if TYPE_CHECKING:
+    from placer.executor.watch import StepReport
     from placer.simulation import SimulationReport
 
 
 def write_trace(
-    plan: Plan, path: str | Path, *, simulation: SimulationReport | None = None
+    plan: Plan,
+    path: str | Path,
+    *,
+    simulation: SimulationReport | None = None,
+    measured: StepReport | None = None,
 ) -> None:
     """Write `step_trace` of ``plan`` to ``path``.
 
     Raises ``PlanError`` when it cannot be written, or has nothing to show because times are not known.
     """
-    if plan.step_seconds is None:
+    if plan.step_seconds is None and measured is None:
         raise PlanError(str(path), "a trace needs times, which are not known", "give --kind")
     with writing(Path(path), PlanError):
-        Path(path).write_text(json.dumps(step_trace(plan, simulation)) + "\n", encoding="utf-8")
+        Path(path).write_text(
+            json.dumps(step_trace(plan, simulation, measured)) + "\n", encoding="utf-8"
+        )
 
 
-def step_trace(plan: Plan, simulation: SimulationReport | None = None) -> dict[str, Any]:
+def step_trace(
+    plan: Plan, simulation: SimulationReport | None = None, measured: StepReport | None = None
+) -> dict[str, Any]:
     """The step in the Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
 
     There is a row per device and per link, and with a ``simulation`` a counter per device: the bytes of its
-    tensors by kind. Times are in microseconds.
+    tensors by kind. A ``measured`` step (``placed.report()``) has its rows below the predicted ones. Times
+    are in microseconds.
     """
-    spans = step_spans(plan)
-    rows = {
-        name: number for number, name in enumerate(dict.fromkeys(n for s in spans for n in s.on))
-    }
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": name}}
-        for name, number in rows.items()
-    ]
+    events = list(_rows(step_spans(plan), 0, "predicted" if measured is not None else ""))
+    events += _counters(simulation) if simulation is not None else ()
+    events += _rows(measured.spans, 1, "measured") if measured is not None else ()
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _rows(spans: Sequence[Span], pid: int, title: str) -> Iterator[dict[str, Any]]:
+    names = dict.fromkeys(n for span in spans for n in span.on)
+    rows = {name: number for number, name in enumerate(names)}
+    if title:
+        yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
+    for name, number in rows.items():
+        args = {"name": name}
+        yield {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": args}
     for span in spans:
         for name in span.on:
             event = {
                 "ph": "X",
-                "pid": 0,
+                "pid": pid,
                 "tid": rows[name],
                 "name": span.name,
                 "cat": span_style(span),
                 "ts": span.start * 1e6,
                 "dur": (span.end - span.start) * 1e6,
             }
-            events.append({**event, "args": {"bytes": span.nbytes}} if span.nbytes else event)
-    events += _counters(simulation) if simulation is not None else ()
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+            yield {**event, "args": {"bytes": span.nbytes}} if span.nbytes else event
 
 
 def _counters(simulation: SimulationReport) -> Iterator[dict[str, Any]]:

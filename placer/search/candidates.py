@@ -97,7 +97,8 @@ def _schedules(
 ) -> tuple[ScheduleName, ...]:
     if "schedule" not in free:
         return (wanted.schedule,)
-    if microbatches == 1 or not wanted.training:
+    over_batch = wanted.loss is not None and wanted.loss.whole_batch
+    if microbatches == 1 or not wanted.training or over_batch:
         return ("GPipe",)
     if stages == 1:
         return ("1F1B",)

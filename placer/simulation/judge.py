@@ -331,7 +331,11 @@ class JudgingPlanner:
         roomy = not self._processes and all(map(_is_roomy, plan.devices))
         if self._verdict_only and (unlimited or roomy):
             return False
-        return self._processes or any(device.allocator is not None for device in plan.devices)
+        whole_batch = (
+            plan.loss is not None and plan.loss.whole_batch
+        )  # estimates count a micro-batch's
+        allocates = any(device.allocator is not None for device in plan.devices)
+        return self._processes or whole_batch or allocates
 
     def _dry_run(self, plan: Plan) -> DryRun:
         """The dry run of ``plan``; cached."""

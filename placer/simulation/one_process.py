@@ -50,7 +50,11 @@ def run_process(call: FakeCall) -> Timeline:
             ledger=ledger,
             infer=partial(runtime.call_leaves, call.leaves),
             train=partial(
-                runtime.step_leaves, call.leaves, loss_fn=call.loss_fn, target=call.target
+                runtime.step_leaves,
+                call.leaves,
+                loss_fn=call.loss_fn,
+                target=call.target,
+                whole_batch=call.whole_batch,
             ),
             trained=trained,
             # Adam's step counts are there; other state is made from tensors on a device.

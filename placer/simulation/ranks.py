@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,19 +18,23 @@ from placer.executor.call_cache import Call
 from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
 from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.executor.distributed.messages.batch import gather_result
-from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings
+from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
 from placer.executor.distributed.messages.transport import NoChannel
 from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
 from placer.executor.distributed.reduction.pieces import Pieces
-from placer.executor.place import CALLER, HOST, Place, current_place
+from placer.executor.execute import MicrobatchRun
+from placer.executor.place import CALLER, HOST, Place, current_place, on
 from placer.executor.replica import Replica
-from placer.executor.scatter import scatter_batch, split_target
+from placer.executor.scatter import join_results, scatter_batch, split_target
 from placer.executor.state import CallState, refuse_held_tensors
 from placer.executor.statistics import DeferredStatistics, defers_statistics
+from placer.executor.transfer import receive
+from placer.executor.whole_batch import check_whole_batch
 from placer.machine.devices import device_type
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
+from placer.program import unflatten_output
 from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 from placer.simulation.ledger import Ledger
 from placer.simulation.roles import Role, find_role
@@ -134,6 +138,8 @@ class _FakeReplica:
         self._call, self._plan = call, call.plan
         self._staged = staged = emit_stages(call.program, call.plan, together=False)
         refuse_held_tensors(staged)
+        if call.whole_batch:
+            check_whole_batch(staged, call.plan.schedule)
         self._ownership = find_ownership(call.model, staged, call.plan.device_of)
         with call.running():
             self._batch = batch = scatter_batch(
@@ -262,9 +268,14 @@ class _FakeReplica:
             def train() -> None:
                 reducer.prepare(len(slices))
                 share = 1 / len(slices)
-                pipeline.run(
-                    microbatches, lambda given, out, _left: call.loss_fn(out, given.target) * share
-                )
+                if call.whole_batch:
+                    batch_loss = partial(self._loss_of_batch, kind, assignment.shard_index)
+                    pipeline.run(microbatches, None, loss_of_batch=batch_loss)
+                else:
+                    pipeline.run(
+                        microbatches,
+                        lambda given, out, _left: call.loss_fn(out, given.target) * share,
+                    )
                 reducer.finish()
 
             process = Process(
@@ -276,6 +287,32 @@ class _FakeReplica:
                 stepping=lambda: pieces.updating(trained),
             )
             return call.record(process, device)
+
+    def _loss_of_batch(self, kind: str, shard: int, runs: Sequence[MicrobatchRun]) -> list[Tensor]:
+        """The loss over the results of ``runs``, and of replicas whose results the first one receives."""
+        place, batch, staged = Place(_RANK, _CPU), self._batch, self._staged
+        finder = self._finder(kind, shard)
+        results = [run.receive_result(place) for run in runs]
+        for inputs in batch.slices[len(runs) :]:
+            of_slice = finder.find(Call(finder.calls.captured, [], None), inputs, grad=True).result
+            results.append([_received(leaf, place) for leaf in of_slice])
+        with on(place):
+            joined = join_results(staged, results, batch.sizes)
+            results.clear()
+            output = unflatten_output(staged.call, joined)
+            del joined
+            loss = self._call.loss_fn(output, self._call.target)
+            del output
+            loss.backward()
+        return [loss.detach()]
+
+
+def _received(leaf: Any, place: Place) -> Any:
+    """A leaf of another replica's result, of which there is only the ``TensorSpec`` here."""
+    if not isinstance(leaf, TensorSpec):
+        return leaf
+    tensor = torch.empty(leaf.shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad)
+    return receive(tensor, place, place, lambda gradient: None) if leaf.requires_grad else tensor
 
 
 def _pipeline(

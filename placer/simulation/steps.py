@@ -65,6 +65,7 @@ class FakeCall:
     ) -> None:
         self.program, self.plan, self.run_on = program, plan, run_on
         self._loss = loss or find_loss(None if plan.loss is None else plan.loss.spec)
+        self.whole_batch = self._loss.whole_batch and plan.replicas * plan.microbatches > 1
         self._converter = FakeConverter()
         self.model = self._converter.module(program.model)
         self.leaves, self.target = self._converter.tree((list(inputs), self._loss.target))

@@ -88,6 +88,12 @@ class LossSpec(BaseModel):
         "functions of torch get classes, or values like the result.",
     )
 
+    whole_batch: bool = Field(
+        default=False,
+        description="It is computed once, over the results of all micro-batches and replicas, as with "
+        "placed.step(…, whole_batch=True). The schedule must be GPipe.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
@@ -101,10 +107,12 @@ class LossSpec(BaseModel):
 
     @model_serializer
     def _shortest(self) -> str | dict[str, Any]:
-        if not self.target:
+        if not self.target and not self.whole_batch:
             return self.function
-        one, *others = self.target
-        return {"function": self.function, "target": list(self.target) if others else one}
+        found: dict[str, Any] = {"function": self.function}
+        if self.target:
+            found["target"] = self.target[0] if len(self.target) == 1 else list(self.target)
+        return {**found, "whole_batch": True} if self.whole_batch else found
 
     @classmethod
     def __get_pydantic_json_schema__(

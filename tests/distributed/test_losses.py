@@ -97,3 +97,40 @@ def test_torchs_clipping_of_a_part_is_refused(
 
 def test_torchs_clipping_of_a_whole_model(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(cases.clip_a_whole_model)
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)])
+def test_a_loss_over_the_whole_batch(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
+    job_of(math.prod(shape)).run(cases.step_over_whole_batches, *shape, 2)
+
+
+def test_what_is_wrong_with_a_loss_over_the_whole_batch_is_said(
+    job_of: Callable[[int], Job],
+) -> None:
+    for rank, said in enumerate(job_of(2).run(cases.fail_over_whole_batches)):
+        assert "1F1B begins with backwards before that" in said["schedule"]
+        assert "with whole_batch=True there is one loss" in said["reduction"]
+        assert "ValueError: 8 rows" in said["raises"], (rank, said["raises"])
+        assert "reads the model's parameter" in said["penalty"], (rank, said["penalty"])
+
+
+def test_every_rank_has_the_report_of_all(job_of: Callable[[int], Job]) -> None:
+    first, *others = job_of(4).run(cases.measure, make_spec(2, 2, 2))
+    assert [found == first for found in others] == [True] * 3
+    ranks = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert [tuple(found[:3]) for found in first] == ranks
+    assert all(min(found[3:]) > 0 for found in first)
+
+
+def test_all_ranks_measure_a_step_or_none(job_of: Callable[[int], Job]) -> None:
+    for said in job_of(2).run(cases.measure_on_one_rank, make_spec(2, 1, 2)):
+        assert "profile" in said and "with the same options" in said
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_gradients_of_replicas_are_summed_at_the_last_of_several_steps(
+    job_of: Callable[[int], Job], shape: tuple[int, int]
+) -> None:
+    for said in job_of(math.prod(shape)).run(cases.accumulate, make_spec(*shape, 2)):
+        assert all("not summed over replicas yet" in each for each in said), said

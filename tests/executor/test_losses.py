@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import loss_cases
 import pytest
 import torch
 from oracle import assert_close, gradient_noise
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import placer
 from placer import PlacedModule, PlacerError
+from placer.program import unmarked
 
 D = torch.float64
 CLASSES, LENGTH = 4, 6
@@ -692,3 +694,99 @@ def test_what_is_said_of_a_loss_and_holds_is_not_warned_of() -> None:
         return F.cross_entropy(F.dropout(output[0]), target)
 
     placed.step(x.double(), target=y, loss_fn=draws, reduction="mean")
+
+
+def _clip_target(rows: int) -> dict[str, Any]:
+    weights = torch.arange(1.0, rows + 1, dtype=D)
+    return {"weights": weights, "smoothing": placer.Whole(torch.tensor([0.1]))}
+
+
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize("rows", [8, 5, 1])
+@pytest.mark.parametrize(("replicas", "microbatches"), [(1, 4), (2, 1), (2, 3), (3, 2)])
+def test_a_loss_over_the_whole_batch(replicas: int, microbatches: int, rows: int) -> None:
+    """A contrastive loss over two results and a parameter, with BatchNorm that sees the slices."""
+    model, fields, *inputs = loss_cases.two_towers(devices=["cpu:0", "cpu:1"])
+    spec = placer.PlacementSpec(replicas=replicas, microbatches=microbatches, **fields)
+    placed, plain = placer.compile(model, spec, inputs), copy.deepcopy(model)
+    ours = [x[:rows].clone().requires_grad_() for x in inputs]
+    theirs = [x[:rows].clone().requires_grad_() for x in inputs]
+    target = _clip_target(rows)
+    sizes = loss_cases.slices_of(rows, replicas, microbatches)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    expected = loss_cases.clip_in_slices(plain, *theirs, unmarked(target), sizes)
+    loss = placed.step(
+        *ours, target=target, loss_fn=loss_cases.clip_loss, whole_batch=True, scaler=scaler
+    )
+    assert_close(loss, expected, "loss")
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert_close(mine.grad, 4 * wanted.grad, "input")
+    for name, parameter in placed.named_parameters():
+        assert parameter.grad is not None
+        wanted = plain.get_parameter(name).grad
+        assert_close(parameter.grad / 4, wanted, name, floor=gradient_noise(plain))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_mean_over_rows_is_computed_over_the_whole_batch(name: str) -> None:
+    loss_fn, target = REFUSED[name]
+    pair = _pair(2, 2)
+    with pytest.raises(PlacerError, match="pass whole_batch=True"):
+        pair[0].step(_input(8), target=target, loss_fn=loss_fn)
+    _assert_equal(*pair, _input(8), target, loss_fn, whole_batch=True)
+
+
+def test_a_target_of_a_loss_over_the_whole_batch_needs_no_rows() -> None:
+    pairs = torch.ones(3, 2, dtype=torch.int64)
+
+    def loss_fn(output: Tensor, target: dict[str, Any]) -> Tensor:
+        first, second = output[target["pairs"]].unbind(1)
+        return (first - second).square().mean() * target["weight"] + output.std(0).mean()
+
+    target = {"pairs": pairs.cumsum(0), "weight": 2.0}
+    _assert_equal(*_pair(2, 3), _input(8), target, loss_fn, whole_batch=True)
+
+
+def test_hooks_and_stored_values_of_a_loss_over_the_whole_batch() -> None:
+    """The loss reads what forward stored for all rows; a hook sees the whole batch's call and result."""
+
+    class Storing(Tokens):
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            self.latest = found.square()
+            return found
+
+    torch.manual_seed(0)
+    model = Storing().double()
+    spec = placer.PlacementSpec(devices=["cpu:0", "cpu:1"], replicas=2, microbatches=2)
+    placed, plain = placer.compile(model, spec, _input(8)), copy.deepcopy(model)
+    for module in (placed, plain):
+        seen: list[int] = []
+
+        def double(module: nn.Module, args: Any, output: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(len(args[0]) + len(output))
+            return 2 * output
+
+        module.register_forward_hook(double)
+
+        def loss_fn(output: Tensor, module: nn.Module = module) -> Tensor:
+            return output.max() + module.latest.var(0).sum()
+
+        if module is placed:
+            loss = placed.step(_input(8), loss_fn=loss_fn, whole_batch=True)
+        else:
+            expected = loss_fn(plain(_input(8)))
+            expected.backward()
+        assert seen == [16]
+    assert_close(loss, expected.detach(), "loss")
+    assert_close(placed.latest, plain.latest.detach(), "stored")
+    for name, parameter in placed.named_parameters():
+        assert_close(parameter.grad, plain.get_parameter(name).grad, name)
+
+
+def test_what_a_loss_over_the_whole_batch_cannot_have() -> None:
+    placed, _ = _pair(1, 2, "1F1B")
+    with pytest.raises(PlacerError, match=r"1F1B begins with backwards(.|\n)*GPipe"):
+        placed.step(_input(8), loss_fn=lambda output: output.max(), whole_batch=True)
+    with pytest.raises(PlacerError, match="there is one loss"):
+        placed.step(_input(8), loss_fn=F.mse_loss, normalizer=_kept, whole_batch=True)

@@ -138,12 +138,48 @@ def test_so_does_a_step_without_convolutions() -> None:
     assert measured == pytest.approx(simulated.peak, rel=0.01)
 
 
-def _measured_peak(placed: nn.Module, x: torch.Tensor, target: torch.Tensor) -> int:
+def _contrastive(output: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_so_does_a_loss_over_the_whole_batch(replicas: int) -> None:
+    """The scores of all rows with each other are most of the memory; each slice has a quarter of the rows."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)),
+        torch.randn(1024, 64),
+    )
+    fields = {"stages": 1, "optimizer": "sgd_momentum", "replicas": replicas}
+    spec = placer.PlacementSpec(devices=["cpu:0"], microbatches=4 // replicas, **fields)
+    plan = placer.make_plan(model, spec, (x,), loss_fn=_contrastive, whole_batch=True)
+    assert plan.loss is not None and plan.loss.spec is not None and plan.loss.spec.whole_batch
+    placed = placer.compile(model, plan, (x,), run_on="cpu")
+    measured = _measured_peak(placed, x, None, loss_fn=_contrastive, whole_batch=True)
+    scores = len(x) ** 2 * x.element_size()
+    for processes in (False, True):
+        report = placer.simulate(
+            model, plan, (x,), loss_fn=_contrastive, whole_batch=True, processes=processes
+        )
+        assert report.devices[0].peak > 2 * scores
+        if replicas == 1 and not processes:  # ranks on CPUs read inputs in place
+            assert measured == pytest.approx(report.devices[0].peak, rel=0.01)
+    assert plan.devices[0].peak > 2 * scores
+
+
+def _measured_peak(
+    placed: nn.Module,
+    x: torch.Tensor,
+    target: torch.Tensor | None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] = F.cross_entropy,
+    **options: Any,
+) -> int:
     """Peak bytes of the allocator in the second step, beyond weights and optimizer state."""
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1, momentum=0.9, foreach=False)
 
     def step() -> None:
-        placed.step(x, target=target, loss_fn=F.cross_entropy)
+        placed.step(x, target=target, loss_fn=loss_fn, **options)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from placer._torch_patches import call_before_clipping
 from placer.errors import PlacerError
 from placer.executor.loss import without_graph
+
+_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by `refuse_unsummed_steps`
 
 
 def check_inference(leaves: Sequence[Tensor], *, training: bool) -> None:
@@ -64,6 +66,23 @@ def refuse_joint_optimizers(part: nn.Module) -> None:
                 "use an optimizer that updates each parameter separately (SGD, Adam, …), or one device "
                 "per replica",
             )
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(part, handle.remove)
+
+
+def refuse_unsummed_steps(part: nn.Module, require_sums: Callable[[str], None]) -> None:
+    """Call ``require_sums(optimizer)`` when an optimizer steps with parameters of ``part``, from now on."""
+    if part in _CHECKED:
+        return
+    _CHECKED.add(part)
+    reference, require = weakref.ref(part), weakref.WeakMethod(require_sums)
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        part, require_now = reference(), require()
+        own = set() if part is None else {id(parameter) for parameter in part.parameters()}
+        if require_now and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+            require_now(type(optimizer).__name__)
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(part, handle.remove)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import default_timeout
 from placer.emit import StagedModel
-from placer.errors import StageError
+from placer.errors import PlacerError, StageError
 from placer.executor.call_cache import Call
 from placer.executor.caller_graph import CallerGraph
 from placer.executor.distributed.checks import (
@@ -22,12 +22,18 @@ from placer.executor.distributed.checks import (
     check_parameters,
     check_scaler,
     check_training,
+    refuse_unsummed_steps,
 )
 from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
-from placer.executor.distributed.job.groups import Groups, connect, make_groups
+from placer.executor.distributed.job.groups import (
+    Groups,
+    connect,
+    gather_objects,
+    make_groups,
+)
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.executor.distributed.messages.batch import (
@@ -39,8 +45,15 @@ from placer.executor.distributed.messages.batch import (
 )
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, find_pairs
 from placer.executor.distributed.messages.exchange import GroupExchange
-from placer.executor.distributed.messages.pipeline import LossOf, Microbatch, Pipeline, Results
+from placer.executor.distributed.messages.pipeline import (
+    LossOf,
+    LossOfBatch,
+    Microbatch,
+    Pipeline,
+    Results,
+)
 from placer.executor.distributed.messages.transport import GroupChannel
+from placer.executor.distributed.messages.whole_batch import FirstReplica, loss_over_replicas
 from placer.executor.distributed.randomness import own_random_state
 from placer.executor.distributed.reduction.gradients import (
     GradientReducer,
@@ -53,7 +66,7 @@ from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.distributed.reduction.statistics import SharedMoments
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
-from placer.executor.execute import PlacedMicrobatch
+from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.place import Place
@@ -62,9 +75,11 @@ from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target
 from placer.executor.segments import tensors_at
 from placer.executor.statistics import NormCall
+from placer.executor.watch import StepReport, StepWatch, is_measured, joined
+from placer.executor.whole_batch import check_whole_batch
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import Program, unflatten_output, unmarked
+from placer.program import Program, Whole, unflatten_output, unmarked
 
 # A call may have so many more inputs than that of ``compile`` until their values are compared as one.
 _MORE_INPUTS = 8
@@ -142,6 +157,7 @@ class DistributedRuntime(Runtime):
         )
         self.placeholder = nn.Parameter(torch.empty(0, device=device))
         self._reducer: GradientReducer | None = None
+        self._accumulates = False  # in `accumulating`
         self._pieces = Pieces([])
         self._reduced: tuple[int, ...] = ()  # ids of the parameters that these are for
         self._frozen = frozenset(n for n, p in part.named_parameters() if not p.requires_grad)
@@ -199,6 +215,13 @@ class DistributedRuntime(Runtime):
         return self.assignment.grid.rank(pp=self._last_device)
 
     @property
+    def _first_replica(self) -> FirstReplica:
+        """The way to the rank like this one that computes losses over the whole batch."""
+        at = {"pp": self._last_device, "sp": self.assignment.shard_index}
+        ranks = [self.assignment.grid.rank(dp=r, **at) for r in range(self.num_replicas)]
+        return FirstReplica(ranks=ranks, group=self.process_groups.dp, device=self.device)
+
+    @property
     def _has_losses(self) -> bool:
         """Whether this rank runs the last stage and so computes losses."""
         return self.assignment.device_index == self._last_device
@@ -235,15 +258,26 @@ class DistributedRuntime(Runtime):
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
         check_scaler(scaler, num_devices=self.assignment.num_devices)
+        is_sliced = self.num_replicas * self.plan.microbatches > 1
+        together = loss_of.whole_batch and is_sliced
+        if together:
+            check_whole_batch(programs.captured, self.plan.schedule)
+            if own_rows and self.module._forward_hooks:
+                raise PlacerError(
+                    "whole_batch",
+                    "hooks on the placed module would get the inputs of one replica and results of all",
+                    "give every rank the whole batch, without own_rows",
+                )
         callers = CallerGraph()
         leaves, target = callers.cut((leaves, target))
+        if loss_of.whole_batch and not own_rows:
+            target = Whole(unmarked(target))  # need not have a row per sample
         rows = batch_size(programs.call, leaves)
         groups = self.process_groups
         with self._connection.told():
             parameters = dict(self.tree.named_parameters())
             trained = check_parameters(parameters, self.ownership.first_name, self._frozen)
             check_target(target, rows)
-            is_sliced = self.num_replicas * self.plan.microbatches > 1
             count = loss_of.count if self._has_losses and is_sliced else None
             counted = None if count is None else count([unmarked(target)])[0]
             agreement = self._ask(
@@ -255,6 +289,9 @@ class DistributedRuntime(Runtime):
                 counted=counted,
                 reduction=loss_of.reduction,
                 normalizer=loss_of.has_normalizer,
+                whole_batch=loss_of.whole_batch,
+                profile=is_measured(),
+                accumulate=self._accumulates,
                 scaler=scaler is not None,
                 count=partial(
                     count_rows,
@@ -272,6 +309,25 @@ class DistributedRuntime(Runtime):
             begin()
             return self._loss_of_slice(loss_of, given, output, left)
 
+        def loss_of_batch(runs: Sequence[MicrobatchRun]) -> list[Tensor]:
+            begin()
+            whole = PlacedMicrobatch(
+                replica=self.replicas[0].with_program(share.largest.staged),
+                trees=[],
+                leaves=leaves,
+                inputs={},
+                target=target,
+                numbers=call.leaves_by_name,
+            )
+            return loss_over_replicas(
+                self._first_replica,
+                runs,
+                [batch_size(programs.call, each.leaves) or 1 for each in share.microbatches],
+                whole,
+                lambda *given: self._whole_batch_loss(loss_of, scale, *given)[0],
+                own_rows=own_rows,
+            )
+
         with self._own_random_state(), self._agreed(agreement):
             share = self._take_share(
                 call,
@@ -288,10 +344,17 @@ class DistributedRuntime(Runtime):
             with hooks_run_once(
                 parameters.values(), keep=reducer.hook_ids, explain=self._hook_failure
             ):
-                reducer.prepare(len(share.microbatches))
-                results = self._execute(share.microbatches, loss_of_slice, agreement, scale=scale)
+                reducer.prepare(len(share.microbatches), sums=not self._accumulates)
+                results = self._execute(
+                    share.microbatches,
+                    None if together else loss_of_slice,
+                    agreement,
+                    loss_of_batch=loss_of_batch if together else None,
+                    scale=scale,
+                )
                 begin()  # also where no losses are computed
-                reducer.send_rest()  # before the next messages, which use the same groups
+                if not self._accumulates:
+                    reducer.send_rest()  # before the next messages, which use the same groups
                 losses = LossReduction(
                     [] if self.assignment.shard_index else results.losses,
                     loss_of=loss_of,
@@ -301,7 +364,8 @@ class DistributedRuntime(Runtime):
                 )
                 moments = self._share_moments(share.largest)
                 written = self._share_written(share.largest)
-                reducer.finish()
+                if not self._accumulates:
+                    reducer.finish()
             if share.largest.staged.stored and share.microbatches:
                 self._store_of_step(call, share, results, own_rows=own_rows)
         with self.watch():
@@ -364,6 +428,7 @@ class DistributedRuntime(Runtime):
         Returns the norm before scaling, the same on every rank. A tied parameter counts once. Raises
         ``PlacerError`` if not all ranks make the same call, ``PeerError`` if another rank is lost.
         """
+        self._require_sums("clip_grad_norm_")
         norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
         index = self.assignment.device_index
@@ -383,6 +448,10 @@ class DistributedRuntime(Runtime):
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         return ShardedGradScaler(self.device.type, **options)
+
+    def _report(self, watch: StepWatch) -> StepReport:
+        own = watch.report(self.plan, rank=self.assignment.rank, replica=self.replica_index)
+        return joined(gather_objects(own, self.process_groups.world))
 
     def announce(self, method: Method, **options: object) -> None:
         """Check that all ranks call ``method`` with the same ``options``, before they communicate in it.
@@ -477,7 +546,9 @@ class DistributedRuntime(Runtime):
         before = gradient_nodes(output, left)
         loss = super()._call_loss(loss_of, output, target, left, **given)
         if self.assignment.grid.size > 1:
-            refuse_other_leaves(loss, before, self.tree, whole=self.assignment.num_devices == 1)
+            # A loss over the whole batch is computed once, outside of the slices' backwards.
+            whole = self.assignment.num_devices == 1 and not loss_of.whole_batch
+            refuse_other_leaves(loss, before, self.tree, whole=whole)
         return loss
 
     def _execute(
@@ -486,6 +557,7 @@ class DistributedRuntime(Runtime):
         loss_of: LossOf | None,
         agreement: CallCheck,
         *,
+        loss_of_batch: LossOfBatch | None = None,
         scale: float = 1.0,
     ) -> Results:
         """Run this rank's stages; the first forward runs while the calls of all ranks are compared."""
@@ -493,7 +565,9 @@ class DistributedRuntime(Runtime):
             self.statistics.clear()
         if self._communicates_in_forward:
             agreement.wait()
-        return self._pipeline.run(microbatches, loss_of, ready=agreement.wait, scale=scale)
+        return self._pipeline.run(
+            microbatches, loss_of, loss_of_batch=loss_of_batch, ready=agreement.wait, scale=scale
+        )
 
     def _norms(self, largest: Crossings) -> list[NormCall]:
         """The calls in this rank's stages that update running statistics, if these are deferred."""
@@ -541,7 +615,9 @@ class DistributedRuntime(Runtime):
                 self.stage_indices,
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
             )
+            before = self._reducer
             self._reducer = GradientReducer(shared)
+            self._reducer.is_unsummed = before is not None and before.is_unsummed
             if self.plan.shard_state == "optimizer":
                 self._pieces = Pieces(shared)
             self._connection.before_closing = self._reducer.close
@@ -555,6 +631,23 @@ class DistributedRuntime(Runtime):
             parameters = self.tree.parameters()
             self._current_reducer(tuple(id(p) for p in parameters if p.requires_grad))
         return self._pieces
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        refuse_unsummed_steps(self.tree, self._require_sums)
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def _require_sums(self, what: str) -> None:
+        if self._reducer is not None and self._reducer.is_unsummed:
+            raise PlacerError(
+                what,
+                "gradients of steps in placed.accumulate() are not summed over replicas yet",
+                "call the last placed.step before it outside of placed.accumulate()",
+            )
 
     def watch(self) -> AbstractContextManager[None]:
         """In this block, a failure is told to the other ranks and ends the connection to them.

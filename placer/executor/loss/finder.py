@@ -20,7 +20,7 @@ _REMEDY = (
     "ignore_index, pass what counts them: normalizer=lambda target: (target != -100).sum(). For a "
     "mean over rows pass reduction='mean', for a sum reduction='sum'. A loss that "
     "compares rows with each other (contrastive, Dice over the batch), or adds means over different "
-    "counts, needs the whole batch: use one replica and one micro-batch, or placed(x)"
+    "counts, needs the whole batch: pass whole_batch=True"
 )
 
 
@@ -117,8 +117,7 @@ class CombinationFinder:
             f"{trial.together:.6g}. "
             "The loss and the gradients of a sliced batch are not those of the whole batch. "
             "A sum of means over different counts, such as an auxiliary loss with ignored labels, "
-            "cannot be computed in slices: compute it on the output of placed(x), or with one replica "
-            "and one micro-batch",
+            "cannot be computed in slices: pass whole_batch=True",
             stacklevel=6,
         )
 

@@ -26,6 +26,8 @@ from placer.program import result_tensors
 class StepLoss:
     """A loss function for one step, and the rule by which it combines rows.
 
+    With ``whole_batch`` it is called once, for the results of all slices together.
+
     Call `count` and `begin` first, then `of_slice` for every slice. Raises ``PlacerError`` for options
     that contradict each other.
     """
@@ -37,8 +39,17 @@ class StepLoss:
         reduction: str = "auto",
         normalizer: Normalizer | None = None,
         found: CombinationFinder | None = None,
+        whole_batch: bool = False,
     ) -> None:
         require_function(loss_fn)
+        if whole_batch and (reduction != "auto" or normalizer is not None):
+            raise PlacerError(
+                "step",
+                "reduction and normalizer say how losses of slices are combined, and with "
+                "whole_batch=True there is one loss",
+                "leave them out",
+            )
+        self.whole_batch = whole_batch
         self._loss_fn = loss_fn
         # The caller's options, which ranks compare with each other:
         self.reduction, self.has_normalizer = reduction, normalizer is not None
@@ -58,7 +69,7 @@ class StepLoss:
 
     def count(self, targets: Sequence[Any]) -> Sequence[float | None]:
         """What the normalizer counts in each of ``targets``; None for each if there is no normalizer."""
-        if self._rule is None or self._rule.normalizer is None:
+        if self.whole_batch or self._rule is None or self._rule.normalizer is None:
             return [None] * len(targets)
         return self._rule.count(targets)
 
@@ -83,7 +94,7 @@ class StepLoss:
         given = result_tensors(output) if counted == 0.0 else ()  # before the loss can write to it
         loss = call_loss(self._loss_fn, output, target)
         self._has_graph = bool(self._has_graph or loss.requires_grad)
-        if self._total is None or rows is None or rows == self._total:
+        if self.whole_batch or self._total is None or rows is None or rows == self._total:
             return loss  # the whole batch
         self.is_sliced = True
         if self._is_given:

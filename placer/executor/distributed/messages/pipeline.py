@@ -15,7 +15,7 @@ from placer.executor.distributed.failures.layer_failure import (
 )
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.distributed.messages.transport import Channel, MessageTransport, compare_tensor
-from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, run_schedule
+from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, ScheduleRun
 from placer.executor.replica import Replica
 from placer.executor.slice_store import stored_for_slice
 from placer.program import unflatten_output
@@ -41,6 +41,7 @@ class Microbatch:
 
 
 LossOf = Callable[[PlacedMicrobatch, Any, Sequence[Any]], Tensor]
+LossOfBatch = Callable[[Sequence[MicrobatchRun]], list[Tensor]]
 
 
 @dataclass(slots=True)
@@ -86,15 +87,19 @@ class Pipeline:
         microbatches: Sequence[Microbatch],
         loss_of: LossOf | None,
         *,
+        loss_of_batch: LossOfBatch | None = None,
         ready: Callable[[], object] = lambda: None,
         scale: float = 1.0,
     ) -> Results:
-        """Run the micro-batches through the pipeline, with backward if ``loss_of`` is given.
+        """Run the micro-batches through the pipeline, with backward if a loss is given.
 
         ``loss_of(microbatch, output, stored leaves)`` returns a micro-batch's weighted loss; backward
-        starts from ``scale`` times that. ``ready()`` is called before anything is sent.
+        starts from ``scale`` times that. Or ``loss_of_batch(runs)`` is called where the last stage runs,
+        between all forwards and all backwards: it returns the loss of the whole batch on one of the ranks,
+        and has given the runs' results their gradients. ``ready()`` is called before anything is sent.
         """
         results = Results()
+        training = loss_of is not None or loss_of_batch is not None
 
         def finish(index: int, leaves: list[Any]) -> Tensor | None:
             given = microbatches[index]
@@ -117,13 +122,13 @@ class Pipeline:
             code = staged.stages[action.stage_index]
             return explain_failure(code, run.phase, error, self._layer_of, anomalies)
 
-        order, messages = self._plan(microbatches, training=loss_of is not None)
+        order, messages = self._plan(microbatches, training=training)
         placed = {index: self._placed(given) for index, given in enumerate(microbatches)}
         with anomalies_kept() as anomalies:
-            results.losses = run_schedule(
+            run = ScheduleRun(
                 placed,
                 [action for action in order if self._rank_of[action.stage_index] == self._rank],
-                finish,
+                None if loss_of_batch is not None else finish,
                 transport=MessageTransport(
                     messages,
                     {index: given.crossings for index, given in enumerate(microbatches)},
@@ -137,6 +142,18 @@ class Pipeline:
                 explain=explain,
                 scale=scale,
             )
+            if loss_of_batch is None:
+                run.do()
+                results.losses = run.finish()
+                return results
+            run.do("F")
+            if self._rank_of[-1] == self._rank:
+                for index, each in run.runs.items():
+                    if microbatches[index].crossings.staged.stored:
+                        results.leaves[index] = tree_map_only(Tensor, Tensor.detach, each.result)
+                results.losses = loss_of_batch(list(run.runs.values()))
+            run.do("B")
+            run.finish()
         return results
 
     def _plan(

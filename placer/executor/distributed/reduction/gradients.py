@@ -160,6 +160,7 @@ class GradientReducer:
         self._homes = [bucket for _, bucket in places]
         self._left: list[int] = []  # for each of these, how many gradients are still to come
         self._next = 0
+        self.is_unsummed = False  # whether ``.grad`` has gradients that are still to be summed
         # The garbage collector does not see hooks of parameters, so they must not keep this alive.
         arrived = weakref.WeakMethod(self._arrived)
         self._hooks = [
@@ -169,10 +170,10 @@ class GradientReducer:
         # The ids of the hooks by which this learns of gradients.
         self.hook_ids = frozenset(hook.id for hook in self._hooks)
 
-    def prepare(self, microbatches: int) -> None:
-        """Prepare a step of ``microbatches`` backwards.
+    def prepare(self, microbatches: int, *, sums: bool = True) -> None:
+        """Prepare a step of ``microbatches`` backwards; unless it ``sums``, a later one sums its gradients.
 
-        Divides existing gradients by the number of ranks, so that they count once in the sum.
+        Divides gradients that are sums already by the number of ranks, so that they count once in the next.
         """
         self._next = 0
         self._left = []
@@ -181,8 +182,11 @@ class GradientReducer:
             share = 1 / bucket.group.size
             for member in bucket.members:
                 self._left.append(microbatches * member.readers)
-                if member.parameter.grad is not None:
+                if member.parameter.grad is not None and not self.is_unsummed:
                     member.parameter.grad.mul_(share)
+        self.is_unsummed = not sums
+        if not sums:
+            self._left = []
 
     def _arrived(self, number: int) -> None:
         if not self._left:

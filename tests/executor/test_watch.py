@@ -1,0 +1,82 @@
+"""A measured step: the seconds of every stage beside the plan's, its lanes in a trace, names in a profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from torch.nn import functional as F
+
+import placer
+from placer.report import write_trace
+
+
+def _placed(replicas: int) -> tuple[placer.PlacedModule, torch.Tensor, torch.Tensor]:
+    model, x = models.ConvNet().eval(), torch.randn(8, 1, 8, 8)
+    spec = placer.PlacementSpec(
+        devices=[{"name": f"cuda:{i}", "memory": "16GiB", "kind": "a100"} for i in range(2)],
+        replicas=replicas,
+        microbatches=2,
+    )
+    placed = placer.compile(model, spec, x, run_on="cpu")
+    return placed, x, placed(x).detach()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_stage_of_every_replica_is_measured(replicas: int, tmp_path: Path) -> None:
+    placed, x, target = _placed(replicas)
+    with pytest.raises(placer.PlacerError, match=r"no step was measured(.|\n)*profile=True"):
+        placed.report()
+    placed.step(x, target=target, loss_fn=F.mse_loss, profile=True)
+    report = placed.report()
+    found = {(each.replica, each.stage): each for each in report.stages}
+    assert list(found) == [(r, s) for r in range(replicas) for s in range(2)]
+    for (replica, stage), each in found.items():
+        planned = placed.plan.stages[stage]
+        assert each.device == placed.plan.devices_of(planned, replica)[0]
+        assert min(each.seconds.forward, each.seconds.backward) > 0
+        assert each.seconds.waiting == each.seconds.sending == 0
+        assert each.predicted is not None and planned.forward_seconds is not None
+        assert each.predicted.forward >= 2 * planned.forward_seconds > 0  # launches take longer
+        others = [s.seconds for s in report.stages if s.device == each.device]
+        busy = sum(s.forward + s.backward for s in others)
+        assert busy + each.seconds.bubble == pytest.approx(report.step_seconds)
+    without_optimizer = (placed.plan.step_seconds or 0) - (placed.plan.optimizer_seconds or 0)
+    assert report.predicted_seconds == pytest.approx(without_optimizer)
+    slowest = report.slowest
+    assert all(sum(slowest.seconds[:2]) >= sum(each.seconds[:2]) for each in report.stages)
+    assert f"slowest: rank 0, stage {slowest.stage} on {slowest.device}" in str(report)
+    write_trace(placed.plan, tmp_path / "trace.json", measured=report)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = [
+        sorted(
+            e["name"] for e in events if e["pid"] == pid and e.get("cat") in ("forward", "backward")
+        )
+        for pid in (0, 1)
+    ]
+    assert lanes[0] == lanes[1] and len(lanes[1]) == 8 * replicas
+
+
+def test_torchs_profiler_shows_stages_and_micro_batches() -> None:
+    placed, x, target = _placed(1)
+    with torch.profiler.profile() as profile:
+        placed.step(x, target=target, loss_fn=F.mse_loss, profile=True)
+    names = {event.key for event in profile.key_averages() if event.key.startswith("stage ")}
+    assert names == {f"stage {s} {k}{m}" for s in (0, 1) for k in "FB" for m in (0, 1)}
+
+
+def test_an_optimizer_of_the_model_that_was_placed_is_warned_of_once() -> None:
+    model, x = models.ConvNet().eval(), torch.randn(8, 1, 8, 8)
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}, x)
+    wrong = torch.optim.Adam(model.parameters())
+    wrong.step()  # nothing has gradients yet
+    placed.step(x, target=torch.zeros(8, 10), loss_fn=F.mse_loss)
+    torch.optim.Adam(placed.parameters()).step()
+    with pytest.warns(UserWarning, match=r"Adam has parameters(.|\n)*placed\.parameters\(\)"):
+        wrong.step()
+    wrong.step()
+    model(x).sum().backward()  # it may be trained too
+    wrong.step()
