@@ -203,6 +203,8 @@ def test_a_function_and_a_target_in_python(losses: Path, monkeypatch: pytest.Mon
         model,
         x,
         devices=[{"name": "cuda:0", "memory": "8GiB"}],
+        objective="devices",
+        microbatches=1,
         loss_fn=module.dice_ce,
         target=target,
     )
