@@ -57,6 +57,7 @@ Fields = Annotated[
     spec_fields(
         *("objective", "replicas", "stages", "space", "microbatches", "schedule", "checkpoint"),
         *("offload", "chunks", "precision", "optimizer", "training", "reserve", "host_memory"),
+        chosen=("replicas", "stages", "space", "microbatches", "schedule", "chunks"),
     ),
 ]
 

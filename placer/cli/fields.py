@@ -27,18 +27,17 @@ class OptionGroup(NamedTuple):
     make: Callable[..., Any]
 
 
-def spec_fields(*names: str, **defaults: str) -> OptionGroup:
+def spec_fields(*names: str, chosen: Sequence[str] = ()) -> OptionGroup:
     """An option for each of the fields ``names``; the argument has field -> value of those that are given.
 
-    ``defaults`` are for fields with another default than in a spec.
+    The command itself chooses those of the fields ``chosen`` that are not given.
     """
 
     def values(**given: Any) -> dict[str, Any]:
-        found = {name: _value(name, value) for name, value in given.items() if value is not None}
-        return {**defaults, **found}
+        return {name: _value(name, value) for name, value in given.items() if value is not None}
 
     def parameter(name: str) -> inspect.Parameter:
-        annotation = _option(name, defaults.get(name))
+        annotation = _option(name, is_chosen=name in chosen)
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
@@ -46,13 +45,15 @@ def spec_fields(*names: str, **defaults: str) -> OptionGroup:
     return OptionGroup([parameter(name) for name in names], values)
 
 
-def _option(name: str, default: str | None) -> Any:
+def _option(name: str, *, is_chosen: bool) -> Any:
     field = PlacementSpec.model_fields[name]
     option = f"--{name.replace('_', '-')}"
     help_text = _HELP.get(name, field.description)
     if name in _AUTO:
         return Annotated[bool | None, typer.Option(option, help=help_text)]
-    shown = default or ("" if field.default is None else str(field.default))
+    shown = "" if field.default is None else str(field.default)
+    if is_chosen:
+        shown = "what is best"
     if isinstance(field.default, bool):
         flags = f"{option}/--no-{name}"
         return Annotated[
