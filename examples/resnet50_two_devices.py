@@ -24,7 +24,16 @@ def plans(batch: int = 10, size: int = 1024) -> tuple[placer.Plan, placer.Plan]:
     with torch.device("meta"):
         model, images = torchvision.models.resnet50(), torch.empty(batch, 3, size, size)
     spec = placer.load_spec(SPEC)
-    auto = placer.auto_spec(model, (images,), devices=spec.devices, optimizer=spec.optimizer)
+    auto = placer.auto_spec(
+        *(model, (images,)),
+        devices=spec.devices,
+        optimizer=spec.optimizer,
+        objective="memory",  # of whole layers, one after the other, as in the tutorial
+        replicas=1,
+        space=1,
+        microbatches=1,
+        checkpoint=[],
+    )
     return placer.make_plan(model, spec, (images,)), placer.make_plan(model, auto, (images,))
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.api import auto_plan as auto_plan
     from placer.api import auto_spec as auto_spec
     from placer.api import compile as compile
+    from placer.api import largest as largest
     from placer.api import make_plan as make_plan
     from placer.api import simulate as simulate
     from placer.checkpoint import load as load
@@ -50,7 +51,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
 __version__ = "0.2.0"
 
 _NAMES = {
-    "api": ("auto_plan", "auto_spec", "compile", "make_plan", "simulate"),
+    "api": ("auto_plan", "auto_spec", "compile", "largest", "make_plan", "simulate"),
     "errors": (
         *("BudgetError", "CaptureError", "CheckpointError", "DeviceError", "PeerError"),
         *("PlacerError", "PlanError", "SpecError", "StageError", "VersionError"),

@@ -10,6 +10,7 @@ used. `missing_names` tells which ones the installed torch lacks.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -114,6 +115,7 @@ OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "an operator": ("_op_dk",),
     "an autograd node": ("_sequence_nr", "_set_sequence_nr"),
     "the options of a process group's backend": ("_timeout",),
+    "an optimizer": ("_optimizer_step_post_hooks",),
 }
 
 # Any file may use these. No public name replaces them; code for torch relies on them everywhere.
@@ -435,6 +437,13 @@ def abort_group(group: dist.ProcessGroup) -> None:
     dist.distributed_c10d._abort_process_group(group)
 
 
+def hook_first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+    """Register a step post hook that runs before the optimizer's others; the handle removes it."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
+
+
 def call_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the composite implementation of ``op``, which calls other operators.
 
@@ -443,7 +452,8 @@ def call_composite(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def autocast_operators(device_type: str) -> set[Any]:
+@functools.cache
+def autocast_operators(device_type: str) -> frozenset[Any]:
     """The aten operators that have an autocast kernel for ``device_type``."""
     key = f"Autocast{device_type.upper()}"
     found = set()
@@ -451,7 +461,7 @@ def autocast_operators(device_type: str) -> set[Any]:
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
             base, _, overload = name.removeprefix("aten::").partition(".")
             found.add(getattr(getattr(torch.ops.aten, base), overload or "default"))
-    return found
+    return frozenset(found)
 
 
 def call_below_autocast(op: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:

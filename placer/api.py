@@ -20,7 +20,7 @@ from placer.executor.loss.call import require_function
 from placer.executor.module import PlacedModule, check_names
 from placer.executor.place_model import place_model
 from placer.executor.program_cache import split_rules
-from placer.plan.check import check_pinned, check_plan, require_fit
+from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
 from placer.planner.devices import machine_memory
 from placer.planner.remedies import misfit_error
@@ -34,6 +34,7 @@ from placer.program import (
     unmarked,
 )
 from placer.search.auto import Answer, choose_spec
+from placer.search.largest import Case, Largest, find_largest
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec
@@ -221,17 +222,48 @@ def _auto(
     ignore_device_moves: bool,
     options: Mapping[str, Any],
 ) -> Answer:
-    fields = dict(options)
-    if devices is not None:
-        one = isinstance(devices, str | Mapping | DeviceSpec)
-        fields["devices"] = [devices] if one else list(devices)
-    spec = PlacementSpec.model_validate(fields)
+    spec = _wanted(devices, options)
     loss = _given_loss(loss_fn, target)
     if loss is not None:
         spec = spec.model_copy(update={"loss": loss.spec})
     program, leaves = lower_call(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
     return choose_spec(spec, make)
+
+
+def largest(
+    model: nn.Module,
+    inputs_of: Callable[[int], Example],
+    sizes: Sequence[int],
+    *,
+    devices: Iterable[Any] | str | None = None,
+    processes: bool = False,
+    **options: Any,
+) -> Largest:
+    """The largest of ``sizes`` (ascending) with which ``model`` can be trained on ``devices``.
+
+    ``inputs_of(size)`` makes the arguments of ``forward`` for a size, which may be on ``meta``. The strategy
+    is chosen anew for every size, as by `auto_plan`, whose ``devices``, ``processes`` and ``options`` these
+    are. The result has ``size`` and ``answer.spec`` of the largest that fits (None if none does), and
+    ``tried``.
+
+    Of sizes, the first, second, fourth, … are tried until one does not fit, then those between.
+    """
+    wanted = _wanted(devices, options)
+
+    def case_of(size: int) -> Case:
+        program, leaves = lower_call(model, inputs_of(size), None, wanted)
+        return Case(make=JudgingPlanner(program, leaves, processes=processes), wanted=wanted)
+
+    return find_largest(sizes, case_of)
+
+
+def _wanted(devices: Iterable[Any] | str | None, options: Mapping[str, Any]) -> PlacementSpec:
+    fields = dict(options)
+    if devices is not None:
+        one = isinstance(devices, str | Mapping | DeviceSpec)
+        fields["devices"] = [devices] if one else list(devices)
+    return PlacementSpec.model_validate(fields)
 
 
 def simulate(
@@ -278,6 +310,8 @@ def simulate_captured(
     processes: bool = False,
 ) -> SimulationReport:
     """`simulate` for a model that has been captured, called with the tensors ``inputs``."""
+    if plan.shard_state != "none" and not processes:
+        raise one_copy()
     program = rewritten(program, plan.rewrites)
     check_plan(plan, program)
     loss.check_rows(batch_rows(program, inputs))
@@ -349,6 +383,8 @@ def takes_dict(model: nn.Module, value: Any) -> bool:
 
 def _check_one_process(plan: Plan) -> None:
     """Raise ``PlacerError`` if ``plan`` needs a process per device."""
+    if plan.shard_state != "none":
+        raise one_copy()
     if plan.batch_norm == "sync" and plan.replicas > 1:
         raise PlacerError(
             "/batch_norm",

@@ -108,7 +108,7 @@ def check_equality(
     """
     model, args, kwargs = make_case(name, batches[0])
     plans = [dataclasses.replace(plan, schedule=schedule) for schedule in schedules]
-    trained = _compile_all(model, plans, capture_case(name, batches[0]))
+    trained = compile_all(model, plans, capture_case(name, batches[0]))
     plain = copy.deepcopy(model)
     ours = [torch.optim.SGD(placed.parameters(), lr=0.02, momentum=0.9) for placed in trained]
     theirs = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9)
@@ -138,7 +138,7 @@ def check_equality(
     return {"names": list(trained[0].state_dict()), "stages": trained[0].stage_indices}
 
 
-def _compile_all(
+def compile_all(
     model: nn.Module, plans: list[placer.Plan], program: Program
 ) -> list[DistributedModule]:
     """``placer.compile`` for plans that differ only in their schedule; shared work is done once."""
@@ -154,7 +154,7 @@ def _compile_all(
 def count_exchanged(name: str, plan: placer.Plan) -> int:
     """The bytes that this rank sends to other shards in a step."""
     model, args, kwargs = make_case(name, 8)
-    (placed,) = _compile_all(model, [plan], capture_case(name, 8))
+    (placed,) = compile_all(model, [plan], capture_case(name, 8))
     exchange = runtime_of_rank(placed).exchange
     assert exchange is not None
     before = exchange.sent_nbytes
@@ -835,6 +835,7 @@ def count_bytes(plan: placer.Plan) -> int:
     optimizer = torch.optim.Adam(placed.parameters())
     placed.step(x, loss_fn=placer.cost.mean_square)  # finds what crosses, on fake tensors
     optimizer.zero_grad()
+    optimizer.step()  # with sharded state it is tried whether it can update pieces
     ledger = RankLedger()
     ledger.add_state((*placed.parameters(), *placed.buffers()))
     ledger.add(x, CALLER)

@@ -94,7 +94,14 @@ def _fewest_devices(model: nn.Module, image: Tensor) -> tuple[placer.PlacementSp
     """The automatic spec for two devices, or for more if two do not suffice, and its plan."""
     for count in range(2, _MOST_DEVICES + 1):
         try:
-            spec = placer.auto_spec(model, (image,), devices=_devices(count))
+            spec = placer.auto_spec(
+                *(model, (image,)),
+                devices=_devices(count),
+                objective="devices",
+                checkpoint=[],
+                space=1,
+                chunks=1,
+            )
         except BudgetError:
             if count == _MOST_DEVICES:
                 raise

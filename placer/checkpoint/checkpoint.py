@@ -29,6 +29,7 @@ from placer.checkpoint.entries import (
     restore_random,
 )
 from placer.checkpoint.group import CheckpointGroup, checkpoint_group
+from placer.checkpoint.sharded import cut_entry, gather_state
 from placer.checkpoint.storage import (
     read_entries,
     record_entries,
@@ -69,13 +70,16 @@ def save(
             require_plain(extra, "extra")
             entries = model_entries(module, ranks.contents)
             if optimizer is not None:
-                entries.update(optimizer_entries(module, ranks.contents, optimizer))
+                sharded = ranks.pieces.shared
+                entries.update(optimizer_entries(module, ranks.contents, optimizer, sharded))
             own.update((k, v) for k, v in entries.items() if _is_saved_here(k, ranks.contents))
             own[f"random/{ranks.rank}"] = random_entry(ranks.devices, ranks.layout)
             if ranks.rank == 0:
                 own["extra"] = extra
 
         ranks.agree(collect)
+        if optimizer is not None:
+            own.update(gather_state(module, optimizer, ranks))
         if ranks.group is not None:
             warning = describe_different_copies(ranks.gather(sum_copies(module, ranks.contents)))
             if warning and ranks.rank == 0:
@@ -150,9 +154,11 @@ def _load(
 
     def verify() -> None:
         """Read everything. The model's tensors are read again later, so only one is in memory at a time."""
+        named = {} if optimizer is None else parameter_names(module, contents, optimizer)
+        parameters = dict(named.values())
         for entry, value in read_entries(entries, table, found):
             if not isinstance(entries[entry], Tensor):
-                entries[entry] = value
+                entries[entry] = cut_entry(entry, value, parameters, ranks.pieces)
             elif _layout(value) != _layout(entries[entry]):
                 raise CheckpointError(
                     f"checkpoint {found}, {entry_name(entry)}",

@@ -92,16 +92,22 @@ def parameter_names(
     return found
 
 
-def optimizer_entries(module: nn.Module, contents: Contents, optimizer: Optimizer) -> Entries:
-    """The optimizer's state and group options of every parameter, under the parameter's name."""
+def optimizer_entries(
+    module: nn.Module, contents: Contents, optimizer: Optimizer, sharded: Collection[int] = ()
+) -> Entries:
+    """The optimizer's state and group options of every parameter, under the parameter's name.
+
+    Without the state of parameters whose ids are in ``sharded``.
+    """
     names = parameter_names(module, contents, optimizer)
     found: Entries = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for name, parameter in (names[id(p)] for p in group["params"] if id(p) in names):
             found[f"group/{name}"] = options
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"state/{name}/{key}"] = value
+            if id(parameter) not in sharded:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    found[f"state/{name}/{key}"] = value
     return found
 
 

@@ -15,6 +15,7 @@ from placer.checkpoint.entries import Contents, contents_of, module_state
 from placer.errors import PlacerError
 from placer.executor.distributed.job.groups import gather_objects
 from placer.executor.distributed.partial import PartialModule, runtime_of_rank
+from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.module import PlacedModule, devices_of
 
 
@@ -27,6 +28,7 @@ class CheckpointGroup:
     layout: str  # of the job; random states are restored only in the same layout
     contents: Contents
     devices: tuple[torch.device, ...]
+    pieces: Pieces  # of the parameters whose optimizer state is sharded
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank."""
@@ -73,6 +75,7 @@ def checkpoint_group(
                 layout=f"{dist.get_world_size()} processes, {replicas} x {stages} stages",
                 contents=Contents(first_name=runtime.tensor_names, owned=runtime.owned_names),
                 devices=_devices(module),
+                pieces=runtime.pieces,
             )
         return
     yield CheckpointGroup(
@@ -81,6 +84,7 @@ def checkpoint_group(
         layout="one process",
         contents=contents_of(module),
         devices=_devices(module),
+        pieces=Pieces([]),
     )
 
 

@@ -57,14 +57,12 @@ Fields = Annotated[
     spec_fields(
         *("objective", "replicas", "stages", "space", "microbatches", "schedule", "checkpoint"),
         *("offload", "chunks", "precision", "optimizer", "training", "reserve", "host_memory"),
-        chosen=("replicas", "stages", "space", "microbatches", "schedule", "chunks"),
+        chosen=("replicas", "stages", "space", "microbatches", "schedule", "chunks", "shard_state"),
     ),
 ]
 
 
-EXAMPLE = (
-    "placer auto net.py:Net --input 8x64 -d cuda:0=16GiB -d cuda:1=16GiB --kind a100 -o spec.json"
-)
+EXAMPLE = "placer auto net.py:Net --input 8x64 --machine dgx-a100"
 
 
 def auto(

@@ -50,7 +50,8 @@ def _option(name: str, *, is_chosen: bool) -> Any:
     option = f"--{name.replace('_', '-')}"
     help_text = _HELP.get(name, field.description)
     if name in _AUTO:
-        return Annotated[bool | None, typer.Option(option, help=help_text)]
+        flags = f"{option}/--no-{name}"
+        return Annotated[bool | None, typer.Option(flags, help=help_text, show_default=False)]
     shown = "" if field.default is None else str(field.default)
     if is_chosen:
         shown = "what is best"

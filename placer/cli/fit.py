@@ -34,10 +34,7 @@ Most = Annotated[
 ]
 
 
-EXAMPLE = (
-    "placer fit net.py:Net --input '1x1x{z}x{y}x{x}' --multiple 32 --like 256x256x192 "
-    "-d cuda:0=16GiB --kind v100"
-)
+EXAMPLE = "placer fit net.py:Net --input '{b}x64' -d cuda:0 --kind t4"
 
 
 def fit(

@@ -37,6 +37,7 @@ _COMMANDS = (
     "what-if",
     "profile",
     "calibrate",
+    "machine",
     "doctor",
 )
 EXIT_USAGE, EXIT_NO_FIT = 2, 3

@@ -62,10 +62,13 @@ def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoRet
             console.print(line, style="dim", markup=False)
     console.print("what would make it fit:")
     fitting = [describe_fitting(tried) for tried in error.tried if tried.fits]
-    for remedy in fitting or [error.remedy]:
+    needed = error.remedy.split("; or ")[-1]
+    for remedy in (*fitting, needed) if error.tried else (error.remedy,):
         console.print(f"  - {as_option(remedy)}", markup=False)
+    if any(tried.fits and tried.step_seconds is None for tried in error.tried):
+        console.print("(times are known with --kind)", style="dim", markup=False)
     if as_json:
-        print_json(_misfit(error))
+        print_json(_misfit(error, needed))
     raise typer.Exit(EXIT_NO_FIT)
 
 

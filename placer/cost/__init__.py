@@ -3,7 +3,8 @@
 `record` runs the program once on fake tensors and records a timeline (`timeline_mode`), what nodes do with
 every storage (`storages`), and which node's backward is running (`attribution`). `lifetimes` derives from it
 when each storage is alive, `gradients` which gradients are pending for which node, and `estimate` makes the
-table. `operations` classifies operations, and `work` computes how long they take on a device. `kernels` and
+table. Of blocks that repeat only a few are run, and `expand` tells from them what the others cost.
+`operations` classifies operations, and `work` computes how long they take on a device. `kernels` and
 `autocast` make the run save the tensors that a CUDA device would save, `cpu_results` those that a CPU would.
 `cuda_workspaces` has the memory that kernels allocate internally.
 """

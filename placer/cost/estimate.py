@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from placer.cost.gradients import backward_needs, pending_gradients
-from placer.cost.lifetimes import Lifetime, find_lifetimes
+from placer.cost.expand import expand
 from placer.cost.loss import ASSUMED, Loss
+from placer.cost.measured import Measured, measured
 from placer.cost.record import Recording, record_run
 from placer.cost.rows import with_fewer_rows
-from placer.cost.types import CostTable, NodeCost, StateTensor, StoredValue
+from placer.cost.types import CostTable, StateTensor
 from placer.cost.work import Work
 from placer.errors import CaptureError, first_line
 from placer.operands import nbytes_of
 from placer.precision import precision_context
 from placer.program import FakeConverter, Program, first_names, named_state, read_state, rows_of
 from placer.program.alias import NodeFailure
+from placer.program.blocks import Shortened, shorten
 from placer.program.call import describe_shapes
 from placer.space import cuts_of
 
@@ -47,8 +49,31 @@ def estimate_costs(
     Nothing is allocated, because the run is on fake CPU tensors. Raises ``CaptureError`` if the model does
     not run on such a micro-batch.
     """
-    key = _key(inputs, **options)
-    return _table(program, inputs, _record(program, inputs, key), training=key.training)
+    return _estimate(program, _shortened(program), inputs, _key(inputs, **options))
+
+
+def _estimate(
+    program: Program, short: Shortened | None, inputs: Sequence[Tensor], key: _Key
+) -> CostTable:
+    found = _measure(program, short, inputs, key)
+    return _table(program, inputs, found, training=key.training)
+
+
+def _measure(
+    program: Program, short: Shortened | None, inputs: Sequence[Tensor], key: _Key
+) -> Measured:
+    """What a run shows: of a few of the blocks that repeat, if that tells what the others cost."""
+    if short is not None and len(set(_kernels_of(program, key.kernels))) == 1:
+        with suppress(CaptureError):  # if it is not the blocks' fault, the whole program fails too
+            ran = measured(_record(program, inputs, key, short), training=key.training)
+            found = expand(ran, short)
+            if found is not None:
+                return found
+    return measured(_record(program, inputs, key), training=key.training)
+
+
+def _shortened(program: Program) -> Shortened | None:
+    return None if cuts_of(program) else shorten(program)
 
 
 class Estimate(Protocol):
@@ -72,6 +97,7 @@ class CostEstimates:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._short = cache(partial(_shortened, program))
         self._tables: dict[_Key, CostTable] = {}
         self._scaled: dict[_Key, CostTable] = {}
 
@@ -94,10 +120,11 @@ class CostEstimates:
         key = _key(inputs, offloads=offloads, **options)
         if key not in self._tables:
             if key.offloads:
-                plain, sent = self(inputs, **options), _record(self._program, inputs, key)
+                plain = self(inputs, **options)
+                sent = _measure(self._program, self._short(), inputs, key)
                 self._tables[key] = _with_offloaded_transients(plain, sent)
             else:
-                self._tables[key] = estimate_costs(self._program, inputs, **options)
+                self._tables[key] = _estimate(self._program, self._short(), inputs, key)
         return self._tables[key]
 
 
@@ -146,8 +173,15 @@ def _share(few: _Key, many: _Key) -> float | None:
     return shares.pop() if len(shares) == 1 else None
 
 
-def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
-    """Run the program once on fake tensors. Raises ``CaptureError`` if it does not run."""
+def _record(
+    program: Program, inputs: Sequence[Tensor], key: _Key, short: Shortened | None = None
+) -> Recording:
+    """Run the program once on fake tensors, or what is left of it in ``short``.
+
+    Raises ``CaptureError`` if it does not run.
+    """
+    ran = short or program
+    kernels = _kernels_of(program, key.kernels)
     converter = FakeConverter()
     model = converter.module(program.model)
     constants = {name: converter.tensor(t) for name, t in program.captured.constants.items()}
@@ -156,15 +190,15 @@ def _record(program: Program, inputs: Sequence[Tensor], key: _Key) -> Recording:
     try:
         with converter.running(program.captured.conditions.guess):
             return record_run(
-                program.graph,
-                program.order,
+                ran.graph,
+                ran.order,
                 model,
                 [converter.tensor(x) if isinstance(x, Tensor) else x for x in (*inputs, *state)],
                 constants,
                 training=key.training,
                 run_context=partial(precision_context, key.precision, "cpu"),
                 offloads=key.offloads,
-                kernels=_kernels_of(program, key.kernels),
+                kernels=kernels[: len(ran.order) + 1],  # all alike if it is shortened
                 half=key.precision != "fp32",
                 loss=key.loss,
                 unflatten=program.call.result.unflatten,
@@ -180,11 +214,11 @@ def batch_rows(program: Program, inputs: Sequence[Tensor]) -> int | None:
     return rows_of(program.call.batch_dims, [tensor.shape for tensor in inputs])
 
 
-def _with_offloaded_transients(table: CostTable, sent: Recording) -> CostTable:
-    """``table`` with ``forward_transient_offloaded`` from ``sent``, a recording with ``offloads``."""
+def _with_offloaded_transients(table: CostTable, sent: Measured) -> CostTable:
+    """``table`` with ``forward_transient_offloaded`` from ``sent``, a run with ``offloads``."""
     nodes = tuple(
-        replace(node, forward_transient_offloaded=nbytes)
-        for node, nbytes in zip(table.nodes, find_lifetimes(sent).forward_transient, strict=True)
+        replace(node, forward_transient_offloaded=other.forward_transient)
+        for node, other in zip(table.nodes, sent.nodes, strict=True)
     )
     return replace(table, nodes=nodes)
 
@@ -219,63 +253,30 @@ def _kernels_of(program: Program, kernels: str | tuple[tuple[str, str], ...]) ->
 
 
 def _table(
-    program: Program,
-    inputs: Sequence[Tensor],
-    recording: Recording,
-    *,
-    training: bool,
+    program: Program, inputs: Sequence[Tensor], found: Measured, *, training: bool
 ) -> CostTable:
-    lifetimes = find_lifetimes(recording)
-    forward = [s for s in lifetimes.storages if not s.backward]
-    number = {id(s): i for i, s in enumerate(forward)}
-    needs = backward_needs(lifetimes)
     readers, input_readers = _readers(program)
     return CostTable(
         names=program.order,
-        nodes=tuple(
-            NodeCost(
-                forward_flops=sum(operation.flops for operation in mine.forward),
-                backward_flops=sum(operation.flops for operation in mine.backward),
-                forward_transient=lifetimes.forward_transient[i],
-                forward_transient_offloaded=lifetimes.forward_transient[i],
-                backward_transient=needs.alone[i],
-                backward_transient_offloaded=needs.fetched[i],
-                backward_incoming=needs.incoming[i],
-                output_nbytes=recording.output_nbytes[i],
-            )
-            for i, mine in enumerate(recording.operations)
-        ),
-        values=tuple(
-            StoredValue(
-                nbytes=s.nbytes,
-                producer=s.made_by,
-                users=tuple(sorted(s.uses.users)),
-                savers=tuple(sorted(s.uses.savers)) if training else (),
-                fixed=s.uses.fixed,
-                parts=_parts(s),
-            )
-            for s in forward
-        ),
-        results=tuple(
-            tuple(dict.fromkeys(number[id(s)] for s in held if id(s) in number))
-            for held in lifetimes.results[: len(program.order)]
-        ),
-        gradients=pending_gradients(lifetimes),
-        added=needs.added,
+        nodes=found.nodes,
+        values=found.values,
+        results=found.results,
+        gradients=found.gradients,
+        added=found.added,
         readers=readers,
         input_readers=input_readers,
         input_nbytes=tuple(
             nbytes_of(x) if isinstance(x, Tensor) else 0
             for x in (*inputs, *read_state(program.captured, batch_rows(program, inputs)))
         ),
-        state=_state(program, recording.row_gradients, training=training),
-        saving=recording.saving if training else frozenset(),
-        loss=recording.loss,
+        state=_state(program, found.row_gradients, training=training),
+        saving=found.saving,
+        loss=found.loss,
         work=Work(
             program.order,
-            [mine.forward for mine in recording.operations],
-            [mine.backward for mine in recording.operations],
-            [(mine.forward_sent, mine.backward_sent) for mine in recording.operations],
+            [mine.forward for mine in found.operations],
+            [mine.backward for mine in found.operations],
+            [(mine.forward_sent, mine.backward_sent) for mine in found.operations],
         ),
     )
 
@@ -302,18 +303,6 @@ def _readers(program: Program) -> tuple[tuple[_Positions, ...], tuple[_Positions
     return (
         tuple(tuple(sorted(found)) for found in of_node),
         tuple(tuple(sorted(found)) for found in of_input.values()),
-    )
-
-
-def _parts(stored: Lifetime) -> tuple[tuple[int, int], ...]:
-    """(node, bytes) of each node that saves only views of a part of ``stored``."""
-    found: dict[int, list[int]] = {}
-    for saver, nbytes in stored.uses.saved_nbytes:
-        found.setdefault(saver, []).append(nbytes)
-    return tuple(
-        (saver, min(sum(sizes), stored.nbytes))
-        for saver, sizes in sorted(found.items())
-        if max(sizes) < stored.nbytes
     )
 
 

@@ -14,11 +14,13 @@ from placer.cost.types import AddedGradient, PendingGradient
 
 
 def pending_gradients(lifetimes: Lifetimes) -> tuple[PendingGradient, ...]:
-    """The gradients that the backward of one node makes and the backward of another consumes."""
+    """The gradients that the backward of one node makes and the backward of another consumes; sorted."""
     return tuple(
-        _pending(stored, stored.freed_by)
-        for stored in _gradients(lifetimes)
-        if stored.freed_by is not None and 0 <= stored.freed_by < stored.made_by
+        sorted(
+            _pending(stored, stored.freed_by)
+            for stored in _gradients(lifetimes)
+            if stored.freed_by is not None and 0 <= stored.freed_by < stored.made_by
+        )
     )
 
 
@@ -123,7 +125,9 @@ def _pending(stored: Lifetime, target: int) -> PendingGradient:
         home=_home(stored, target),
         sender=sender,
         surplus=max(0, stored.nbytes - needed) if parts else 0,
-        earlier=tuple((to, nbytes) for _, to, nbytes in stored.uses.sent if target < to < sender),
+        earlier=tuple(
+            sorted((to, nbytes) for _, to, nbytes in stored.uses.sent if target < to < sender)
+        ),
         of_weight=stored.uses.of_weight,
     )
 

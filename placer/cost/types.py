@@ -26,7 +26,7 @@ class StoredValue:
     parts: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class PendingGradient:
     """A gradient that the backward of node ``source`` makes and the backward of ``target`` consumes.
 
@@ -115,7 +115,7 @@ class CostTable:
     nodes: tuple[NodeCost, ...]  # one longer than names: the loss
     values: tuple[StoredValue, ...]
     results: tuple[tuple[int, ...], ...]  # per node: indices of the values that store its result
-    gradients: tuple[PendingGradient, ...]
+    gradients: tuple[PendingGradient, ...]  # sorted
     added: tuple[AddedGradient, ...]
     readers: tuple[tuple[int, ...], ...]  # per node: positions of the nodes that read its result
     input_readers: tuple[tuple[int, ...], ...]  # per tensor input of the model

@@ -25,6 +25,7 @@ def materialize(
     weights: Path | None = None,
     initialize: Initializer | None = None,
     only: Collection[str] | None = None,
+    absent: dict[str, Tensor] | None = None,
 ) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are on ``device_of[name]``.
 
@@ -35,10 +36,12 @@ def materialize(
     at a time: by ``initialize(module)`` if given, else by their ``reset_parameters``. Each module's
     random seed is derived from its path, so all placements start from the same weights.
     Tied parameters stay tied. ``only`` are the names of the tensors to make (the first name of tied
-    ones); all others are on ``meta``. Raises ``PlacerError``, which lists every parameter that cannot
+    ones); all others are on ``meta``, and are shared by the copies that are made with the same ``absent``,
+    which is filled with them. Raises ``PlacerError``, which lists every parameter that cannot
     be made or does not match the file.
     """
     wanted = set(device_of) if only is None else set(only)
+    absent = {} if absent is None else absent
     if weights is not None:
         placed = _read(model, device_of, weights, wanted)
     else:
@@ -49,7 +52,9 @@ def materialize(
         if name in placed:
             memo[id(tensor)] = tensor_like(tensor, placed[name])
         elif name not in wanted:
-            memo[id(tensor)] = tensor_like(tensor, tensor.detach().to("meta"))
+            if name not in absent:
+                absent[name] = tensor_like(tensor, tensor.detach().to("meta"))
+            memo[id(tensor)] = absent[name]
         else:
             missing.append((name, tensor))
     copied = copy_module(model, memo, keep_objects=True)

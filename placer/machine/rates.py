@@ -71,9 +71,10 @@ class Rate:
     launch: _Number = 0.0
 
     def scaled(self, factor: float) -> Rate:
-        """The rate at which FLOPs and bytes take ``1 / factor`` of the time."""
+        """The rate of a device that takes ``1 / factor`` of the time; the host launches as before."""
         return replace(
             self,
+            overhead=self.overhead / factor,
             flops=self.flops * factor,
             bandwidth=self.bandwidth * factor,
             row_bandwidth=self.row_bandwidth * factor,

@@ -103,13 +103,18 @@ def run_one_after_the_other(options: PlanningOptions, slots: Iterable[DeviceSlot
 
 
 def update_seconds(options: PlanningOptions, owned: Iterable[tuple[DeviceSlot, float]]) -> float:
-    """Seconds of the optimizer's step, for devices that each own so many bytes of trained parameters."""
+    """Seconds of the optimizer's step, for devices that each own so many bytes of trained parameters.
+
+    With those to gather the weights, if ranks have the state of pieces of them.
+    """
     if not options.training:
         return 0.0
-    found = [
-        (slot, optimizer_seconds(nbytes, options.optimizer, slot.kind)) for slot, nbytes in owned
+    found, ranks = list(owned), options.state_layout.optimizer
+    seconds = [
+        optimizer_seconds(nbytes / ranks, options.optimizer, slot.kind)
+        + options.links.gather_seconds(nbytes, ranks=ranks, stride=len(found))
+        for slot, nbytes in found
     ]
-    seconds = [each for _, each in found]
     return sum(seconds) if run_one_after_the_other(options, [s for s, _ in found]) else max(seconds)
 
 
@@ -139,7 +144,8 @@ def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerM
     """The memory that the optimizer needs, if its parameters are on ``devices`` (names)."""
     if not options.training:
         return OptimizerMemory(state=0)
-    return optimizer_bytes(options.optimizer, together=updates_together(devices))
+    whole = optimizer_bytes(options.optimizer, together=updates_together(devices))
+    return whole.divided(options.state_layout.optimizer)
 
 
 def solve_order(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from placer.machine.catalogue import DeviceKind
 from placer.machine.links import Link, Links
 from placer.plan.types import Boundary, Optimality, StagePlan, Transfer
 from placer.spec.fields import AllocatorName
+from placer.state_layout import StateLayout
 
 _INSTANT = Links(inside=Link(send=math.inf, bus=math.inf))
 
@@ -60,6 +61,7 @@ class PlanningOptions:
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
     processes: bool = False  # one process per device
+    state_layout: StateLayout = field(default_factory=StateLayout)
     offload_overlap: bool = False  # copies to and from the host overlap with a GPU's kernels
     # Bytes of host memory for the offloaded activations of a replica
     host_budget: int | None = None

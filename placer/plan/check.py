@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from placer.errors import BudgetError, PlanError
+from placer.errors import BudgetError, PlacerError, PlanError
 from placer.plan.summary import describe_host
 from placer.plan.types import DevicePeak, Plan
 from placer.program import Program
@@ -78,6 +78,15 @@ def _another_model(plan: Plan, program: Program) -> PlanError:
         else "was made for another model or other inputs: shapes, dtypes or arguments differ",
         "plan again with this model: placer.make_plan(model, spec, args). If it is the same, and was called "
         "in between, it keeps something of its first call: plan after that",
+    )
+
+
+def one_copy() -> PlacerError:
+    """The error for sharded state where one process runs all devices."""
+    return PlacerError(
+        "/shard_state",
+        "is for a process per device: one process has one copy of the optimizer's state anyway",
+        'start one process per device (torchrun; --processes for plans), or use "none"',
     )
 
 

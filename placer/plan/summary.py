@@ -21,6 +21,8 @@ def summarize_plan(plan: Plan) -> str:
 def plan_facts(plan: Plan) -> list[str]:
     """What holds for the whole plan, in a few words each."""
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else "an optimizer of its own"
+    if (ranks := plan.state_layout.optimizer) > 1:
+        optimizer += f", its state over {ranks} ranks"
     return [
         format_count(len(plan.stages), "stage"),
         format_count(plan.replicas, "replica"),

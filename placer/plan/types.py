@@ -26,6 +26,7 @@ from placer.spec.fields import (
 )
 from placer.spec.loss import LossSpec
 from placer.spec.rewrite import Rewrite
+from placer.state_layout import ShardState, StateLayout, layout_of
 
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]  # torch counts bytes in an int64
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -310,6 +311,7 @@ class Plan:
     stored: Mapping[str, StoredRule] = field(default_factory=dict)
     # Of the captured graph, in the order in which they are applied:
     rewrites: tuple[Rewrite, ...] = ()
+    shard_state: ShardState = "none"
     # If it was chosen by `auto`: how it trains, and the best of each other way
     strategy: str = ""
     alternatives: tuple[Alternative, ...] = ()
@@ -328,6 +330,11 @@ class Plan:
     def grid(self) -> Grid:
         """The grid of the devices, one rank each."""
         return Grid(replicas=self.replicas, devices=max(self.device_of) + 1, shards=self.shards)
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """How training state is divided over ranks."""
+        return layout_of(self.shard_state, self.replicas * self.shards)
 
     @property
     def num_devices(self) -> int:

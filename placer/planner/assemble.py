@@ -58,6 +58,7 @@ def assemble_plan(
         optimizer_seconds=partition.optimizer_seconds,
         fingerprint=program.fingerprint,
         rewrites=program.rewrites,
+        shard_state=spec.shard_state,
         stages=tuple(
             replace(
                 stage,

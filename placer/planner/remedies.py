@@ -154,6 +154,7 @@ def try_remedies(program: Program, spec: PlacementSpec, plan: Plan, make: PlanMa
     changes = [
         *_expandable(make, spec),
         *_own_placement(make, spec),
+        *_divided_state(make, spec, plan),
         *_microbatches(make, spec, rows),
         *_in_chunks(make, spec, program),
         *_lighter(make, spec),
@@ -208,6 +209,14 @@ def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     if spec.layers:
         change = "leave out 'layers': the compiler places all of them on these devices"
         yield from _try(change, make, spec.with_layers({}))
+
+
+def _divided_state(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Change]:
+    """Optimizer state that is divided over the replicas and shards there are."""
+    ranks = plan.replicas * plan.shards
+    if plan.processes and spec.training and spec.shard_state == "none" and ranks > 1:
+        change = f'"shard_state": "optimizer" (each of {ranks} ranks keeps a part of the optimizer\'s state)'
+        yield from _try(change, make, _updated(spec, shard_state="optimizer"))
 
 
 def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iterator[_Change]:

@@ -11,6 +11,7 @@ from placer.errors import PlacerError, SpecError
 from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
+from placer.plan.check import one_copy
 from placer.planner.devices import links_of
 from placer.planner.notes import layer_paths, shared_modules
 from placer.program import Program, is_inside, rows_of
@@ -19,6 +20,7 @@ from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 from placer.spec.check import Problem
 from placer.spec.layers import match_paths
+from placer.state_layout import layout_of
 
 _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # the numbers tried for "auto"
 
@@ -31,6 +33,8 @@ def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
             "is not possible for stages that are split in space, if one process runs all of their devices",
             'start one process per device (torchrun; --processes for plans), or use "checkpoint"',
         )
+    if spec.shard_state != "none" and not processes:
+        raise one_copy()
     if spec.batch_norm == "sync" and spec.microbatches != 1:
         raise PlacerError(
             "/batch_norm",
@@ -212,6 +216,7 @@ def planning_options(
         optimizer=_optimizer(spec),
         training=spec.training,
         processes=processes,
+        state_layout=layout_of(spec.shard_state, replicas * spec.space.number),
         offload_overlap=spec.offload_overlap,
         host_budget=host_budget,
     )

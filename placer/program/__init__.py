@@ -26,6 +26,7 @@ moves                      devices that the model's own code names
 targets                    callables of graph nodes for which torch has no function
 fingerprint, validity      identify a graph; check whether it is valid for other sizes and modes
 lower                      make the program of what was captured, and rewrite it
+blocks                     leave out most of the blocks that repeat, to find costs
 restore, copying           leave the model as it was
 state                      names of parameters and buffers
 python_random, failure     random numbers that are not torch's; why and where recording failed

@@ -185,7 +185,7 @@ def _one_replica(plan: Plan) -> Plan:
 
 def _facts(plan: Plan) -> dict[str, str]:
     """Name -> value of what holds for the whole plan."""
-    optimizer = plan.optimizer
+    optimizer, divided = plan.optimizer, plan.state_layout.optimizer
     if not isinstance(optimizer, str):
         optimizer = f"{optimizer['bytes_per_parameter']} bytes per parameter"
     return {
@@ -198,6 +198,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "objective": plan.objective,
         "precision": plan.precision,
         "optimizer": optimizer if plan.training else "none (inference)",
+        **({"optimizer state": f"divided over {divided} ranks"} if divided > 1 else {}),
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Alternative, Plan
-from placer.quantities import format_bytes, format_seconds
+from placer.quantities import format_bytes, format_count, format_seconds
 from placer.search.search import AS_GOOD, Found, Rated
 from placer.timeline import end_of
 
@@ -48,15 +48,28 @@ def step_parts(plan: Plan) -> StepParts | None:
     )
 
 
-def with_alternatives(plan: Plan, found: Found) -> Plan:
-    """``plan``, which is the one of ``found.best``, with what else was looked at."""
+def with_alternatives(plan: Plan, found: Found, devices: int) -> Plan:
+    """``plan``, which is the one of ``found.best``, with what else was looked at on so many ``devices``."""
     assert found.best is not None
     others = [_alternative(rated, plan) for rated in (*found.others, *found.unfit)]
     return replace(
         plan,
         strategy=found.best.strategy.describe(),
         alternatives=tuple(others[:MOST_ALTERNATIVES]),
+        notes=(*_notes(plan, found.best, devices), *plan.notes),
     )
+
+
+def _notes(plan: Plan, best: Rated, devices: int) -> Iterator[str]:
+    idle = devices - len(plan.devices)
+    if idle and plan.objective != "devices":
+        verb = "is" if idle == 1 else "are"
+        yield f"{format_count(idle, 'device')} {verb} left idle: nothing that uses more was better."
+    if best.worst_time > plan.rank_time * AS_GOOD:
+        yield (
+            "At worst, where collectives use one network card of each node, a step takes "
+            f"{format_seconds(best.worst_time)}."
+        )
 
 
 def _alternative(rated: Rated, best: Plan) -> Alternative:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placer.errors import BudgetError, SpecError, Tried
-from placer.plan.check import describe_overflow
+from placer.errors import BudgetError, PlacerError, SpecError, Tried
+from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import Plan
-from placer.planner.devices import device_slot
-from placer.planner.remedies import find_largest_node, lacks_room
+from placer.planner.devices import device_slot, with_known_memory
+from placer.planner.remedies import find_largest_node, lacks_room, memory_needed
 from placer.planner.unknown_times import ask_for_kind, unknown_kinds
 from placer.quantities import format_count
 from placer.search.answer import with_alternatives
@@ -19,6 +19,7 @@ from placer.spec import DeviceSpec, PlacementSpec
 
 _BY_TIME = ("throughput", "latency", "bottleneck")
 _MOST_DEVICES = 64  # that are tried where the given ones do not suffice
+_NAMED = 3  # of the devices that would be added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +38,19 @@ def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
     memory of a device is not known, or its kind where time decides, and ``BudgetError`` if nothing fits, with
     what was tried.
     """
+    wanted = with_known_memory(wanted, "which strategies fit")
     _check_kinds_known(wanted)
     found = find_strategy(wanted, make)
     if found.best is None:
         raise _misfit(wanted, make, found)
-    return answer_of(found, make)
+    return answer_of(found, make, len(wanted.devices))
 
 
-def answer_of(found: Found, make: JudgingPlanner) -> Answer:
-    """The spec and the plan of the best strategy that was found; there is one."""
+def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
+    """The spec and the plan of the best strategy that was found on so many ``devices``; there is one."""
     assert found.best is not None and found.best.plan is not None
     spec = with_resolved_layers(found.best.spec, found.best.plan, make)
-    return Answer(spec=spec, plan=with_alternatives(make(spec), found))
+    return Answer(spec=spec, plan=with_alternatives(make(spec), found, devices))
 
 
 def _check_kinds_known(wanted: PlacementSpec) -> None:
@@ -102,20 +104,25 @@ def whole_layers(plan: Plan) -> dict[str, str]:
 
 def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> BudgetError:
     """The error that says that nothing fits, with what was tried and how many more devices would do."""
+    nearest = found.nearest
+    if nearest is not None and nearest.plan is not None and nearest.plan.fits_devices:
+        return host_error(nearest.plan)
     devices = format_count(len(wanted.devices), "device")
     largest = find_largest_node(make.program, wanted, make.inputs, make)
     tried = [_tried(rated) for rated in (*found.others, *found.unfit)]
     where, problem, device, missing = f"device {wanted.devices[0].name}", "", "", 0
-    if found.nearest is not None and (plan := found.nearest.plan) is not None:
+    if nearest is not None and (plan := nearest.plan) is not None:
         device, missing = plan.tightest.device, plan.overflow_bytes
         where = f"device {device}"
-        nearest = found.nearest.strategy.describe()
-        problem = f"the nearest, {nearest}, needs {describe_overflow(plan.tightest)}; "
+        name = nearest.strategy.describe()
+        problem = f"the nearest, {name}, needs {describe_overflow(plan.tightest)}; "
     remedy = lacks_room(wanted)
     if not remedy:
-        more = _more_devices(wanted, make)
+        more = [*_offloading(nearest, make), *_more_devices(wanted, make)]
+        more.sort(key=lambda each: each.step_seconds or 0.0)
         tried = [*more, *tried]
-        remedy = more[0].change if more else "give more memory, or a smaller input"
+        needed = "" if nearest is None else memory_needed(nearest.spec, make)
+        remedy = "; or ".join(filter(None, (*(each.change for each in more), needed)))
     return BudgetError(
         where,
         f"no strategy for {devices} fits: {problem}{largest.describe()}",
@@ -139,18 +146,34 @@ def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
         devices += _like(devices, len(devices))
         found = find_strategy(wanted.with_devices(devices), make)
         if found.best is not None and (plan := found.best.plan) is not None:
-            change = f"give {len(devices)} devices like {devices[-1].name}: {found.best.strategy.describe()}"
-            headroom = plan.tightest.headroom
-            return [
-                Tried(
-                    change=change,
-                    fits=True,
-                    peak=found.best.peak,
-                    step_seconds=plan.step_seconds,
-                    headroom=headroom,
-                )
-            ]
+            added = [device.name for device in devices[len(wanted.devices) :]]
+            names = ", ".join(added[:_NAMED]) + " …" * (len(added) > _NAMED)
+            like = f"{len(devices)} devices like {wanted.devices[-1].name}"
+            change = f"give {like} (with {names}): {found.best.strategy.describe()}"
+            return [_fitting(change, plan)]
     return []
+
+
+def _offloading(nearest: Rated | None, make: JudgingPlanner) -> list[Tried]:
+    """What nearly fits, with activations that wait in host memory."""
+    if nearest is None or nearest.spec.offload or not nearest.spec.training:
+        return []
+    try:
+        plan = make(nearest.spec.model_copy(update={"offload": "auto"}))
+    except PlacerError:
+        return []
+    change = f'"offload": "auto" (wait in host memory): {nearest.strategy.describe()}'
+    return [_fitting(change, plan)] if plan.fits else []
+
+
+def _fitting(change: str, plan: Plan) -> Tried:
+    return Tried(
+        change=change,
+        fits=True,
+        peak=max(device.peak for device in plan.devices),
+        step_seconds=plan.step_seconds,
+        headroom=plan.tightest.headroom,
+    )
 
 
 def _like(devices: Sequence[DeviceSpec], count: int) -> list[DeviceSpec]:

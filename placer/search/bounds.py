@@ -18,6 +18,7 @@ from placer.program import Program
 from placer.schedule import in_flight_by_stage, make_schedule
 from placer.search.strategy import Strategy
 from placer.spec import PlacementSpec
+from placer.state_layout import StateLayout, layout_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +143,13 @@ class Bounds:
                 count * slot + (stages - 1) / stages * filling + exchanged,
                 strategy.replicas * count * launch,
             )
-        update = min(optimizer_seconds(own, self._optimizer, slot.kind) for slot in self._slots)
+        piece = own / self._layout(strategy).optimizer
+        update = min(optimizer_seconds(piece, self._optimizer, slot.kind) for slot in self._slots)
         return work + update
+
+    def _layout(self, strategy: Strategy) -> StateLayout:
+        chosen = "optimizer" if strategy.shard_state else self._wanted.shard_state
+        return layout_of(chosen, strategy.replicas * strategy.shards)
 
     def _exchange(self, strategy: Strategy, own: float, backward: float) -> float:
         """Seconds of the sums of gradients that nothing hides."""
@@ -157,7 +163,7 @@ class Bounds:
 
     def _state(self, strategy: Strategy) -> float:
         """Bytes of weights, gradients and optimizer state that the fullest device holds at least."""
-        optimizer = optimizer_bytes(self._optimizer)
+        optimizer = optimizer_bytes(self._optimizer).divided(self._layout(strategy).optimizer)
         trained = (1 + optimizer.state) * self._trained if self._wanted.training else 0.0
         return (self._parameters + trained) / strategy.stages
 

@@ -61,7 +61,14 @@ def list_strategies(
                 if not 0 < stage <= left:
                     continue
                 counts = choices("microbatches", _count(wanted.microbatches), _MICROBATCHES)
-                for count, light, away, chunked in product(counts, recompute, offload, chunks):
+                state = _ways(
+                    "shard_state",
+                    free,
+                    allowed=processes and wanted.training and replica * shard > 1,
+                )
+                for count, light, away, chunked, divided in product(
+                    counts, recompute, offload, chunks, state
+                ):
                     for schedule in _schedules(wanted, free, stage, count, processes=processes):
                         yield Strategy(
                             replicas=replica,
@@ -72,6 +79,7 @@ def list_strategies(
                             recompute=light,
                             offload=away,
                             chunks=chunked,
+                            shard_state=divided,
                         )
 
 

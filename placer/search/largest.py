@@ -64,7 +64,7 @@ def find_largest(
         rated = found.best or found.nearest or found.unfit[0]
         if found.best is not None:
             fitting.clear()  # of smaller sizes
-            fitting[index] = answer_of(found, case.make)
+            fitting[index] = answer_of(found, case.make, len(case.wanted.devices))
         tried[index] = SizeTried(
             size=size,
             fits=found.best is not None,

@@ -287,4 +287,6 @@ class _Search:
 
 def _costs(family: Family) -> int:
     """How much more a strategy of ``family`` costs to estimate: other programs, and searches in stages."""
-    return 2 * family.shards + family.recompute + family.offload + family.chunks
+    return (
+        2 * family.shards + family.recompute + family.offload + family.chunks + family.shard_state
+    )

@@ -14,6 +14,7 @@ from placer.spec.rows import shifted_rows
 
 SEARCHED = (
     *("replicas", "stages", "space", "microbatches", "schedule", "checkpoint", "offload", "chunks"),
+    "shard_state",
 )  # the fields of a spec that the search chooses where they are not given
 
 
@@ -26,6 +27,7 @@ class Family(NamedTuple):
     recompute: bool
     offload: bool
     chunks: bool
+    shard_state: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class Strategy:
     """Degrees of parallelism, and what is done to save memory.
 
     ``recompute``, ``offload`` and ``chunks`` say what the planner may do with a model that does not fit
-    otherwise.
+    otherwise; with ``shard_state`` the optimizer's state is divided between the ranks that have the same
+    weights.
 
     >>> Strategy(replicas=2, stages=2, microbatches=4, schedule="1F1B", recompute=True).describe()
     '2 replicas x 2 stages, 4 micro-batches (1F1B), recomputing'
@@ -47,6 +50,7 @@ class Strategy:
     recompute: bool = False
     offload: bool = False
     chunks: bool = False
+    shard_state: bool = False
 
     @property
     def devices(self) -> int:
@@ -56,7 +60,7 @@ class Strategy:
     @property
     def lighter(self) -> int:
         """How many ways of saving memory are allowed."""
-        return self.recompute + self.offload + self.chunks
+        return self.recompute + self.offload + self.chunks + self.shard_state
 
     def with_less_help(self) -> Iterator[Strategy]:
         """The same with one way of saving memory less, for each that it has."""
@@ -66,6 +70,8 @@ class Strategy:
             yield replace(self, offload=False)
         if self.chunks:
             yield replace(self, chunks=False)
+        if self.shard_state:
+            yield replace(self, shard_state=False)
 
     @property
     def family(self) -> Family:
@@ -77,6 +83,7 @@ class Strategy:
             recompute=self.recompute,
             offload=self.offload,
             chunks=self.chunks,
+            shard_state=self.shard_state,
         )
 
     @property
@@ -102,6 +109,7 @@ class Strategy:
             "recomputing": self.recompute,
             "offloading": self.offload,
             "in chunks": self.chunks,
+            "optimizer state divided": self.shard_state,
         }
         parts += [word for word, is_so in words.items() if is_so]
         return ", ".join(parts)
@@ -133,6 +141,8 @@ class Strategy:
             fields["offload"] = "auto" if self.offload else ()
         if self.chunks or wanted.chunks == "auto":
             fields["chunks"] = MOST_CHUNKS if self.chunks else 1
+        if self.shard_state:
+            fields["shard_state"] = "optimizer"
         return wanted.model_copy(update=fields)
 
 

@@ -189,6 +189,8 @@ class JudgingPlanner:
         roomy = all((device.headroom or 0) > 2 * device.needed for device in known)
         if len(plan.devices) == 1 or not known or (plan.fits and roomy):
             return ""
+        if spec.shard_state != "none":  # one process cannot run it
+            return ""
         other = JudgingPlanner(
             self._base, self._inputs, processes=not self._processes, loss=self._loss
         )

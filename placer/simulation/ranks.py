@@ -22,6 +22,7 @@ from placer.executor.distributed.messages.crossings import CrossingFinder, Cross
 from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
 from placer.executor.distributed.messages.transport import NoChannel
 from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
+from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.place import CALLER, HOST, Place, current_place
 from placer.executor.replica import Replica
 from placer.executor.scatter import scatter_batch, split_target
@@ -44,11 +45,15 @@ _RANK = "rank"
 
 @dataclass(frozen=True, eq=False)
 class _NoSum:
-    """A group of ``size`` ranks in which only this rank exists, so sums change nothing."""
+    """A group of ``size`` ranks in which only this rank exists, so sums and gathers change nothing."""
 
     size: int
+    rank: int
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
+        return lambda: None
+
+    def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         return lambda: None
 
 
@@ -99,11 +104,14 @@ def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
     similar = similar_shards(call.program)
     names = [name for row in rows for name in row]
     at = itertools.product(range(len(rows)), similar)
-    for (index, shard), name in zip(at, names, strict=True):
-        rank = plan.grid.rank(pp=index, sp=shard)
-        job = Job(rank=rank, world_size=plan.grid.size, local_rank=0)
-        assignment, device = assign_rank(plan, job), call.run_on or name
-        role = replica.find_role(assignment, device)
+    jobs = [
+        Job(rank=plan.grid.rank(pp=i, sp=shard), world_size=plan.grid.size, local_rank=0)
+        for i, shard in at
+    ]
+    ranks = [(assign_rank(plan, job), call.run_on or n) for job, n in zip(jobs, names, strict=True)]
+    with call.running():
+        roles = [replica.find_role(*rank) for rank in ranks]
+    for (assignment, device), role in zip(ranks, roles, strict=True):
         if role.key not in ran:
             ran[role.key] = role, replica.run_rank(assignment, device)
         first, timeline = ran[role.key]
@@ -138,8 +146,10 @@ class _FakeReplica:
             self._slices = batch.slices[own.start : own.stop]
             targets = split_target(call.target, batch.total, batch.sizes)
             self._targets = targets[own.start : own.stop]
+        self._absent: dict[str, Tensor] = {}  # the tensors that a rank does not have
         self._finder = cache(self._make_finder)
         self._find_messages = cache(self._messages)
+        self._find_crossings = cache(self._crossings)
 
     def _make_finder(self, kind: str, shard: int) -> CrossingFinder:
         """Finds the values that cross between stages, as a rank on a device of type ``kind`` does."""
@@ -155,7 +165,7 @@ class _FakeReplica:
         finder.follow()
         return finder
 
-    def _find_crossings(self, kind: str, shard: int) -> list[Crossings]:
+    def _crossings(self, kind: str, shard: int) -> list[Crossings]:
         """The values that cross between stages, for every micro-batch."""
         finder = self._finder(kind, shard)
         call = Call(finder.calls.captured, [], None)
@@ -174,18 +184,17 @@ class _FakeReplica:
         return order, find_messages(order, lambda m: crossings[m].flows, plan.device_of)
 
     def find_role(self, assignment: RankAssignment, device: str) -> Role:
-        """The role of a rank with the kernels of ``device``."""
+        """The role of a rank with the kernels of ``device``. Call it while fake tensors run."""
         kind = device_type(device)
-        with self._call.running():
-            found = find_role(
-                self._call.program,
-                self._plan,
-                self._staged,
-                self._ownership,
-                assignment,
-                self._find_crossings(kind, assignment.shard_index),
-                *self._find_messages(kind),
-            )
+        found = find_role(
+            self._call.program,
+            self._plan,
+            self._staged,
+            self._ownership,
+            assignment,
+            self._find_crossings(kind, assignment.shard_index),
+            *self._find_messages(kind),
+        )
         return replace(found, key=(kind, assignment.shard_index, found.key))
 
     def run_rank(self, assignment: RankAssignment, device: str) -> Timeline:
@@ -197,8 +206,20 @@ class _FakeReplica:
         kind = device_type(device)
         attribution = Attribution(staged.stages, call.program.layers)
         ledger = RankLedger(attribution.where, kernels=lambda _: kind)
+
+        def group_of(devices: tuple[int, ...]) -> _NoSum:
+            ranks = plan.grid.ranks_of(devices)
+            return _NoSum(len(ranks), ranks.index(assignment.rank))
+
         with call.running():
-            part = build_part(call.model, staged, self._ownership, assignment.device_index, _CPU)
+            part = build_part(
+                call.model,
+                staged,
+                self._ownership,
+                assignment.device_index,
+                _CPU,
+                absent=self._absent,
+            )
             ledger.add_state((*part.parameters(), *part.buffers()))
             for leaf in tensors_of_tree((call.leaves, slices, call.target, self._targets)):
                 ledger.add(leaf, CALLER, kind="input")
@@ -221,12 +242,11 @@ class _FakeReplica:
                 )
             ]
             trained = [p for p in part.parameters() if p.requires_grad]
-            group_of = cache(lambda devices: _NoSum(plan.replicas * plan.shards * len(devices)))
-            reducer = _FakeReducer(
-                find_shared_parameters(
-                    part, staged, self._ownership, assignment.stage_indices, group_of
-                )
+            shared = find_shared_parameters(
+                part, staged, self._ownership, assignment.stage_indices, cache(group_of)
             )
+            reducer = _FakeReducer(shared)
+            pieces = Pieces(shared if plan.shard_state == "optimizer" else [])
 
             def infer() -> None:
                 finder = self._finder(kind, assignment.shard_index)
@@ -253,6 +273,7 @@ class _FakeReplica:
                 train=train,
                 trained={device: trained},
                 updating=nullcontext,
+                stepping=lambda: pieces.updating(trained),
             )
             return call.record(process, device)
 

@@ -17,7 +17,13 @@ from placer.simulation.over_time import Curve, memory_over_time
 from placer.simulation.ranks import run_ranks
 from placer.simulation.steps import FakeCall
 from placer.simulation.types import DeviceSimulation, SimulationReport
-from placer.simulation.usage import DeviceTimeline, device_timeline, measure, measure_host
+from placer.simulation.usage import (
+    DeviceTimeline,
+    device_timeline,
+    measure,
+    measure_host,
+    with_shared_usages,
+)
 from placer.timeline import HostUsage, Moment, host_usage
 
 _LARGEST_SHOWN = 10
@@ -65,10 +71,11 @@ def dry_run(
         ranks = run_ranks(call)
         used = sum((host_usage(rank.timeline, HOST.name) for rank in ranks), HostUsage())
         host = HostUsage(plan.replicas * used.peak, plan.replicas * used.reserved)
+        ranks = with_shared_usages(ranks)
         return DryRun(list(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
     timeline = run_process(call)
     found = [device_timeline(timeline, device.device) for device in plan.devices]
-    return DryRun(found, host_usage(timeline, HOST.name))
+    return DryRun(with_shared_usages(found), host_usage(timeline, HOST.name))
 
 
 def simulate_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ class Process:
     """What one process does: ``infer`` is a forward, ``train`` a forward and backward.
 
     ``ledger`` counts the memory of its devices. ``trained`` are its trained parameters, by the device
-    whose kernels update them. The optimizer runs inside ``updating()``.
+    whose kernels update them. The optimizer runs inside ``updating()``, and its step inside ``stepping()``.
     """
 
     ledger: Ledger
@@ -41,6 +41,7 @@ class Process:
     train: Callable[[], object]
     trained: Mapping[str, Sequence[nn.Parameter]]
     updating: Callable[[], AbstractContextManager[object]]
+    stepping: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class FakeCall:
@@ -93,7 +94,7 @@ class FakeCall:
         rows = RowUpdates(wanted, parameters)
 
         def update() -> None:
-            with doing(OPTIMIZER), process.updating():
+            with doing(OPTIMIZER), process.updating(), process.stepping():
                 for optimizer in optimizers:
                     optimizer.step()
                 rows.step()

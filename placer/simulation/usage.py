@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,15 +14,35 @@ _PRECISION = 1 / 256  # relative, of the least memory with which the steps run
 
 
 class DeviceTimeline(NamedTuple):
-    """The timeline of a plan's steps on one device, whose name in the timeline is ``place``."""
+    """The timeline of a plan's steps on one device, whose name in the timeline is ``place``.
+
+    ``usages`` is a cache of what the allocator does; see `with_shared_usages`.
+    """
 
     timeline: Timeline
     place: str
+    usages: dict[tuple[bool, int | None], Usage] | None = None
 
 
 def device_timeline(timeline: Timeline, device: str) -> DeviceTimeline:
     """The part of ``timeline`` on ``device``."""
     return DeviceTimeline(timeline.only(device), device)
+
+
+def with_shared_usages(runs: Iterable[DeviceTimeline]) -> list[DeviceTimeline]:
+    """``runs`` with caches, which devices share that allocate and free the same sizes in the same order."""
+    caches: dict[Hashable, dict[tuple[bool, int | None], Usage]] = {}
+    return [run._replace(usages=caches.setdefault(_sizes(run), {})) for run in runs]
+
+
+def _sizes(run: DeviceTimeline) -> Hashable:
+    number: dict[int, int] = {}
+    events = []
+    for event in run.timeline.on(run.place):
+        block = run.timeline.blocks[event.block]
+        same = number.setdefault(event.block, len(number))
+        events.append((event.kind, same, block.nbytes, block.elastic))
+    return tuple(events)
 
 
 def steps_of(plan: Plan, run_on: str | None = None) -> int:
@@ -78,9 +99,11 @@ def bytes_without_starvation(device: DevicePeak, run: DeviceTimeline) -> int:
 
 
 def _usage(device: DevicePeak, run: DeviceTimeline, limit: int | None) -> Usage:
-    return device_usage(
-        run.timeline, run.place, expandable=device.allocator == "expandable", limit=limit
-    )
+    known = {} if run.usages is None else run.usages
+    key = device.allocator == "expandable", limit
+    if key not in known:
+        known[key] = device_usage(run.timeline, run.place, expandable=key[0], limit=limit)
+    return known[key]
 
 
 def _min_limit(

@@ -12,6 +12,7 @@ from placer.machine.catalogue import CATALOGUE
 from placer.machine.kindfile import is_kind_file
 from placer.machine.machine import find_machine
 from placer.quantities import parse_bytes
+from placer.state_layout import ShardState
 
 ScheduleName = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
@@ -20,6 +21,7 @@ DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,5}))?")
 _MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,6})\s*", re.IGNORECASE)
+_NOT_YET = ("gradients", "parameters", "auto")  # values of shard_state to come
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
 MOST = 2**16  # replicas or micro-batches; a larger number must be a typo
 _LEAST_MEMORY = 512  # bytes of a device; a smaller number was meant in GiB
@@ -127,6 +129,15 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
     return tuple(value)
 
 
+def _shard_state(value: Any) -> Any:
+    if isinstance(value, str) and value in _NOT_YET:
+        raise ValueError(
+            f"{value!r} is not possible yet; write 'optimizer' to divide the optimizer's state over "
+            "replicas, or 'none'"
+        )
+    return value
+
+
 def _schedule(value: Any) -> Any:
     """The name of the schedule in torch's spelling; the case of ``value`` does not matter."""
     known = {name.lower(): name for name in SCHEDULES}
@@ -183,4 +194,5 @@ BatchNormMode = Literal["per_microbatch", "deferred", "sync"]
 StoredRule = Literal["mean", "sum", "concatenate"]
 Objective = Literal["throughput", "memory", "latency", "bottleneck", "devices"]
 Precision = Literal["fp32", "bf16", "fp16"]
+ShardStateField = Annotated[ShardState, BeforeValidator(_shard_state)]
 ScheduleField = Annotated[ScheduleName, BeforeValidator(_schedule)]

@@ -42,6 +42,7 @@ from placer.spec.fields import (
     Patterns,
     Precision,
     ScheduleField,
+    ShardStateField,
     StoredRule,
 )
 from placer.spec.loss import LossSpec
@@ -314,6 +315,11 @@ class PlacementSpec(BaseModel):
     )
     optimizer: Optimizer = Field(
         default="adam", description="The optimizer whose state the memory estimate counts."
+    )
+    shard_state: ShardStateField = Field(
+        default="none",
+        description="optimizer: the optimizer's state of every parameter is divided over the replicas, and "
+        "over the shards in space, instead of kept whole by each; for one process per device.",
     )
     loss: LossSpec | None = Field(
         default=None,

@@ -54,6 +54,20 @@ def test_a_plan_whose_ranks_do_not_fit_is_made_again() -> None:
     assert [s.nodes for s in again.stages] != [s.nodes for s in first.stages]
 
 
+def test_sharded_state_takes_what_the_plan_says(job_of: Callable[[int], Job]) -> None:
+    """Adam's state, and its step's own tensors, of an even share of the parameters on each rank."""
+    model, x = cases.memory_case()
+    spec = cases.make_spec(2, 2, 4, "1F1B", loss="mean_square")
+    sharded = spec.model_copy(update={"shard_state": "optimizer"})
+    whole, plan = (placer.make_plan(model, s, x, processes=True) for s in (spec, sharded))
+    for one, other in zip(whole.stages, plan.stages, strict=True):
+        assert other.memory.optimizer == one.memory.optimizer / 2 == one.memory.parameters
+    predicted = [device.peak for device in plan.devices]
+    assert max(predicted) < max(device.peak for device in whole.devices)
+    found = job_of(4).run(cases.count_bytes, plan)
+    assert found == pytest.approx(predicted, rel=0.001, abs=_DIGESTS)
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("stages", "replicas"), [(2, 2), (2, 1)])
 def test_a_rank_peaks_in_inference_where_its_plan_says(

@@ -73,6 +73,12 @@ def test_resnet50_by_hand_and_by_auto_as_measured_in_the_design() -> None:
     assert 0 < losses[0] < 10
 
 
+def test_the_answer_for_four_cards_fits_and_has_alternatives() -> None:
+    plan = _example("auto_four_cards").answer(64, "1GiB", width=8)
+    assert plan.fits and plan.strategy and plan.alternatives
+    assert 1 < len(plan.devices) <= 4
+
+
 def test_unet_skips_cross_by_themselves() -> None:
     example = _example("unet3d_two_devices")
     plan = example.plan()

@@ -15,7 +15,7 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
-from placer.planner.remedies import memory_needed
+from placer.planner.remedies import memory_needed, try_remedies
 from placer.program import lower
 from placer.simulation.judge import JudgingPlanner
 
@@ -124,3 +124,16 @@ def test_the_memory_that_is_said_to_be_needed_suffices(reserve: str) -> None:
     match = re.match(r"devices of (\S+ \S+) ", needed)
     assert match
     assert placer.make_plan(ConvNet(), _two_devices(match[1], reserve=reserve), x).fits
+
+
+def test_replicas_may_divide_the_optimizers_state() -> None:
+    """With a process each, where a device has room for half of Adam's state, but not for all of it."""
+    model, x = nn.Linear(1024, 1024), torch.randn(4, 1024)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    spec = placer.PlacementSpec(**_spec(int(4.2 * nbytes), optimizer="adam", replicas=2))
+    program = lower(model, (x,))
+    make = JudgingPlanner(program, [x], processes=True)
+    plan = make(spec)
+    assert not plan.fits
+    (tried,) = [t for t in try_remedies(program, spec, plan, make) if "shard_state" in t.change]
+    assert tried.fits and make(spec.model_copy(update={"shard_state": "optimizer"})).fits

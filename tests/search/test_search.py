@@ -83,6 +83,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("memory", "rows", "devices", "processes"), CASES)
 @captured_once()
 def test_the_choice_is_as_good_as_the_best_of_all(
@@ -99,6 +100,7 @@ def test_the_choice_is_as_good_as_the_best_of_all(
     assert best.plan.rank_time <= least * AS_GOOD
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("processes", [False, True])
 @captured_once()
 def test_no_plan_is_better_than_its_bound(processes: bool) -> None:

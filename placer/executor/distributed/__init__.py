@@ -69,6 +69,9 @@ micro-batch. Inputs that require gradients get them in ``placed.step`` on every 
 them on all ranks or on none, else every rank raises ``PlacerError``. Full backward hooks on the whole
 module are refused in a step.
 
+With ``"shard_state": "optimizer"`` an optimizer's step updates pieces of parameters, one on each rank that
+has them, and all ranks make that step together (`placer.executor.distributed.reduction.pieces`).
+
 These differ:
 
  * ``placed(x)`` returns results without a graph. In train mode with gradients enabled it is an error.

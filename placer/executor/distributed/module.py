@@ -17,6 +17,7 @@ from placer.executor.distributed.checks import (
     refuse_wrappers,
 )
 from placer.executor.distributed.partial import PartialModule, runtime_of_rank
+from placer.executor.distributed.reduction.optimizer_hooks import update_pieces
 from placer.executor.distributed.runtime import DistributedRuntime
 from placer.executor.module import make_placed
 
@@ -100,6 +101,8 @@ def make_distributed(runtime: DistributedRuntime) -> DistributedModule:
     """The placed module of this rank, which ``runtime`` runs."""
     module = make_placed(DistributedModule, runtime)
     refuse_wrappers(module)
+    if runtime.plan.shard_state == "optimizer":
+        update_pieces(module)
     if runtime.assignment.num_devices > 1:
         refuse_joint_optimizers(module)
         refuse_partial_clipping(module)

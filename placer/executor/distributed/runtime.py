@@ -49,6 +49,7 @@ from placer.executor.distributed.reduction.gradients import (
 )
 from placer.executor.distributed.reduction.inputs import sum_input_gradients
 from placer.executor.distributed.reduction.norm import total_norm
+from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.distributed.reduction.statistics import SharedMoments
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
@@ -141,7 +142,8 @@ class DistributedRuntime(Runtime):
         )
         self.placeholder = nn.Parameter(torch.empty(0, device=device))
         self._reducer: GradientReducer | None = None
-        self._reduced: tuple[int, ...] = ()  # ids of the parameters that the reducer watches
+        self._pieces = Pieces([])
+        self._reduced: tuple[int, ...] = ()  # ids of the parameters that these are for
         self._frozen = frozenset(n for n, p in part.named_parameters() if not p.requires_grad)
 
     @property
@@ -411,6 +413,7 @@ class DistributedRuntime(Runtime):
         readers: Mapping[str, Sequence[int]],
         count: Callable[..., int | None] | None = None,
     ) -> CallCheck:
+        self._pieces.require_whole()
         return CallCheck(
             called,
             room=len(self.staged.graph_inputs) + _MORE_INPUTS,
@@ -528,6 +531,7 @@ class DistributedRuntime(Runtime):
     def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
         """The reducer for the parameters with these ids."""
         if self._reducer is None or trained != self._reduced:
+            self._pieces.require_whole()
             if self._reducer is not None:
                 self._reducer.close()
             shared = find_shared_parameters(
@@ -538,9 +542,19 @@ class DistributedRuntime(Runtime):
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
             )
             self._reducer = GradientReducer(shared)
+            if self.plan.shard_state == "optimizer":
+                self._pieces = Pieces(shared)
             self._connection.before_closing = self._reducer.close
             self._reduced = trained
         return self._reducer
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of parameters that optimizers update here; none unless their state is sharded."""
+        if self.plan.shard_state == "optimizer":
+            parameters = self.tree.parameters()
+            self._current_reducer(tuple(id(p) for p in parameters if p.requires_grad))
+        return self._pieces
 
     def watch(self) -> AbstractContextManager[None]:
         """In this block, a failure is told to the other ranks and ends the connection to them.

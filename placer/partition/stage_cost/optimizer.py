@@ -21,6 +21,12 @@ class OptimizerMemory:
     each: float = 0.0
     together: float = 0.0
 
+    def divided(self, ranks: int) -> OptimizerMemory:
+        """The memory of a rank that updates one of ``ranks`` equal pieces of every parameter."""
+        return OptimizerMemory(
+            state=self.state / ranks, each=self.each / ranks, together=self.together / ranks
+        )
+
 
 _STATE = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}  # as torch.optim keeps it
 

@@ -65,15 +65,19 @@ def build_part(
     *,
     weights: Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
+    absent: dict[str, torch.Tensor] | None = None,
 ) -> nn.Module:
     """A copy of ``model`` with only the tensors of ``device_index``, created directly on ``device``.
 
-    It lacks the modules that have none of these tensors and are not called by the device's stages.
+    It lacks the modules that have none of these tensors and are not called by the device's stages. ``absent``
+    is that of `materialize`.
     """
     names = ownership.names[device_index]
     homes = dict.fromkeys(ownership.first_name, device)
     only = {ownership.first_name[name] for name in names}
-    part = materialize(model, homes, weights=weights, initialize=initialize, only=only)
+    part = materialize(
+        model, homes, weights=weights, initialize=initialize, only=only, absent=absent
+    )
     _drop_tensors(part, set(names))
     stages = [s for s in staged.stages if ownership.device_of[s.index] == device_index]
     called = {path for stage in stages for path in stage.modules}

@@ -8,9 +8,11 @@ weights that are tied over stages are summed over other ranks than the rest, but
 
 ``fully_shard`` on the stage modules was tried as well (two stages, two replicas, gloo). If it sums
 instead of averaging (``set_gradient_divide_factor(1.0)``, as losses are weighted already), its gradients
-equal the plain model's under GPipe, 1F1B and zero bubble, with uneven replicas and micro-batches without
-rows. But a replica without any rows takes no part in its all-gather, so the others wait for it. A job
-with weights tied over stages failed (the reason is not known). And its parameters are shards
+equal the plain model's under GPipe and 1F1B, with uneven replicas and micro-batches without rows. Under
+zero bubble they are wrong, without an error: it sums them when the gradient of the input arrives, before
+the weights' half of the backward. (``set_manual_backward_finalization`` and ``finalize_backward()`` of
+torch 2.15 mend that.) A replica without any rows takes no part in its all-gather, so the others wait for
+it. A job with weights tied over stages failed (the reason is not known). And its parameters are shards
 (``DTensor``), which our memory estimates, clipping and checkpoints do not support.
 """
 
@@ -38,7 +40,7 @@ _ALONE_NBYTES = 2**20
 
 
 class SummingGroup(Protocol):
-    """A group of ranks that can sum tensors."""
+    """A group of ranks that have the same parameters; it can sum tensors, and gather them."""
 
     @property
     def size(self) -> int:
@@ -46,6 +48,16 @@ class SummingGroup(Protocol):
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
         """Start to sum ``tensor`` over the ranks, in place; call the returned function to wait for it."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+
+    def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
+        """Start to fill ``whole`` with every rank's ``part``, in order of rank; returns a function to wait.
+
+        ``part`` may be this rank's part of ``whole``.
+        """
 
 
 class GroupSum:
@@ -60,6 +72,14 @@ class GroupSum:
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
         return wait_function(dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
+        work = dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
+        return wait_function(work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +269,8 @@ def _flat_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _fill_buckets(shared: Sequence[SharedParameter]) -> list[_Bucket]:
-    """Buckets in about the order in which backward completes gradients: the last parameter first.
-
-    Each bucket has parameters of one group, device and dtype. A large parameter has a bucket to itself.
-    Tied parameters come last, because they wait for another stage.
-    """
-    tied = sorted((s for s in shared if len(s.holders) > 1), key=lambda s: (s.holders, s.name))
-    alone = [s for s in reversed(shared) if len(s.holders) == 1]
-    buckets = [*_fill(alone), *_fill(tied)]
+    """The buckets of `bucketed`, the last of each group with the numbers of existing gradients."""
+    buckets = [_Bucket(members=members, group=members[0].group) for members in bucketed(shared)]
     for group in dict.fromkeys(bucket.group for bucket in buckets):
         counted = [bucket for bucket in buckets if bucket.group is group]
         last = counted[-1]
@@ -267,17 +281,28 @@ def _fill_buckets(shared: Sequence[SharedParameter]) -> list[_Bucket]:
     return buckets
 
 
-def _fill(ordered: Iterable[SharedParameter]) -> list[_Bucket]:
-    buckets: list[_Bucket] = []
-    filling: dict[tuple[Any, ...], _Bucket] = {}
+def bucketed(shared: Sequence[SharedParameter]) -> list[list[SharedParameter]]:
+    """The parameters of each bucket, in about the order in which backward completes gradients.
+
+    That is the last parameter first. Each bucket has parameters of one group, device and dtype. A large
+    parameter has a bucket to itself. Tied parameters come last, because they wait for another stage.
+    """
+    tied = sorted((s for s in shared if len(s.holders) > 1), key=lambda s: (s.holders, s.name))
+    alone = [s for s in reversed(shared) if len(s.holders) == 1]
+    return [*_fill(alone), *_fill(tied)]
+
+
+def _fill(ordered: Iterable[SharedParameter]) -> list[list[SharedParameter]]:
+    buckets: list[list[SharedParameter]] = []
+    filling: dict[tuple[Any, ...], list[SharedParameter]] = {}
     for entry in ordered:
         parameter = entry.parameter
         if parameter.nbytes >= _ALONE_NBYTES:
-            buckets.append(_Bucket(members=[entry], group=entry.group))
+            buckets.append([entry])
             continue
         key = (entry.holders, parameter.dtype, parameter.device)
-        bucket = filling.setdefault(key, _Bucket(members=[], group=entry.group))
-        bucket.members.append(entry)
-        if sum(member.parameter.nbytes for member in bucket.members) >= _BUCKET_NBYTES:
+        members = filling.setdefault(key, [])
+        members.append(entry)
+        if sum(member.parameter.nbytes for member in members) >= _BUCKET_NBYTES:
             buckets.append(filling.pop(key))
     return [*buckets, *filling.values()]

@@ -1,0 +1,62 @@
+"""``placer machine`` and ``placer fit``: what they show, measure and find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from placer.machine.machine import find_machine, shipped_machines
+from placer.spec import load_spec
+
+Run = Callable[..., Any]
+
+
+def test_all_machines_are_listed_and_one_is_written(placer: Run, tmp_path: Path) -> None:
+    listed = placer("machine")
+    assert listed.exit_code == 0 and all(name in listed.stdout for name in shipped_machines())
+    path = tmp_path / "two.json"
+    assert placer("machine", "dgx-h100:2", "-o", str(path)).exit_code == 0
+    assert find_machine(str(path)) == find_machine("dgx-h100:2")
+    wrong = placer("machine", "dgx-h10")
+    assert wrong.exit_code == 2 and "did you mean 'dgx-h100'" in wrong.stderr
+
+
+def test_links_between_two_processes_are_measured(placer: Run, tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    result = placer(
+        "machine", "--measure", "--devices", "2", "--kind", "cpu", "-o", str(path), "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    found = find_machine(str(path))
+    assert json.loads(result.stdout)["devices_per_node"] == found.devices == 2
+    assert 1e6 < (found.inside.bus or 0) <= 1e12 and 1e6 < found.inside.send < 1e12
+    assert found.inside.latency < 1
+    spec = load_spec({"machine": str(path)})
+    assert [device.name for device in spec.devices] == ["cpu:0", "cpu:1"]
+
+
+def test_fit_finds_the_largest_batch(placer: Run, tmp_path: Path) -> None:
+    """By hand: the largest batch that fits, and the next one that does not."""
+    fields = ("-d", "cpu:0=400KiB", "--checkpoint", "--microbatches", "1", "--optimizer", "sgd")
+    result = placer("fit", "net.py:Net", "--input", "{b}x64", "--multiple", "8", *fields, "--json")
+    assert result.exit_code == 0, result.stderr
+    tried = json.loads(result.stdout)["tried"]
+    fits = [each["sizes"]["b"] for each in tried if each["fits"]]
+    short = [each["sizes"]["b"] for each in tried if not each["fits"]]
+    assert fits and min(short, default=0) == max(fits) + 8
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(json.loads(result.stdout)["spec"]))
+    for batch, code in ((max(fits), 0), (min(short), 3)):
+        assert placer("plan", "net.py:Net", str(spec), "--input", f"{batch}x64").exit_code == code
+
+
+def test_fit_explains_what_it_needs(placer: Run) -> None:
+    for arguments, problem in (
+        (("--input", "8x64"), "no size in braces"),
+        (("--input", "{b}x64", "--like", "2x3"), "--like 2x3"),
+        (("--input", "{bx64"), "--input"),
+    ):
+        result = placer("fit", "net.py:Net", *arguments, "-d", "cpu:0=1GiB")
+        assert result.exit_code == 2 and problem in result.stderr

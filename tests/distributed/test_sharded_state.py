@@ -1,0 +1,178 @@
+"""The law for sharded optimizer state: weights, gradients and checkpoints as without, and less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoint_cases
+import distributed_cases as cases
+import pytest
+import sharded_cases
+import torch
+from jobs import Job
+
+import placer
+
+SPLIT = "InterleavedZeroBubble"
+
+
+def make_plan(name: str, shape: tuple[int, int, int], schedule: str, rows: int = 8) -> placer.Plan:
+    stages, replicas, shards = shape
+    model, args, kwargs = cases.make_case(name, rows)
+    spec = cases.make_spec(
+        stages * shards, replicas, 2, schedule, space=shards, shard_state="optimizer"
+    )
+    return placer.make_plan(model, spec, args, kwargs, processes=True)
+
+
+@pytest.mark.matrix(3)
+@pytest.mark.parametrize("make", sharded_cases.OPTIMIZERS)
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", SPLIT])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("convnet", (1, 3, 1)),
+        ("convnet", (2, 2, 1)),
+        ("tied transformer", (2, 2, 1)),
+        ("tied transformer", (4, 1, 1)),
+        ("3D U-Net", (1, 2, 2)),
+        ("3D U-Net", (2, 1, 2)),
+    ],
+)
+def test_weights_equal_the_plain_models(
+    job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], schedule: str, make: str
+) -> None:
+    """With 3 rows some replicas have fewer micro-batches, with one row most have none."""
+    plan = make_plan(name, shape, schedule)
+    job = job_of(shape[0] * shape[1] * shape[2])
+    found = job.run(sharded_cases.train, name, plan, make, (8, 3, 1))
+    elements, whole = [own for own, _ in found], found[0][1]
+    assert sum(elements) == whole  # each element's state is on one rank
+    if shape[0] == 1:  # and a rank has at most one of a parameter more than another
+        values = 3 * len(list(cases.make_case(name, 8)[0].parameters()))
+        assert max(elements) <= whole / len(elements) + values
+
+
+def test_accumulation_and_clipping(job_of: Callable[[int], Job]) -> None:
+    plan = make_plan("tied transformer", (2, 2, 1), SPLIT)
+    job_of(4).run(sharded_cases.train, "tied transformer", plan, "adam", (8, 5), 2, 0.01)
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((2, 2, "optimizer"), (2, 2, "optimizer")),
+        ((2, 2, "optimizer"), (1, 3, "optimizer")),
+        ((1, 4, "optimizer"), (2, 2, "none")),
+        ((2, 2, "none"), (1, 4, "optimizer")),
+        ((1, 3, "optimizer"), (2, 1, "optimizer")),
+    ],
+)
+def test_checkpoints_of_every_layout(
+    job_of: Callable[[int], Job],
+    tmp_path: Path,
+    saved: sharded_cases.Layout,
+    loaded: sharded_cases.Layout,
+) -> None:
+    """The plain model, too, goes on from what a job with sharded state has saved."""
+    path = tmp_path / "c"
+    expected = job_of(saved[0] * saved[1]).run(sharded_cases.save_and_go_on, saved, path)
+    found = job_of(loaded[0] * loaded[1]).run(sharded_cases.load_and_go_on, loaded, path)
+    for rank in found:
+        assert rank["losses"] == pytest.approx(expected[0]["losses"], rel=1e-10)
+    plain = checkpoint_cases.make_plain(1).eval()
+    optimizer = checkpoint_cases.make_optimizer(plain)
+    placer.load(plain, optimizer, path)
+    losses = checkpoint_cases.train(plain, optimizer, 2)
+    assert losses == pytest.approx(expected[0]["losses"], rel=1e-10)
+    whole = sharded_cases.count_elements(optimizer)
+    for layout, ranks in ((saved, expected), (loaded, found)):
+        if layout[2] == "optimizer":
+            assert sum(rank["elements"] for rank in ranks) == whole
+
+
+def test_optimizers_that_cannot_update_pieces_are_refused(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
+    for messages in job_of(2).run(sharded_cases.refused, spec):
+        kinds = ("Muon", "Adafactor", "LBFGS")
+        for message, kind in zip(messages, kinds, strict=False):
+            assert message.startswith(f"{kind}: does not update each number by itself"), message
+        assert "is in the optimizer on some of the ranks that have it" in messages[3]
+
+
+def test_hooks_and_closures_see_whole_tensors(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(1, 2, 2, shard_state="optimizer")
+    job_of(2).run(sharded_cases.step_with_hooks_and_a_closure, spec)
+
+
+def test_a_step_of_the_optimizer_that_fails_ends_the_job(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
+    for first, second, third in job_of(2).run(sharded_cases.fail_in_a_step, spec):
+        assert "size" in first
+        assert "optimizer.step(): has failed before" in second
+        assert "optimizer.step(): has failed before" in third
+
+
+def test_fp16_with_a_scaler(job_of: Callable[[int], Job]) -> None:
+    spec = cases.make_spec(2, 2, 2, "1F1B", precision="fp16", shard_state="optimizer")
+    assert len(set(job_of(4).run(cases.train_with_a_scaler, spec))) == 1
+
+
+def test_one_process_has_one_copy() -> None:
+    model, args, _ = cases.make_case("convnet", 8)
+    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
+    plan = placer.make_plan(model, spec, args, processes=True)
+    for run in (
+        lambda: placer.make_plan(model, spec, args),
+        lambda: placer.compile(model, plan, args),
+        lambda: placer.simulate(model, plan, args),
+    ):
+        with pytest.raises(placer.PlacerError, match="one copy of the optimizer's state"):
+            run()
+
+
+def test_values_to_come_are_named() -> None:
+    with pytest.raises(placer.SpecError, match="/shard_state: 'gradients' is not possible yet"):
+        placer.PlacementSpec(devices=["cpu"], shard_state="gradients")  # type: ignore[arg-type]
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("make", ["adam", "adagrad"])
+def test_parameters_of_odd_kinds(job_of: Callable[[int], Job], make: str) -> None:
+    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
+    job_of(2).run(sharded_cases.train_odd_parameters, spec, make)
+
+
+def test_torch_divides_whole_parameters(job_of: Callable[[int], Job]) -> None:
+    """What the documentation says to do for optimizers that cannot update pieces."""
+    found = job_of(2).run(sharded_cases.divide_whole_parameters, cases.make_spec(1, 2, 1))
+    assert sum(own for own, _ in found) == found[0][1]
+
+
+def test_a_rank_that_ends_before_the_update_is_named() -> None:
+    job = Job(2)
+    try:
+        answers = job.ask(
+            sharded_cases.die_before_the_update,
+            cases.make_spec(1, 2, 1, shard_state="optimizer"),
+            wait_for=[0],
+        )
+    finally:
+        job.close()
+    assert answers[0] is not None and "lost the connection to rank 1" in answers[0][1], answers
+
+
+def test_gathering_the_weights_takes_time() -> None:
+    """Half of what the sums of gradients take; the update itself is that of a half."""
+    model, x = torch.nn.Linear(4096, 4096), torch.randn(4, 4096)
+    fields = {"devices": [{"name": "cuda:0", "kind": "a100"}], "replicas": 2}
+    whole, sharded = (
+        placer.make_plan(model, {**fields, "shard_state": state}, x, processes=True)
+        for state in ("none", "optimizer")
+    )
+    (stage,) = whole.stages
+    assert whole.optimizer_seconds and sharded.optimizer_seconds and stage.sum_seconds
+    update = sharded.optimizer_seconds - stage.sum_seconds / 2
+    assert update == pytest.approx(whole.optimizer_seconds / 2, rel=0.1)
