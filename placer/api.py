@@ -33,7 +33,7 @@ from placer.program import (
     rewritten,
     unmarked,
 )
-from placer.search.auto import Answer, choose_spec
+from placer.search.auto import Answer, choose_spec, plan_of
 from placer.search.largest import Case, Largest, find_largest
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
@@ -82,7 +82,8 @@ def make_plan(
             model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
         )
         loss = _given_loss(loss_fn, target)
-        return JudgingPlanner(program, leaves, processes=processes, loss=loss)(wanted)
+        make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
+        return plan_of(wanted, make)
 
 
 def compile(
@@ -158,7 +159,7 @@ def _plan_or_refuse(
         plan = make.judge(wanted) if judged_again else wanted
         require_fit(plan, among_ranks=judged_again)
         return program, plan
-    plan = make(wanted)
+    plan = plan_of(wanted, make)
     if not plan.fits:
         raise misfit_error(program, wanted, inputs, plan, make)
     return make.program_of(plan), plan
@@ -294,7 +295,7 @@ def simulate(
         make = JudgingPlanner(
             program, leaves, processes=processes, loss=_given_loss(loss_fn, target)
         )
-        planned = make(wanted) if isinstance(wanted, PlacementSpec) else wanted
+        planned = plan_of(wanted, make) if isinstance(wanted, PlacementSpec) else wanted
         return simulate_captured(
             program, planned, leaves, make.loss_of(planned), run_on=run_on, processes=processes
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,11 +53,15 @@ Machine = Annotated[
         help="Instead of --device: all devices of this machine, with its links.",
     ),
 ]
+Alternatives = Annotated[
+    int, typer.Option("--alternatives", min=0, help="How many other kinds of strategy to show.")
+]
 Fields = Annotated[
     dict[str, Any],
     spec_fields(
         *("objective", "replicas", "stages", "space", "microbatches", "schedule", "checkpoint"),
         *("offload", "chunks", "precision", "optimizer", "training", "reserve", "host_memory"),
+        "shard_state",
         chosen=("replicas", "stages", "space", "microbatches", "schedule", "chunks", "shard_state"),
     ),
 ]
@@ -75,6 +80,7 @@ def auto(
     output: Output = None,
     plan_output: PlanOutput = None,
     html: Page = None,
+    alternatives: Alternatives = 9,
     explain: Explain = False,
     processes: Processes = False,
     kind: Kind = None,
@@ -109,6 +115,7 @@ def auto(
         ):
             found = choose_spec(wanted, make)
             made = with_comparisons(found.plan, found.spec, make)
+            made = replace(made, alternatives=made.alternatives[:alternatives])
     except BudgetError as error:
         print_tried(console, error, as_json=as_json)
     console.print(plan_table(made))

@@ -149,6 +149,7 @@ def _check_spec(
     from placer.cli.main import EXIT_NO_FIT
     from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
     from placer.report import plan_table
+    from placer.search.auto import plan_of
     from placer.simulation.judge import JudgingPlanner
     from placer.spec import resolve_layers
 
@@ -172,7 +173,7 @@ def _check_spec(
     program, leaves = loaded.record(console, spec)
     make = JudgingPlanner(program, leaves)
     with progress(console, "planning", make):
-        made = with_comparisons(make(spec), spec, make)
+        made = with_comparisons(plan_of(spec, make), spec, make)
     console.print(plan_table(made))
     if made.fits or form == "json":
         _print_result(form, {**result, "fits": made.fits})

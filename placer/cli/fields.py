@@ -30,14 +30,14 @@ class OptionGroup(NamedTuple):
 def spec_fields(*names: str, chosen: Sequence[str] = ()) -> OptionGroup:
     """An option for each of the fields ``names``; the argument has field -> value of those that are given.
 
-    The command itself chooses those of the fields ``chosen`` that are not given.
+    ``chosen`` are the fields that the command chooses where they are not given.
     """
 
     def values(**given: Any) -> dict[str, Any]:
         return {name: _value(name, value) for name, value in given.items() if value is not None}
 
     def parameter(name: str) -> inspect.Parameter:
-        annotation = _option(name, is_chosen=name in chosen)
+        annotation = _option(name, "chosen" if name in chosen else None)
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
@@ -45,16 +45,14 @@ def spec_fields(*names: str, chosen: Sequence[str] = ()) -> OptionGroup:
     return OptionGroup([parameter(name) for name in names], values)
 
 
-def _option(name: str, *, is_chosen: bool) -> Any:
+def _option(name: str, default: str | None) -> Any:
     field = PlacementSpec.model_fields[name]
     option = f"--{name.replace('_', '-')}"
     help_text = _HELP.get(name, field.description)
     if name in _AUTO:
         flags = f"{option}/--no-{name}"
         return Annotated[bool | None, typer.Option(flags, help=help_text, show_default=False)]
-    shown = "" if field.default is None else str(field.default)
-    if is_chosen:
-        shown = "what is best"
+    shown = default or ("" if field.default is None else str(field.default))
     if isinstance(field.default, bool):
         flags = f"{option}/--no-{name}"
         return Annotated[

@@ -67,6 +67,7 @@ def plan(
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
     from placer.report import plan_table, write_html, write_trace
+    from placer.search.auto import plan_of
     from placer.simulation.judge import JudgingPlanner
 
     wanted = with_kind(with_kind_file(wanted, profile), kind)
@@ -74,7 +75,7 @@ def plan(
     check_kind_file(profile, wanted, program)
     make = JudgingPlanner(program, leaves, processes=processes)
     with progress(console, "planning", make):
-        made = make(wanted)
+        made = plan_of(wanted, make)
         made = with_comparisons(made, wanted, make)
     console.print(plan_table(made))
     if explain:

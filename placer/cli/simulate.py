@@ -51,6 +51,7 @@ def simulate(
     console = human_console(as_json=as_json)
     loaded = model_options.load(console)
     from placer.api import simulate_captured
+    from placer.search.auto import plan_of
     from placer.simulation.judge import JudgingPlanner
 
     program, leaves = loaded.record(console, wanted)
@@ -58,7 +59,7 @@ def simulate(
     make = JudgingPlanner(program, leaves, processes=processes)
     if not isinstance(plan, Plan):
         with progress(console, "planning", make):
-            plan = make(plan)
+            plan = plan_of(plan, make)
     with progress(console, "running a training step without data"):
         report = simulate_captured(program, plan, leaves, make.loss_of(wanted), processes=processes)
     notes = []

@@ -11,8 +11,6 @@ from placer.quantities import format_bytes, format_count, format_seconds
 from placer.search.search import AS_GOOD, Found, Rated
 from placer.timeline import end_of
 
-MOST_ALTERNATIVES = 9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
@@ -55,7 +53,7 @@ def with_alternatives(plan: Plan, found: Found, devices: int) -> Plan:
     return replace(
         plan,
         strategy=found.best.strategy.describe(),
-        alternatives=tuple(others[:MOST_ALTERNATIVES]),
+        alternatives=tuple(others),
         notes=(*_notes(plan, found.best, devices), *plan.notes),
     )
 

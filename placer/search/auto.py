@@ -30,6 +30,16 @@ class Answer:
     plan: Plan
 
 
+def plan_of(wanted: PlacementSpec, make: JudgingPlanner) -> Plan:
+    """The plan for ``wanted``; that of the best strategy if it names a machine, and no number of stages.
+
+    Raises what `choose_spec` raises.
+    """
+    if wanted.machine is not None and wanted.stages == "auto":
+        return choose_spec(wanted, make).plan
+    return make(wanted)
+
+
 def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
     """The best strategy for the devices of ``wanted``, all of which may be used, as a spec.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from placer.errors import PlacerError
+from placer.errors import PlacerError, SpecError
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
 from placer.planner.devices import links_of, with_known_memory
+from placer.quantities import format_count
 from placer.search.bounds import Bound, Bounds
 from placer.search.candidates import list_strategies
-from placer.search.strategy import Family, Strategy
+from placer.search.strategy import SEARCHED, Family, Strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 from placer.timeline import end_of
@@ -102,20 +103,24 @@ class _Search:
             processes=make.processes,
         )
         self._left: dict[Family, list[tuple[Strategy, Bound]]] = {}  # not yet tried, the best first
-        self._factor: dict[
-            Family, float
-        ] = {}  # bytes of an estimate over its bound, where too large
+        # Bytes of an estimate over its bound, where it was too large
+        self._factor: dict[Family, float] = {}
         self._too_large: set[Strategy] = set()  # by their bounds
         self._rated: dict[Strategy, Rated] = {}
+        self._failure: PlacerError | None = None  # of the last one that could not be planned
 
     def run(self) -> Found:
         unfit = self._list_families()
         for _ in range(_ROUNDS):
             for family in sorted(self._left, key=_costs):
                 self._estimate_next(family)
+        if not self._left and not unfit:
+            raise self._no_strategy()
         if not self._rated and unfit:  # to say by how much
             smallest = min(unfit, key=lambda rated: rated.bound.nbytes)
             self._estimate(smallest.strategy, smallest.bound)
+        if not self._rated and self._failure is not None:
+            raise self._failure  # it is not a matter of memory
         best = self._choose(self._judge())
         others = list(self._best_of_families(best))
         tried = [rated for rated in self._rated.values() if rated.plan is not None]
@@ -229,20 +234,36 @@ class _Search:
         """The result of ``make(spec)``; None if the model cannot be placed so."""
         try:
             return make(spec)
-        except PlacerError:
+        except PlacerError as error:
+            self._failure = error
             return None
+
+    def _no_strategy(self) -> SpecError:
+        """The error for fields that contradict each other, the devices or the batch."""
+        given = sorted(set(SEARCHED) & self._wanted.model_fields_set)
+        fields = ", ".join(f'"{name}"' for name in given)
+        devices = format_count(len(self._wanted.devices), "device")
+        problem = (
+            f"nothing has what is given ({fields}), with {devices} and the rows of the example"
+        )
+        return SpecError(
+            SpecError.UNNAMED,
+            [(f"/{given[0] if given else 'devices'}", problem, "leave some of it out")],
+        )
 
     def _judge(self) -> list[Rated]:
         """Judge what nearly fits by its estimate, the best first, until the next one cannot be better."""
         judged: dict[Strategy, Rated] = {}
         for column in range(2 if self._links.network is not None else 1):
             near = [rated for rated in self._rated.values() if rated.is_near]
-            for rated in sorted(near, key=lambda r: (self._losses([r])[0][column], self._key(r))):
+            for rated in sorted(
+                near, key=lambda r: (self._values_of([r])[0][column], self._key(r))
+            ):
                 if rated.strategy in judged or len(judged) >= _MOST_JUDGED * (column + 1):
                     continue
-                value = self._losses([rated])[0][column]
+                value = self._values_of([rated])[0][column]
                 good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]
-                if any(self._losses([r])[0][column] <= value for r in good):
+                if any(self._values_of([r])[0][column] <= value for r in good):
                     break
                 plan = self._plan(self._make, rated.spec)
                 if plan is not None:
@@ -250,7 +271,7 @@ class _Search:
                     self._rated[rated.strategy] = judged[rated.strategy]
         return list(judged.values())
 
-    def _losses(self, rated: Sequence[Rated]) -> list[tuple[float, float]]:
+    def _values_of(self, rated: Sequence[Rated]) -> list[tuple[float, float]]:
         """What the objective minimises, on the machine and on the same at its worst."""
         found = []
         for each in rated:
@@ -269,7 +290,7 @@ class _Search:
         good = good or fitting
         if not good:
             return None
-        values = self._losses(good)
+        values = self._values_of(good)
         least = [min(column) or 1.0 for column in zip(*values, strict=True)]
         loss = [max(v / b for v, b in zip(value, least, strict=True)) for value in values]
         enough = min(loss) * AS_GOOD

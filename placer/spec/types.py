@@ -349,8 +349,8 @@ class PlacementSpec(BaseModel):
         default="throughput",
         description="throughput: the least time of a step with this number of micro-batches; memory: the "
         "lowest maximum of the devices' peaks; latency: the least time for one sample; bottleneck: the "
-        "least time of the slowest device, to which a step of many micro-batches comes near; devices: of the "
-        "strategies that auto tries, the one with the fewest devices.",
+        "least time of the slowest device, to which a step of many micro-batches comes near; devices: for "
+        "auto, the fewest devices, and on these the least time.",
     )
 
     @model_validator(mode="wrap")

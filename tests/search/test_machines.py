@@ -119,3 +119,15 @@ def test_sums_of_gradients_take_time_in_every_plan() -> None:
     assert two.step_seconds == pytest.approx(
         one.step_seconds + (stage.sum_seconds or 0) - hidden, rel=0.05
     )
+
+
+@captured_once()
+def test_a_spec_that_names_only_a_machine_gets_the_best_strategy() -> None:
+    """As `auto` chooses; with a number of stages it is a plan like any other."""
+    with torch.device("meta"):
+        model, x = Wide(), torch.empty(64, 4096)
+    spec = {"machine": "desktop-2x4090", "microbatches": 1}
+    plan = placer.make_plan(model, spec, x)
+    assert plan.strategy == placer.auto_plan(model, x, **spec).strategy
+    fixed = placer.make_plan(model, {**spec, "stages": 2}, x)
+    assert fixed.strategy == "" and len(fixed.stages) == 2

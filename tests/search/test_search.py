@@ -193,3 +193,15 @@ def test_replicas_get_rows_of_like_devices(counts: list[int], replicas: int, dev
     assert len({tuple(device.kind for device in row) for row in rows}) == 1
     names = [device.name for row in rows for device in row]
     assert len(set(names)) == len(names)
+
+
+def test_contradictions_are_told() -> None:
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(2, 256)
+    for fields, words in (
+        ({"replicas": 4}, 'nothing has what is given ."replicas".*2 devices'),
+        ({"microbatches": 8}, '"microbatches"'),
+        ({"space": 2}, "space|dims|cut"),
+    ):
+        with pytest.raises(PlacerError, match=words):
+            placer.auto_spec(model, x, devices=_cards(2), **fields)
