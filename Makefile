@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test law check lint lock versions multi_node gpu simulated_gpu clean
+.PHONY: demo test law check lint docs lock versions multi_node gpu simulated_gpu clean
 
 $(READY): pyproject.toml requirements.lock .ci/install.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python .ci/install.py examples test
+	$(BIN)/python .ci/install.py docs examples test
 	touch $(READY)
 
 UV := $(BIN)/uv
@@ -34,10 +34,14 @@ lint: $(READY)
 
 check: lint test
 
+# The site, in build/site; open index.html. A broken link is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 # Exact releases for every supported Python, from the ranges of pyproject.toml.
 lock: $(UV)
 	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
-	    --custom-compile-command 'make lock' --extra examples --extra test pyproject.toml \
+	    --custom-compile-command 'make lock' --extra docs --extra examples --extra test pyproject.toml \
 	    --output-file requirements.lock
 
 # The suite's chosen part over the ranges of pyproject.toml: an environment per row, some 3 GB each.
@@ -56,7 +60,7 @@ multi_node: $(READY)
 RESUME ?=
 WITHIN := --minutes 9 $(RESUME)
 gpu: $(READY)
-	$(BIN)/python .ci/install.py examples test benchmarks
+	$(BIN)/python .ci/install.py docs examples test benchmarks
 	$(BIN)/python -m pytest tests/gpu                                  # 2 minutes
 	$(BIN)/python -m benchmarks.memory_gpu $(WITHIN)                   # 6 minutes: 26 runs
 	$(BIN)/python -m benchmarks.fits_gpu kept $(WITHIN)                # 6 minutes: 25 runs

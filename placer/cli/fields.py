@@ -111,6 +111,7 @@ def _as_option(
     option = f"--{field.replace('_', '-')}"
     if field == "devices" and path[-1:] == ["kind"]:
         option = "--kind"
+        remedy = remedy.replace('"objective": "devices"', "--objective devices")
     elif field == "devices" and path:
         text = devices[int(path[0])]
         option = f"--device {text}"

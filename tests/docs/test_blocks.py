@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from placer import PlacementSpec, SpecError
 from placer.cli.main import app
+from placer.machine.machine import Machine, find_machine
 from placer.spec.load import spec_in
 from placer.spec.text import FORMATS, SpecText
 
@@ -57,7 +58,11 @@ def _run(block: pages.Block, folder: Path, names: dict[str, Any]) -> None:
         return
     if "file" in block.directives:
         (folder / block.directives["file"]).write_text(block.text, encoding="utf-8")
-    if (form := FORMATS.get(f".{block.language}")) is not None:
+    if "machine" in block.directives:
+        name = block.directives["machine"]
+        (folder / name).write_text(block.text, encoding="utf-8")
+        assert find_machine(name).name == Path(name).stem
+    elif (form := FORMATS.get(f".{block.language}")) is not None:
         wrong = "exit" in block.directives
         text = SpecText(block.place, block.text, form)
         with pytest.raises(SpecError) if wrong else nullcontext():
@@ -103,13 +108,16 @@ def test_what_a_page_for_developers_names_is_there(page: Path) -> None:
         assert any((root / path).exists() for root in roots), f"{page.name} names {path}"
 
 
-def test_both_tables_of_fields_have_every_field_of_a_spec() -> None:
+def test_the_table_of_fields_has_every_field_of_a_spec() -> None:
     fields = set(PlacementSpec.known_keys())
     reference = pages.first_column(pages.ROOT / "docs" / "spec.md", "## Fields")
     assert sorted(reference) == sorted(fields)
-    assert sorted(pages.first_column(pages.ROOT / "README.md", "## The spec")) == sorted(
-        fields - {"$schema", "version"}
-    )
+
+
+def test_the_table_of_a_machine_has_every_key() -> None:
+    keys = {field.alias or name for name, field in Machine.model_fields.items()} - {"$schema"}
+    page = pages.ROOT / "docs" / "machines.md"
+    assert sorted(pages.first_column(page, "## A file of your own")) == sorted(keys)
 
 
 def test_the_readme_names_the_command_that_ci_runs() -> None:
