@@ -104,11 +104,11 @@ class CostEstimates:
     def scaled(
         self, inputs: Sequence[Tensor], *, offloads: bool = False, **options: Unpack[CostOptions]
     ) -> CostTable:
-        """Scales a known table for more rows (`with_fewer_rows`); if there is none, runs the model."""
+        """Scales the table of the next larger batch that is known; if there is none, runs the model."""
         key = _key(inputs, offloads=offloads, **options)
         if key not in self._tables and key not in self._scaled:
             shares = ((_share(key, other), other) for other in self._tables)
-            found = min(((s, o) for s, o in shares if s is not None), default=None)
+            found = max(((s, o) for s, o in shares if s is not None), default=None)
             if found is None:
                 return self(inputs, offloads=offloads, **options)
             self._scaled[key] = with_fewer_rows(self._tables[found[1]], found[0])

@@ -96,11 +96,11 @@ def _alternative(rated: Rated, best: Plan) -> Alternative:
         slower=plan.rank_time / best.rank_time if best.rank_time else None,
         peak=rated.peak,
         headroom=plan.tightest.headroom,
-        reason="; ".join(_reasons(plan, best)),
+        reason="; ".join(_reasons(plan, best, judged=rated.judged)),
     )
 
 
-def _reasons(plan: Plan, best: Plan) -> Iterator[str]:
+def _reasons(plan: Plan, best: Plan, *, judged: bool) -> Iterator[str]:
     """Why ``plan`` is not as good as ``best``: the bytes or the part of the time in which it is worse."""
     if not plan.fits:
         device = plan.tightest
@@ -117,7 +117,7 @@ def _reasons(plan: Plan, best: Plan) -> Iterator[str]:
         yield "slower by reference rates"
         return
     if mine.total <= its.total * AS_GOOD:
-        yield "as fast, and not simpler"
+        yield "as fast, and not simpler" if judged else "as fast by a rough estimate"
         return
     more = {
         "computes": mine.computing - its.computing,

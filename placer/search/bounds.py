@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from placer.cost import CostTable, Estimate, Loss
+from placer.cost import CostTable, Estimate, Loss, batch_rows
 from placer.machine.devices import device_type
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.planner.devices import device_slot, likely_kernels, links_of
-from placer.planner.resolve import microbatch_inputs, microbatch_rows
+from placer.planner.resolve import microbatch_inputs
 from placer.program import Program
-from placer.schedule import in_flight_by_stage, make_schedule
+from placer.schedule import in_flight_by_stage, make_schedule, split_batch
 from placer.search.strategy import Strategy
 from placer.spec import PlacementSpec
 from placer.state_layout import StateLayout, layout_of
@@ -111,10 +111,9 @@ class Bounds:
 
     def rows_fit(self, strategy: Strategy) -> bool:
         """Does every replica get a row for each of its micro-batches?"""
-        rows = microbatch_rows(
-            self._program, self._inputs, strategy.replicas, strategy.microbatches
-        )
-        return len(rows) == strategy.microbatches
+        rows = batch_rows(self._program, self._inputs) or 1
+        parts = split_batch(rows, strategy.replicas, strategy.microbatches)
+        return all(len(part) == strategy.microbatches for part in parts)
 
     def __call__(self, strategy: Strategy) -> Bound:
         """The bound of ``strategy``, whose replicas and micro-batches all have rows."""
