@@ -19,12 +19,11 @@ from placer.simulation.steps import FakeCall
 from placer.simulation.types import DeviceSimulation, SimulationReport
 from placer.simulation.usage import (
     DeviceTimeline,
-    device_timeline,
     measure,
     measure_host,
     with_shared_usages,
 )
-from placer.timeline import HostUsage, Moment, host_usage
+from placer.timeline import HostUsage, Moment, Timeline, host_usage
 
 _LARGEST_SHOWN = 10
 
@@ -74,7 +73,9 @@ def dry_run(
         ranks = with_shared_usages(ranks)
         return DryRun(list(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
     timeline = run_process(call)
-    found = [device_timeline(timeline, device.device) for device in plan.devices]
+    of, none = timeline.by_device(), Timeline(blocks=(), events=())
+    names = [device.device for device in plan.devices]
+    found = [DeviceTimeline(of.get(name, none), name) for name in names]
     return DryRun(with_shared_usages(found), host_usage(timeline, HOST.name))
 
 

@@ -24,11 +24,6 @@ class DeviceTimeline(NamedTuple):
     usages: dict[tuple[bool, int | None], Usage] | None = None
 
 
-def device_timeline(timeline: Timeline, device: str) -> DeviceTimeline:
-    """The part of ``timeline`` on ``device``."""
-    return DeviceTimeline(timeline.only(device), device)
-
-
 def with_shared_usages(runs: Iterable[DeviceTimeline]) -> list[DeviceTimeline]:
     """``runs`` with caches, which devices share that allocate and free the same sizes in the same order."""
     caches: dict[Hashable, dict[tuple[bool, int | None], Usage]] = {}

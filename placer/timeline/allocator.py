@@ -311,8 +311,12 @@ def device_usage(
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     live: dict[int, _Piece] = {}
     starved, failed = 0, None
-    for number, (kind, index, _) in enumerate(timeline.on(device)):
+    number = -1
+    for kind, index, _ in timeline.events:
         block = timeline.blocks[index]
+        if block.device != device:
+            continue
+        number += 1
         if kind == "free":
             if (piece := live.pop(index, None)) is not None:
                 allocator.free(piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -102,9 +103,12 @@ class Timeline:
         """The events of ``device``."""
         return (event for event in self.events if self.blocks[event.block].device == device)
 
-    def only(self, device: str) -> Timeline:
-        """The timeline with only the events of ``device``, which is faster to read several times."""
-        return Timeline(blocks=self.blocks, events=tuple(self.on(device)))
+    def by_device(self) -> Mapping[str, Timeline]:
+        """The timeline of each device, with only its events, which is faster to read several times."""
+        events = defaultdict[str, list[Event]](list)
+        for event in self.events:
+            events[self.blocks[event.block].device].append(event)
+        return {name: Timeline(blocks=self.blocks, events=own) for name, own in events.items()}
 
     def peaks(self, *, workspaces: bool = False) -> Mapping[str, Moment]:
         """The first moment at which each device has the most bytes; O(events) time.
