@@ -210,7 +210,8 @@ class _Search:
             self._factor[strategy.family] = max(1.0, rated.peak / bound.nbytes)
         if strategy.recompute and not plan.checkpoint:  # there was no need
             rated = replace(rated, strategy=replace(strategy, recompute=False))
-        if plan.grid.devices < strategy.stages:  # the model has no more pieces, or fewer are faster
+        given = isinstance(self._wanted.stages, int)
+        if plan.grid.devices < strategy.stages and not given:  # no more pieces, or fewer are faster
             fewer = replace(rated.strategy, stages=plan.grid.devices)
             spec = fewer.spec(self._wanted, self._wanted.devices) or spec
             rated = replace(rated, strategy=fewer, spec=spec)

@@ -32,8 +32,8 @@ from placer._torch import storage_key
 from placer.emit import StagedModel
 from placer.executor.distributed.job.groups import sendable, wait_function
 from placer.executor.distributed.job.ownership import Ownership
+from placer.plan.step_spans import BUCKET_NBYTES
 
-_BUCKET_NBYTES = 25 * 2**20  # DistributedDataParallel's default
 # A gradient of this size or more is summed in place. A copy into a bucket would take more time (new
 # memory pages) than a separate message, and keep the gradient twice.
 _ALONE_NBYTES = 2**20
@@ -307,6 +307,6 @@ def _fill(ordered: Iterable[SharedParameter]) -> list[list[SharedParameter]]:
         key = (entry.holders, parameter.dtype, parameter.device)
         members = filling.setdefault(key, [])
         members.append(entry)
-        if sum(member.parameter.nbytes for member in members) >= _BUCKET_NBYTES:
+        if sum(member.parameter.nbytes for member in members) >= BUCKET_NBYTES:
             buckets.append(filling.pop(key))
     return [*buckets, *filling.values()]
