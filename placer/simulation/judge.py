@@ -34,7 +34,6 @@ _MAX_ROUNDS = 3  # of planning with corrections
 # In 126 placements of four MONAI networks outside the test suite, the worst estimate was 14% below the
 # dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
 _DOUBTFUL_SHARE = 0.15
-_FAR_SHARE = 0.05  # an excess above this share of a dry run's peak is not helped by corrections
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
 _ROOMY = 4
 _PLAN = TypeAdapter(Plan)
@@ -305,10 +304,6 @@ class JudgingPlanner:
                 if not _is_doubtful(d)
             ):
                 break  # a budget is exceeded by far, so corrections do not help
-            if not plan.fits and any(
-                d.headroom is not None and -d.headroom > _FAR_SHARE * d.peak for d in found.devices
-            ):
-                break  # nor if both say that it does not fit, and the dry run, which is exact, by much
             before = shortfall
             shortfall = _corrections(before, plan, found, run, starving=starving)
             if not any(nbytes > before.get(name, 0) for name, nbytes in shortfall.items()):
