@@ -18,7 +18,7 @@ from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec
 
 _BY_TIME = ("throughput", "latency", "bottleneck")
-_MOST_DEVICES = 64  # that are tried where the given ones do not suffice
+_MOST_DEVICES = 16  # that are tried where the given ones do not suffice
 _NAMED = 3  # of the devices that would be added
 
 

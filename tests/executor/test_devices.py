@@ -65,7 +65,12 @@ CASES = [*(("mixed", how) for how in HOW), ("transformer", "recomputed")]
 
 def _place(model: nn.Module, x: Tensor, spec: dict[str, Any]) -> placer.PlacedModule:
     """A placed module with places on real devices, and tensors that are still on the only one."""
-    plan = placer.make_plan(model, {"devices": ["cpu:1", "cpu:2"], **spec}, x)
+    spec = {
+        "devices": ["cpu:1", "cpu:2"],
+        "objective": "memory",
+        **spec,
+    }  # so that both have a stage
+    plan = placer.make_plan(model, spec, x)
     places = [
         [
             [Place(name, torch.device(name)) for name in plan.devices_of(stage, replica)]
