@@ -17,7 +17,7 @@ from placer.errors import BudgetError
 def test_the_largest_cube_of_a_unet() -> None:
     with torch.device("meta"):
         model = unet3d(width=8, depth=2)
-    sizes = range(32, 129, 16)
+    sizes = range(32, 129, 32)
     devices = [{"name": f"cuda:{i}", "memory": "800MiB", "kind": "t4"} for i in range(2)]
 
     def cube(size: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ def test_the_largest_cube_of_a_unet() -> None:
     assert placer.make_plan(model, found.answer.spec, cube(found.size)).fits
     assert sizes[0] < found.size < sizes[-1]
     with pytest.raises(BudgetError):
-        placer.auto_spec(model, cube(found.size + 16), devices=devices)
+        placer.auto_spec(model, cube(found.size + 32), devices=devices)
     assert [t.size for t in found.tried] == sorted(t.size for t in found.tried)
     assert all(t.fits == (t.size <= found.size) for t in found.tried)
 
