@@ -156,7 +156,8 @@ class BudgetError(PlacerError):
     """No placement fits the budgets; in the closest one, ``device`` lacks ``missing_bytes``.
 
     ``largest_node`` needs ``largest_node_bytes`` on a device of its own, however the model is split.
-    ``tried`` are the changes that were planned, whether they fit or not.
+    ``tried`` are the changes that were planned, whether they fit or not; ``needed`` says which memory would
+    do without any of them, "" if that was not looked for.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class BudgetError(PlacerError):
         largest_node: str = "",
         largest_node_bytes: int = 0,
         tried: Iterable[Tried] = (),
+        needed: str = "",
     ) -> None:
         super().__init__(where, problem, remedy)
         self.device = device
@@ -177,6 +179,7 @@ class BudgetError(PlacerError):
         self.largest_node = largest_node
         self.largest_node_bytes = largest_node_bytes
         self.tried = tuple(tried)
+        self.needed = needed
 
 
 class StageError(PlacerError):

@@ -62,8 +62,8 @@ def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoRet
             console.print(line, style="dim", markup=False)
     console.print("what would make it fit:")
     fitting = [describe_fitting(tried) for tried in error.tried if tried.fits]
-    needed = error.remedy.split("; or ")[-1]
-    for remedy in (*fitting, needed) if error.tried else (error.remedy,):
+    needed = error.needed or error.remedy
+    for remedy in (*fitting, needed):
         console.print(f"  - {as_option(remedy)}", markup=False)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):
         console.print("(times are known with --kind)", style="dim", markup=False)

@@ -59,8 +59,8 @@ def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
 def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     """The spec and the plan of the best strategy that was found on so many ``devices``; there is one."""
     assert found.best is not None and found.best.plan is not None
-    spec = with_resolved_layers(found.best.spec, found.best.plan, make)
-    return Answer(spec=spec, plan=with_alternatives(make(spec), found, devices))
+    spec, plan = with_resolved_layers(found.best.spec, found.best.plan, make)
+    return Answer(spec=spec, plan=with_alternatives(plan, found, devices))
 
 
 def _check_kinds_known(wanted: PlacementSpec) -> None:
@@ -79,21 +79,23 @@ def _check_kinds_known(wanted: PlacementSpec) -> None:
     raise SpecError(SpecError.UNNAMED, [(f"/devices/{index}/kind", problem, remedy)])
 
 
-def with_resolved_layers(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> PlacementSpec:
-    """``spec`` with the layers placed as in ``plan``, if planning it again gives a plan that is no worse.
+def with_resolved_layers(
+    spec: PlacementSpec, plan: Plan, make: JudgingPlanner
+) -> tuple[PlacementSpec, Plan]:
+    """``spec`` with the layers placed as in ``plan``, and its plan, if that is no worse than ``plan``.
 
     Layers are coarser than nodes, so the position of a boundary inside a layer is left to the compiler. If
     the new plan does not fit, has a higher peak, starves more kernels, or takes longer where time is
-    minimised, the result is ``spec`` itself, which gives ``plan`` again.
+    minimised, the result is ``spec`` and ``plan`` as they are.
     """
     if spec.machine is not None:
-        return spec  # its devices are not named
+        return spec, plan  # its devices are not named
     resolved = spec.with_layers({**spec.layers, **whole_layers(plan)})
     again = make(resolved)
     higher = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     slower = spec.objective != "memory" and again.rank_time > plan.rank_time * (1 + 1e-6)
     worse = higher or slower or again.starved > plan.starved
-    return resolved if again.fits and not worse else spec
+    return (resolved, again) if again.fits and not worse else (spec, plan)
 
 
 def whole_layers(plan: Plan) -> dict[str, str]:
@@ -126,7 +128,7 @@ def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> Budget
         where = f"device {device}"
         name = nearest.strategy.describe()
         problem = f"the nearest, {name}, needs {describe_overflow(plan.tightest)}; "
-    remedy = lacks_room(wanted)
+    remedy = needed = lacks_room(wanted)
     if not remedy:
         more = [*_offloading(nearest, make), *_more_devices(wanted, make)]
         more.sort(key=lambda each: each.step_seconds or 0.0)
@@ -142,6 +144,7 @@ def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> Budget
         largest_node=largest.node,
         largest_node_bytes=largest.nbytes,
         tried=tried,
+        needed=needed,
     )
 
 
