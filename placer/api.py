@@ -186,7 +186,15 @@ def auto_spec(
 ) -> PlacementSpec:
     """The spec of `auto_plan`: the fastest way to train ``model`` that fits on ``devices``."""
     return _auto(
-        *(model, args, kwargs, devices, loss_fn, target, processes, ignore_device_moves, options)
+        model,
+        args,
+        kwargs,
+        options,
+        devices=devices,
+        loss_fn=loss_fn,
+        target=target,
+        processes=processes,
+        ignore_device_moves=ignore_device_moves,
     ).spec
 
 
@@ -215,7 +223,15 @@ def auto_plan(
     nothing fits.
     """
     return _auto(
-        *(model, args, kwargs, devices, loss_fn, target, processes, ignore_device_moves, options)
+        model,
+        args,
+        kwargs,
+        options,
+        devices=devices,
+        loss_fn=loss_fn,
+        target=target,
+        processes=processes,
+        ignore_device_moves=ignore_device_moves,
     ).plan
 
 
@@ -223,12 +239,13 @@ def _auto(
     model: nn.Module,
     args: Example,
     kwargs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    *,
     devices: Iterable[Any] | str | None,
     loss_fn: Callable[..., Tensor] | None,
     target: Any,
     processes: bool,
     ignore_device_moves: bool,
-    options: Mapping[str, Any],
 ) -> Answer:
     spec = _wanted(devices, options)
     loss = _given_loss(loss_fn, target)
