@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from placer.cost import CostEstimates
 from placer.machine.machine import LinkSpec, Machine, device_kind_of, find_machine
 from placer.plan.step_spans import lay_out_step
-from placer.plan.types import StageMemory, StagePlan, Transfer
+from placer.plan.types import NO_MEMORY, StagePlan, Transfer
 from placer.program import lower
 from placer.timeline import end_of
 
@@ -212,18 +212,13 @@ def predict(run: Run, machine: Machine) -> float:
     return end_of(spans) + sums
 
 
-_NO_MEMORY = StageMemory(
-    parameters=0, gradients=0, optimizer=0, buffers=0, saved=0, boundary=0, transient=0, peak=0
-)
-
-
 def _stage(index: int, *, forward: float, backward: float) -> StagePlan:
     return StagePlan(
         index=index,
         devices=(f"stage {index}",),
         layers=(),
         nodes=(),
-        memory=_NO_MEMORY,
+        memory=NO_MEMORY,
         budget=None,
         reserve=0,
         forward_seconds=forward,

@@ -14,15 +14,12 @@ from placer.partition.chain import Mask, Table
 from placer.partition.stage_cost.score import launch_seconds, stage_seconds
 from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.plan.step_spans import lay_out_step
-from placer.plan.types import StageMemory, StagePlan, Transfer
+from placer.plan.types import NO_MEMORY, StagePlan, Transfer
 from placer.timeline import end_of
 
 _NEAR = 12  # places of a boundary on either side that are tried, and so many in all of its range
 _MOST_CALLS, _MOST_ACTIONS = 300, 20_000  # of the clock, and laid out by it, for one placement
 _LEAST_GAIN = 1e-6  # relative
-_NO_MEMORY = StageMemory(
-    parameters=0, gradients=0, optimizer=0, buffers=0, saved=0, boundary=0, transient=0, peak=0
-)
 
 
 def step_seconds(
@@ -94,7 +91,7 @@ class StepClock:
                     devices=(self._slots[q].name,),
                     layers=(),
                     nodes=(),
-                    memory=_NO_MEMORY,
+                    memory=NO_MEMORY,
                     budget=None,
                     reserve=0,
                     forward_seconds=forward,

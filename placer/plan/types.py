@@ -63,6 +63,12 @@ class StageMemory:
         return self.state + self.gradients + self.saved
 
 
+# Of a stage that is only laid out in time
+NO_MEMORY = StageMemory(
+    parameters=0, gradients=0, optimizer=0, buffers=0, saved=0, boundary=0, transient=0, peak=0
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One stage: its nodes, its device in every replica, and its memory and time.

@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from torch import nn
-
 from placer.program import Program
 from placer.search.strategy import SEARCHED, Strategy, degrees
-from placer.space import find_joins
+from placer.space import CONVOLUTIONS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.fields import ScheduleName
 
 _SHARDS = (1, 2, 4, 8, 16, 32, 64)
 _MICROBATCHES = tuple(2**power for power in range(13))
 _SCHEDULES: tuple[ScheduleName, ...] = ("1F1B", "InterleavedZeroBubble")
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 def free_fields(wanted: PlacementSpec) -> frozenset[str]:
@@ -41,7 +35,7 @@ def list_strategies(
     """
     free = free_fields(wanted)
     most = len(pool)
-    spatial = "space" in free and any(isinstance(m, _CONVOLUTIONS) for m in program.model.modules())
+    spatial = "space" in free and any(isinstance(m, CONVOLUTIONS) for m in program.model.modules())
 
     def choices(name: str, given: int, found: Sequence[int]) -> Sequence[int]:
         return found if name in free else (given,)

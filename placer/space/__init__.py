@@ -13,7 +13,7 @@ chunks                     convolutions of a concatenation in chunks of planes, 
 =========================  =========================================================================
 """
 
-from placer.space.chunks import MOST_CHUNKS, count_chunked, find_joins
+from placer.space.chunks import CONVOLUTIONS, MOST_CHUNKS, count_chunked, find_joins
 from placer.space.exchange import Alone, Exchange, Pieces, exchanging, innermost_exchange
 from placer.space.layout import Cuts
 from placer.space.nodes import GatherParts, InSpace
@@ -28,6 +28,7 @@ from placer.space.queries import (
 from placer.space.rewrite import spec_rewrites
 
 __all__ = [
+    "CONVOLUTIONS",
     "MOST_CHUNKS",
     "Alone",
     "Cuts",

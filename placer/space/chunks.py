@@ -20,7 +20,7 @@ from placer.space.values import whole_values
 from placer.spec.rewrite import Rewrite
 
 CHUNKS = "chunks"
-_CONVOLUTIONS = (
+CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
@@ -137,7 +137,7 @@ def _is_join(node: fx.Node, model: nn.Module) -> bool:
         user.op == "call_module"
         and user.args == (node,)
         and not user.kwargs
-        and isinstance(module := model.get_submodule(str(user.target)), _CONVOLUTIONS)
+        and isinstance(module := model.get_submodule(str(user.target)), CONVOLUTIONS)
         and is_torch_leaf(module)
         and not must_stay_whole(module)
         for user in node.users
