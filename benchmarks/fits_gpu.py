@@ -35,6 +35,7 @@ from benchmarks.fresh import (
     answer,
     choose,
     measure_all,
+    take_turn,
 )
 from benchmarks.gpu_cases import DEVICE, PROFILED, GPUCase, gpu_kind
 from benchmarks.loss import LOSS
@@ -175,10 +176,12 @@ def train(
     free: bool = False,
     device: str = "cuda",
     run_on: str | None = None,
+    alone: bool = True,
 ) -> Row:
     """Plan, limit the GPU, and train three steps. A refused plan gets 4 % less than its budget.
 
-    ``device`` "cpu": no limit, and no bytes.
+    ``device`` "cpu": no limit, and no bytes. Not ``alone``: others use the GPU meanwhile, so neither seconds
+    nor the context are measured.
     """
     plan, budget = plan_at(case, side, allocator, kind=kind, free=free)
     (found,) = plan.devices
@@ -199,6 +202,7 @@ def train(
     if x.is_floating_point():
         x = torch.randn(x.shape)
     if device == "cuda":
+        take_turn(alone=alone)
         limit_gpu(given - context)
     steps = []
     try:
@@ -210,10 +214,11 @@ def train(
     if device == "cuda":
         # Of a step that failed too: an out of memory error ends before the peak is read.
         reserved.append(torch.cuda.max_memory_reserved())
-        row["context"] = process_context()
         row["reserved"] = max(reserved)
+        if alone:
+            row["context"] = process_context()
     trained = len(steps) == _STEPS
-    return {**row, "trained": trained, "seconds": steps[-1].seconds if trained else None}
+    return {**row, "trained": trained, "seconds": steps[-1].seconds if trained and alone else None}
 
 
 def measured_context() -> int:
@@ -230,10 +235,15 @@ def measured_context() -> int:
 
 
 def jobs(
-    names: Sequence[str], cases: Mapping[str, FitCase], device: str, rows: Mapping[str, Row]
+    names: Sequence[str],
+    cases: Mapping[str, FitCase],
+    device: str,
+    rows: Mapping[str, Row],
+    *,
+    alone: bool = True,
 ) -> Iterator[Job]:
     """The jobs of the cases; ``rows`` has what those before found, by their keys."""
-    common = {"device": device}
+    common: Row = {"device": device, "alone": alone}
     if device == "cuda":
         yield Job(key=_CONTEXT, values={**common, "case": _CONTEXT})
         if "error" in rows.get(_CONTEXT, {"error": ""}):
@@ -272,7 +282,7 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
                 f"{row['given'] / GIB:.2f}",
                 answered if right else f"**{answered}**",
                 said["starved"] or "",
-                f"{row['seconds']:.3f}" if trained else "",
+                "" if row["seconds"] is None else f"{row['seconds']:.3f}",
                 f"{said['seconds']:.3f}",
                 "" if reserved is None else f"{reserved / GIB:.2f}",
                 f"{said['reserved'] / GIB:.2f}",
@@ -321,6 +331,7 @@ def _job(values: Mapping[str, Any]) -> Row:
         context=values.get("context", 0),
         kind=gpu_kind() if on_gpu else "h100",
         free=values["free"],
+        alone=values["alone"],
         device=values["device"],
         run_on=None if on_gpu else "cpu",
     )
@@ -330,6 +341,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("cases", nargs="*", default=[], help=", ".join([*GROUPS, *CASES]))
     parser.add_argument("--recorded", type=Path, metavar="FOLDER", help="of fits_16GiB.json")
+    parser.add_argument("--together", action="store_true",
+                        help="several at once on the GPU: no seconds, no contexts")  # fmt: skip
     add_options(parser)
     given = parser.parse_args()
     if given.recorded is not None:
@@ -348,7 +361,8 @@ def main() -> None:
         command="python -m benchmarks.fits_gpu",
         lines=lines_of,
     )
-    measure_all(report, lambda rows: jobs(names, cases, given.device, rows), given)
+    alone = not given.together
+    measure_all(report, lambda rows: jobs(names, cases, given.device, rows, alone=alone), given)
 
 
 if __name__ == "__main__":

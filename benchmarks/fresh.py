@@ -4,12 +4,16 @@ torch's CUDA allocator, its mode, its limit and the context are a process's, so 
 measurement on a GPU needs a process. A benchmark lists its `Job`s; `measure_all` runs ``python -m MODULE
 --job JOB`` for each, and writes ``PAGE.json`` and ``PAGE.md`` after each, so that a run that is cut off
 keeps what it has. The process measures in `answer`.
+
+Most of a job's time goes into planning, on the CPU. So ``--jobs N`` runs N processes at once, which take
+turns on the GPU (`take_turn`).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import subprocess
@@ -17,9 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -29,6 +34,9 @@ from placer.versions import ALLOCATOR_VARIABLES
 
 ALLOCATORS = {"default": "expandable_segments:False", "expandable": "expandable_segments:True"}
 _LONGEST = 240.0  # seconds of one job
+_TURNS = 4  # so many jobs that need little of a GPU use it at once
+_LOCKS = "PLACER_BENCHMARK_LOCKS"  # the folder of the turns' lock files, in a job's process
+_held: list[IO[str]] = []  # until the process ends
 Row = dict[str, Any]
 
 
@@ -88,6 +96,8 @@ def add_options(parser: argparse.ArgumentParser, *, device: str = "cuda") -> Non
     parser.add_argument("--output", type=Path, metavar="FOLDER",
                         help="of the results; by default benchmarks/results, with --device cpu a "
                         "temporary one")  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=1, metavar="N",
+                        help="so many processes at once, which take turns on the GPU")  # fmt: skip
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
 
 
@@ -106,23 +116,36 @@ def measure_all(
     jobs: Callable[[Mapping[str, Row]], Iterable[Job]],
     given: argparse.Namespace,
 ) -> list[Row]:
-    """Run the jobs, and write the results. ``jobs`` gets the rows by key, which grow as jobs end."""
+    """Run the jobs, and write the results.
+
+    ``jobs`` gets the rows by key. It is called again when all that it named have ended, until it names no
+    more.
+    """
     require_device(report.module, given.device)
     folder = output_folder(given)
     folder.mkdir(parents=True, exist_ok=True)
     journal = Journal(folder / f"{report.page}.json")
-    began, left_over = time.monotonic(), 0
-    for job in jobs(journal.rows):
-        if given.resume and journal.has(job.key):
-            continue
+    began, left_over, seen = time.monotonic(), 0, set[str]()
+    longest = _LONGEST * given.jobs  # it may wait for its turn
+
+    def run(job: Job) -> Row | None:
         left = 1e9 if given.minutes is None else 60 * given.minutes - (time.monotonic() - began)
-        row = run_job(report.module, job, seconds=min(left, _LONGEST)) if left > 0 else {}
-        if left <= 0 or ("cut off" in row and left < _LONGEST):
-            left_over += 1
-            continue
-        journal.add(job.key, row)
-        print(json.dumps({"job": job.key, **row}), flush=True)
-        _write(report, journal, folder, show=False)
+        row = run_job(report.module, job, seconds=min(left, longest)) if left > 0 else {}
+        return None if left <= 0 or ("cut off" in row and left < longest) else row
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        while new := [job for job in jobs(journal.rows) if job.key not in seen]:
+            seen |= {job.key for job in new}
+            wanted = [job for job in new if not (given.resume and journal.has(job.key))]
+            running = {pool.submit(run, job): job for job in wanted}
+            for done in as_completed(running):
+                key, row = running[done].key, done.result()
+                if row is None:
+                    left_over += 1
+                    continue
+                journal.add(key, row)
+                print(json.dumps({"job": key, **row}), flush=True)
+                _write(report, journal, folder, show=False)
     _write(report, journal, folder, show=True)
     if left_over:
         print(f"{left_over} jobs are left: run it again with --resume", flush=True)
@@ -146,7 +169,7 @@ def require_device(module: str, device: str) -> None:
 
 def run_job(module: str, job: Job, *, seconds: float) -> Row:
     """What the process of the job found; with ``error`` if it failed."""
-    environment = dict(os.environ)
+    environment = {**os.environ, _LOCKS: tempfile.gettempdir()}
     if job.allocator is not None:
         for name in ALLOCATOR_VARIABLES:
             environment.pop(name, None)
@@ -181,12 +204,37 @@ def answer(values: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) 
     Fails if torch's allocator is not in the mode that the job is about: some releases of torch ignore a
     variable (pytorch#183387).
     """
+    found = dict(measure())
     wanted = values.get("allocator")
-    if wanted is not None and torch.cuda.is_available():
-        torch.cuda.init()
-        if has_expandable_segments() != (wanted == "expandable"):
-            raise RuntimeError(f"torch's allocator is not in the mode {wanted}")
-    print(json.dumps(dict(measure())), flush=True)
+    used = wanted is not None and torch.cuda.is_initialized()
+    if used and has_expandable_segments() != (wanted == "expandable"):
+        raise RuntimeError(f"torch's allocator is not in the mode {wanted}")
+    print(json.dumps(found), flush=True)
+
+
+def take_turn(*, alone: bool = True) -> None:
+    """In the process of a job: wait until the GPU is free, and keep it until the process ends.
+
+    Where not ``alone``, a few other jobs may use it meanwhile.
+    """
+    if _held or _LOCKS not in os.environ:
+        return
+    paths = [Path(os.environ[_LOCKS], f"placer_gpu_turn_{i}") for i in range(_TURNS)]
+    files = [path.open("w") for path in paths]
+    if alone:
+        for file in files:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        _held.extend(files)
+    while not _held:
+        for file in files:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            _held.append(file)
+            break
+        else:
+            time.sleep(0.05)
 
 
 def _write(report: Report, journal: Journal, folder: Path, *, show: bool) -> None:

@@ -27,7 +27,17 @@ from torch import Tensor, nn
 import placer
 from benchmarks.allocator import allocator_peaks
 from benchmarks.capacity import SUBJECTS
-from benchmarks.fresh import ALLOCATORS, Job, Report, Row, add_options, answer, choose, measure_all
+from benchmarks.fresh import (
+    ALLOCATORS,
+    Job,
+    Report,
+    Row,
+    add_options,
+    answer,
+    choose,
+    measure_all,
+    take_turn,
+)
 from benchmarks.loss import LOSS
 from benchmarks.memory import Build, r3d_18, resnet50
 from benchmarks.record import table
@@ -197,9 +207,11 @@ def trained_steps(
     ``reserved`` is of the time since the step before ended; of the first step, since the process began, so
     that the placement of the weights counts too. ``device`` "cpu": only seconds.
     """
+    cuda = torch.cuda if device == "cuda" else None
+    if cuda is not None:
+        take_turn()
     placed = placer.compile(model, plan, (x,), run_on=run_on)
     optimizer = make_optimizer(plan.optimizer, [p for p in placed.parameters() if p.requires_grad])
-    cuda = torch.cuda if device == "cuda" else None
     for _ in range(count):
         if cuda is not None:
             cuda.synchronize()

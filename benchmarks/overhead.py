@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import placer
-from benchmarks.fresh import Job, Report, Row, add_options, answer, choose, measure_all
+from benchmarks.fresh import (
+    Job,
+    Report,
+    Row,
+    add_options,
+    answer,
+    choose,
+    measure_all,
+    take_turn,
+)
 from benchmarks.memory_gpu import GPT2
 from benchmarks.record import RESULTS, table
 from examples.unet3d import unet3d
@@ -51,6 +60,8 @@ class Case:
 
 def compare(case: Case, repeats: int, device: str = "cpu") -> dict[str, float]:
     """Median seconds of an SGD step: of the plain model, of ``placed(x)`` and of ``placed.step``."""
+    if device != "cpu":
+        take_turn()
     x, target = case.x.to(device), case.target.to(device)
     plain = copy.deepcopy(case.model).to(device)
     spec = {"devices": [device], "precision": "bf16" if case.bf16 else "fp32"}

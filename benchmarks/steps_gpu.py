@@ -32,6 +32,7 @@ from benchmarks.fresh import (
     choose,
     measure_all,
     output_folder,
+    take_turn,
 )
 from benchmarks.gpu_cases import PROFILED, gpu_kind
 from benchmarks.loss import LOSS
@@ -122,16 +123,19 @@ def compare(
         return placer.make_plan(model, spec, (x,))
 
     known = plan(kind)
+    predicted = {"catalogue": known.step_seconds}
+    if calibrated is not None:
+        predicted["calibrated"] = plan(calibrated).step_seconds
+    if device == "cuda":
+        take_turn()
     here = x.to(name)  # the step does not copy its input
     steps = list(trained_steps(model, known, here, _WARM + _STEPS, device=device))
     row = {
         "kind": kind,
         "measured": statistics.median(step.seconds for step in steps[_WARM:]),
-        "catalogue": known.step_seconds,
+        **predicted,
         "starved": sum(d.starved for d in known.devices),
     }
-    if calibrated is not None:
-        row["calibrated"] = plan(calibrated).step_seconds
     if device == "cuda":
         torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
@@ -141,13 +145,17 @@ def compare(
     return row
 
 
-def jobs(names: Sequence[str], device: str, calibrated: Path | None) -> Iterator[Job]:
-    """The calibration, if it is wanted, then the cases."""
+def jobs(
+    names: Sequence[str], device: str, calibrated: Path | None, rows: Mapping[str, Row]
+) -> Iterator[Job]:
+    """The calibration, if it is wanted, then the cases; ``rows`` has what was found, by the keys."""
     mode = "expandable" if device == "cuda" else None
     values: Row = {"device": device}
     if calibrated is not None:
         values["calibrated"] = str(calibrated)
         yield Job(key=_CALIBRATION, values={**values, "case": _CALIBRATION}, allocator=mode)
+        if _CALIBRATION not in rows:
+            return
     for name in names:
         yield Job(key=name, values={**values, "case": name}, allocator=mode)
 
@@ -195,6 +203,8 @@ def _job(values: Mapping[str, Any]) -> Row:
     name = f"{device}:0" if device == "cuda" else device
     if values["case"] == _CALIBRATION:
         seconds = 0.1 if device == "cuda" else 0.005
+        if device == "cuda":
+            take_turn()
         path = Path(values["calibrated"])
         save_kind(file_values(calibrate(name, seconds=seconds), name), path)
         return {}
@@ -227,7 +237,7 @@ def main() -> None:
     )
     given.output = output_folder(given)
     path = (given.output / "steps_gpu_kind.json").resolve() if given.calibrate else None
-    measure_all(report, lambda _: jobs(names, given.device, path), given)
+    measure_all(report, lambda rows: jobs(names, given.device, path, rows), given)
 
 
 if __name__ == "__main__":
