@@ -6,9 +6,9 @@ must ("auto") uses up any budget, so it is tried at one. Where a plan fits, thre
 the budget; where it does not, they must not succeed with more than 4 % to spare. A plan keeps nothing free
 here; if one runs out of memory, the edge with what plans keep free by default is tried too. Every mode of
 torch's allocator is tested. Each run has its own process, whose allocator is limited to the budget without
-the context, as it was measured in the first process.
+the context, as it was measured in the first process; the plan counts with the same.
 
-    python -m benchmarks.fits_gpu [CASE ...] [--resume]    # a GPU of 80 GB; has been run on none yet
+    python -m benchmarks.fits_gpu [CASE ...] [--resume]    # a GPU of 80 GB
     python -m benchmarks.fits_gpu kept                     # those that keep everything; "auto": the others
     python -m benchmarks.fits_gpu --device cpu             # tries it out, without a limit
     python -m benchmarks.fits_gpu --recorded FOLDER        # no GPU: the runs of fits_16GiB.json, predicted
@@ -119,12 +119,21 @@ def edge_of(fits: Callable[[int], bool], low: int, high: int) -> tuple[int, int]
 
 
 def case_spec(
-    case: GPUCase, budget: int, allocator: str, *, kind: str = "h100", free: bool = False
+    case: GPUCase,
+    budget: int,
+    allocator: str,
+    *,
+    kind: str = "h100",
+    free: bool = False,
+    context: int | None = None,
 ) -> PlacementSpec:
-    """One GPU with this many bytes, of which nothing is kept free, or (``free``) the default."""
+    """One GPU with this many bytes, of which nothing is kept free, or (``free``) the default.
+
+    ``context`` is as measured, in bytes; None: that of the kind.
+    """
     device = {"name": DEVICE, "allocator": allocator, "memory": budget, "kind": kind}
-    reserve = {} if free else {"reserve": 0}
-    return as_spec({"devices": [device], "objective": "memory", **LOSS, **reserve, **case.fields})
+    fields = {**LOSS, "context": context, **({} if free else {"reserve": 0}), **case.fields}
+    return as_spec({"devices": [device], "objective": "memory", **fields})
 
 
 def edge(planner: JudgingPlanner, spec: Callable[[int], PlacementSpec]) -> tuple[int, int]:
@@ -136,14 +145,16 @@ def edge(planner: JudgingPlanner, spec: Callable[[int], PlacementSpec]) -> tuple
     return edge_of(lambda budget: planner(spec(budget)).fits, device.context, enough)
 
 
-def plan_at(case: FitCase, side: str, allocator: str, *, kind: str, free: bool) -> tuple[Plan, int]:
+def plan_at(
+    case: FitCase, side: str, allocator: str, *, kind: str, free: bool, context: int | None = None
+) -> tuple[Plan, int]:
     """The plan of one side of the case, and the budget it was made for."""
     model, x = case.subject.build()
     program = lower(model, (x,))
     planner = JudgingPlanner(program, flatten_call(program.call, (x,), {}))
 
     def spec(budget: int) -> PlacementSpec:
-        return case_spec(case.subject, budget, allocator, kind=kind, free=free)
+        return case_spec(case.subject, budget, allocator, kind=kind, free=free, context=context)
 
     if case.gib is not None:
         budget = int(case.gib * GIB)
@@ -183,7 +194,7 @@ def train(
     ``device`` "cpu": no limit, and no bytes. Not ``alone``: others use the GPU meanwhile, so neither seconds
     nor the context are measured.
     """
-    plan, budget = plan_at(case, side, allocator, kind=kind, free=free)
+    plan, budget = plan_at(case, side, allocator, kind=kind, free=free, context=context)
     (found,) = plan.devices
     given = budget if plan.fits else int((1 - _SPARE) * budget)
     row = {
@@ -300,9 +311,10 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
     known = [row["context"] for row in rows if row["case"] == _CONTEXT]
     return [
         *table(header, cells),
-        f"Of {len(strict)} plans that fit with nothing kept free, {bad} ran out of memory; of those {worse} "
-        f"did so too with what a plan keeps free by default. Of {len(refused)} that were refused, {late} "
-        "trained with more than 4 % to spare. The goal is none of any.",
+        f"Of {len(strict)} plans that fit with nothing kept free, {bad} ran out of memory; of those "
+        f"{len(usual)} were tried with what a plan keeps free by default, and {worse} ran out of memory. Of "
+        f"{len(refused)} that were refused, {late} trained with more than 4 % to spare. The goal is none of "
+        "any.",
         "",
         "The allocator was limited to the bytes given"
         + (f" without a context of {known[0] / GIB:.3f} GiB, as measured first" if known else "")

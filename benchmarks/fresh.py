@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import torch
 
-from benchmarks.record import RESULTS, versions, write_page
+from benchmarks.record import RESULTS, gpu_users, versions, write_page
 from placer._torch import has_expandable_segments
 from placer.versions import ALLOCATOR_VARIABLES
 
@@ -221,20 +221,15 @@ def take_turn(*, alone: bool = True) -> None:
         return
     paths = [Path(os.environ[_LOCKS], f"placer_gpu_turn_{i}") for i in range(_TURNS)]
     files = [path.open("w") for path in paths]
-    if alone:
-        for file in files:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        _held.extend(files)
-    while not _held:
-        for file in files:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            _held.append(file)
-            break
-        else:
-            time.sleep(0.05)
+    _held.extend(files if alone else [files[os.getpid() % _TURNS]])
+    for file in _held:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    # The driver takes a moment to free what a process had that has just ended.
+    until = time.monotonic() + 10
+    while alone and gpu_users():
+        if time.monotonic() > until:
+            raise RuntimeError("something else uses the GPU: nothing can be measured")
+        time.sleep(0.1)
 
 
 def _write(report: Report, journal: Journal, folder: Path, *, show: bool) -> None:

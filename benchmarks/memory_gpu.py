@@ -8,7 +8,7 @@ two GPUs. Each run has its own process, whose allocator is in the mode that the 
 - reserved: `torch.cuda.max_memory_reserved`, likewise;
 - context: what the process has taken of the GPU after that, and not reserved. Nothing else may use the GPU.
 
-    python -m benchmarks.memory_gpu [MODEL ...]       # a GPU of 80 GB; has been run on none yet
+    python -m benchmarks.memory_gpu [MODEL ...]       # a GPU of 80 GB
     python -m benchmarks.memory_gpu --device cpu      # tensors only, by the CPU allocator's events
 """
 

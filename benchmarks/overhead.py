@@ -4,7 +4,7 @@ Steps of all alternate in random order, so that other load on the machine affect
 are so small that a step is limited by Python and by launching kernels: they show what placing costs the host.
 
     python -m benchmarks.overhead
-    python -m benchmarks.overhead --device cuda     # larger models, on a GPU; has been run on none yet
+    python -m benchmarks.overhead --device cuda     # larger models, on a GPU
 
 Every model has its own process, and the page is written after each.
 """

@@ -95,10 +95,19 @@ def _driver() -> str:
 
 def _ask_driver(field: str) -> str:
     """A field of the first GPU that this process may see; "" if ``nvidia-smi`` cannot say."""
+    return next(iter(_driver_says(f"--query-gpu={field}")), "")
+
+
+def gpu_users() -> list[str]:
+    """The processes that use the first GPU; none if ``nvidia-smi`` cannot say."""
+    return _driver_says("--query-compute-apps=pid")
+
+
+def _driver_says(query: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
-        return ""
+        return []
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     chosen = ["-i", seen] if seen else []
-    command = ["nvidia-smi", *chosen, f"--query-gpu={field}", "--format=csv,noheader"]
+    command = ["nvidia-smi", *chosen, query, "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else ""
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []

@@ -5,8 +5,8 @@ in a process of its own; a step is the median of the third and later ones. Then 
 nodes, and the step is predicted again. With --calibrate the rates that `placer calibrate` measures are tried
 too.
 
-    python -m benchmarks.steps_gpu [CASE ...] [--calibrate] [--resume]    # has been run on no GPU yet
-    python -m benchmarks.steps_gpu --device cpu                           # small models, to try it out
+    python -m benchmarks.steps_gpu [CASE ...] [--calibrate] [--resume]
+    python -m benchmarks.steps_gpu --device cpu    # small models, to try it out
 """
 
 from __future__ import annotations

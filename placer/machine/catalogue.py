@@ -68,7 +68,9 @@ class DeviceKind:
 
 _GIB = parse_bytes("1GiB")
 _UNPREDICTED = 0.02  # share of memory left free: the largest error of a fit prediction on an H100
-_CONTEXT = parse_bytes("520MiB")  # of an H100, driver 580 and CUDA 13; assumed of all others
+# Measured with driver 580 and CUDA 13; that of an H100 is assumed of all others
+_CONTEXT = parse_bytes("520MiB")
+_CONTEXTS = {"h200": parse_bytes("769MiB")}  # 619 before the first kernel, 130 are cuBLAS's
 _EFFICIENCY = 0.5  # assumed, not measured: share of their peaks that links reach
 # The same for links to the host, from two steps of a U-Net with offloading on an H100
 # (benchmarks/gpu_times.py)
@@ -180,7 +182,7 @@ def _from_sheet(
         rates=scaled_rates(H100_RATES, H100_PEAKS, peaks),
         link_bandwidth=link * 1e9 * _EFFICIENCY,
         host_bandwidth=host * 1e9 * _HOST_EFFICIENCY,
-        context=_CONTEXT,
+        context=_CONTEXTS.get(name, _CONTEXT),
     )
 
 

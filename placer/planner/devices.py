@@ -17,15 +17,17 @@ from placer.spec import DeviceSpec, PlacementSpec
 
 
 def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
-    """The device with its budget: as given, else of its kind, else of this machine's GPU, else none."""
+    """The device with its budget: as given, else of its kind, else of this machine's GPU, else none.
+
+    The GPUs of this machine count if it has all that the spec names: with some of another machine, budgets
+    of these alone would look like room that the others lack.
+    """
     kind = _kind(device, spec)
     budget = device.memory
     if budget is None and device.kind is not None:
         budget = kind.memory
-    if budget is None and device.name.startswith("cuda") and torch.cuda.is_available():
-        index = torch.device(device.name).index or 0
-        if index < torch.cuda.device_count():
-            budget = torch.cuda.get_device_properties(index).total_memory
+    if budget is None and device.name.startswith("cuda") and _are_here(spec):
+        budget = torch.cuda.get_device_properties(device.name).total_memory
     on_cuda = device_type(device.name) == "cuda"
     allocator = (device.allocator or "expandable") if on_cuda else None
     context = (kind.context if spec.context is None else spec.context) if on_cuda else 0
@@ -38,6 +40,13 @@ def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
         context=context,
         allocator=allocator,
     )
+
+
+def _are_here(spec: PlacementSpec) -> bool:
+    """Whether this machine has all GPUs that ``spec`` names."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [torch.device(d.name) for d in spec.devices if d.name.startswith("cuda")]
+    return all((device.index or 0) < count for device in named)
 
 
 def _kind(device: DeviceSpec, spec: PlacementSpec) -> DeviceKind:

@@ -96,7 +96,7 @@ def measure_nodes(
         program.captured, rows_of(program.call.batch_dims, [x.shape for x in leaves])
     )
     leaves = [*leaves, *(x.to(device) if isinstance(x, Tensor) else x for x in state)]
-    run = _Run(program, model, constants, context, clock)
+    run = _Run(program, model, constants, context, clock, device)
     passes: list[_Passes] = []
     whole: list[tuple[Took, Took, Took]] = []
     placed: list[Took] = []
@@ -174,9 +174,10 @@ class _Run(NodeRunner):
         constants: Mapping[str, Tensor],
         context: Callable[[], AbstractContextManager[Any]],
         clock: Clock,
+        device: torch.device,
     ) -> None:
         super().__init__(program.graph, model, constants)
-        self._program, self._context, self._clock = program, context, clock
+        self._program, self._context, self._clock, self._device = program, context, clock, device
         # Seconds in which the host launched each node in the last step, forward and backward
         self._launched: tuple[Table, Table] = ({}, {})
 
@@ -232,6 +233,13 @@ class _Run(NodeRunner):
         visible = self._program.call.result.visible(self.results(leaves))
         loss: Tensor = between(LOSS, partial(ASSUMED, visible))
         return loss
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        # The devices are those of the recording: the CPU's.
+        values = super().fetch_args_kwargs_from_env(n)
+        return fx.node.map_aggregate(
+            values, lambda x: self._device if isinstance(x, torch.device) else x
+        )
 
     def run_operation(self, node: fx.Node) -> Any:
         with self._context():

@@ -146,14 +146,16 @@ def _local_sums(
         return none, mean.new_zeros(2, x.size(1))
     view, (m, v, w) = groups.expand(x, (mean, var), (weight,))
     assert m is not None
+    assert v is not None
+    # A CPU reads the statistics as running ones, CUDA as those that were saved.
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         dy.contiguous().view(view.shape),
         view,
         torch.ones_like(m),
         m,
         v,
-        None,
-        None,
+        m,
+        (v + eps).rsqrt(),
         False,
         eps,
         [False, True, True],

@@ -1,7 +1,6 @@
 """The law on a GPU, as far as the machine has one: in one process, and with a process per GPU.
 
-In one process the same runs on the CPU in the suite; processes do in tests/distributed. `make gpu` runs it
-where there is a GPU; until then none has run it.
+In one process the same runs on the CPU in the suite; processes do in tests/distributed. `make gpu` runs it.
 """
 
 from __future__ import annotations
@@ -98,6 +97,17 @@ def _loss(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+@pytest.mark.parametrize("fields", [{"space": 2}, {"space": 2, "chunks": 2, "checkpoint": ["**"]}])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_volume_split_in_space_equals_the_whole(device: str, fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = unet3d(width=4, depth=2, norm="group").double()
+    x = torch.randn(2, 1, 16, 16, 16, dtype=torch.float64)
+    spec = {"devices": [f"{device}:0", f"{device}:1"], **fields}
+    found = placer.verify(model, spec, x, run_on=_run_on(device, "two stages"))
+    assert found.ok, found
+
+
 @NEEDS_GPU
 def test_a_process_per_device_equals_the_plain_model() -> None:
     """With NCCL on all GPUs (at most four).
@@ -107,7 +117,8 @@ def test_a_process_per_device_equals_the_plain_model() -> None:
     """
     ranks = min(torch.cuda.device_count(), 4)
     paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    paths += os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = str(Path(__file__).with_name("ranks.py"))
     done = subprocess.run(

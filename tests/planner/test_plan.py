@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -18,6 +19,7 @@ import placer
 from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.assemble import _policy_notes
+from placer.planner.devices import device_slot
 from placer.program import lower
 from placer.quantities import parse_bytes
 from placer.report import verdict
@@ -432,3 +434,19 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
     assert faster_with_fewer(unknown, make(unknown), make) == (
         "Fewer devices would be faster by reference rates: with cuda:0 alone, a step would take less time."
     )
+
+
+def test_gpus_of_this_machine_give_budgets_if_all_that_are_named_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(total_memory=24 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+
+    def budgets(*names: str) -> list[int | None]:
+        spec = PlacementSpec.model_validate({"devices": list(names)})
+        return [device_slot(device, spec).budget for device in spec.devices]
+
+    assert budgets("cuda:0") == [24 * 2**30]
+    assert budgets("cuda:0", "cuda:1") == [None, None]
