@@ -23,6 +23,70 @@ class Resize(nn.Module):
         return F.interpolate(x, **self.options)
 
 
+class Call(nn.Module):
+    """A function of the input, by a description that is seen in a failure."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], said: object) -> None:
+        super().__init__()
+        self._function, self._said = [function], said
+
+    def extra_repr(self) -> str:
+        return str(self._said)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function[0](x)
+
+
+def _take(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
+    """Slices, ``narrow`` and padding."""
+    if draw.random() < 0.5:
+        mode = draw.choice(("constant", "constant", "reflect", "replicate", "circular"))
+        low = -2 if mode == "constant" else 0
+        pad = [draw.randint(low, 3) for _ in range(2 * dims)]
+        value = draw.choice((None, 1.5)) if mode == "constant" else None
+        return Call(lambda x: F.pad(x, pad, mode, value), (mode, pad, value)), channels
+    if draw.random() < 0.3:
+        dim, start = draw.randint(2, dims + 1), draw.randint(0, 2)
+        length = draw.randint(1, 6)
+        return Call(lambda x: x.narrow(dim, start, length), (dim, start, length)), channels
+    bounds = [draw.choice((None, *range(-5, 6))) for _ in range(2 * dims)]
+    steps = [draw.choice((None, 1, 2, 3)) for _ in range(dims)]
+    slices = [slice(*bounds[2 * i : 2 * i + 2], steps[i]) for i in range(dims)]
+    index = draw.choice(((slice(None), slice(None), *slices), (..., *slices)))
+    return Call(lambda x: x[index], index), channels
+
+
+def _reduce(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
+    """Reductions, with which the input is scaled."""
+    name = draw.choice(("amax", "amin", "var", "std"))
+    over = draw.choice((list(range(2, dims + 2)), list(range(dims + 2)), [1], [2]))
+    return Call(
+        lambda x: x * getattr(x, name)(over, keepdim=True) + getattr(x, name)(1, keepdim=True),
+        (name, over),
+    ), channels
+
+
+def _function(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
+    """Norms as functions, and gates."""
+    if channels % 2 == 0 and channels > 2 and draw.random() < 0.3:
+        return nn.GLU(1), channels // 2
+    weight = torch.rand(channels, dtype=torch.float64)
+    groups = draw.choice((1, channels))
+    return Call(
+        draw.choice(
+            (
+                lambda x: F.instance_norm(x, weight=weight),
+                lambda x: F.group_norm(x, groups, weight, None, 1e-3),
+                lambda x: F.batch_norm(x, None, None, weight, training=True),
+                lambda x: x + x.max(),
+                lambda x: F.rms_norm(x.transpose(1, -1), (channels,)).transpose(1, -1),
+                lambda x: torch.stack([x, x * 2], 2)[:, :, 1] + x.unsqueeze(1).squeeze(1),
+            )
+        ),
+        groups,
+    ), channels
+
+
 def _convolution(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
     transposed = draw.random() < 0.4
     kinds: Any = {
@@ -65,7 +129,9 @@ def _pool(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int
 
 
 def _adaptive(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
-    pools: Any = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+    averages: Any = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+    largest: Any = (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+    pools = draw.choice((averages, largest))
     size: Any = [draw.randint(1, 4) for _ in range(dims)] if draw.random() < 0.6 else 1
     return pools[dims - 1](size), channels
 
@@ -81,7 +147,7 @@ def _resize(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, i
     if draw.random() < 0.6:
         options["scale_factor"] = draw.choice((2, 3, 1.5, 2.3, 0.5))
     else:
-        options["size"] = draw.choice((3, 7, 12))
+        options["size"] = draw.choice((3, 7, 12, 16, 20))
     return Resize(**options), channels
 
 
@@ -103,6 +169,7 @@ def _other(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, in
 
 _KINDS: tuple[Callable[..., tuple[nn.Module, int]], ...] = (
     *(_convolution, _convolution, _pool, _pool, _adaptive, _resize, _other),
+    *(_take, _take, _reduce, _function),
 )
 
 
@@ -119,8 +186,11 @@ def random_case(seed: int) -> tuple[nn.Module, Tensor, dict[str, Any]] | None:
     shape = [draw.randint(6, 14) for _ in range(dims)]
     x = torch.randn(draw.randint(1, 2), 2, *shape, dtype=torch.float64)
     try:
-        copy.deepcopy(model)(x).sum().backward()
-    except (RuntimeError, ValueError):
+        made = copy.deepcopy(model)(x)
+        made.sum().backward()
+    except (RuntimeError, ValueError, IndexError):
+        return None
+    if not made.numel():
         return None
     space: Any = draw.choice((2, 3, 4))
     if dims > 1 and draw.random() < 0.4:

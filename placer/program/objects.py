@@ -61,7 +61,8 @@ def function_parts(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return [*filter(None, map(_content, value.__closure__ or ())), *defaults]
+        held = map(_content, value.__closure__ or ())
+        return [*(part for part in held if part is not None), *defaults]
     return []
 
 

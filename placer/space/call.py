@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,7 +19,8 @@ class Call:
     """A node, by the ``name`` of what it calls.
 
     ``values`` has the whole value of every node on fake tensors. ``layouts`` are those of the inputs that are
-    cut. ``parts_of`` has, for a concatenation that is not made, its tensors.
+    cut. ``parts_of`` has, for a concatenation that is not made, its tensors. ``fixed`` are the nodes whose
+    number is the same in every call; ``is_shared`` says that its memory is written by some node.
     """
 
     node: fx.Node
@@ -29,6 +30,8 @@ class Call:
     layouts: Mapping[fx.Node, Layout]
     parts_of: Mapping[fx.Node, Sequence[fx.Node]]
     count: int  # chunks of planes in which windowed operators run
+    fixed: Collection[fx.Node] = ()
+    is_shared: bool = False
 
     @property
     def result(self) -> Any:
@@ -48,6 +51,12 @@ class Call:
             found, lambda x: x if isinstance(self.values[x], Tensor) else self.values[x]
         )
         return known
+
+    def is_fixed(self, given: Any) -> bool:
+        """Are all numbers in ``given`` the same in every call?"""
+        found: list[fx.Node] = []
+        fx.node.map_arg(given, found.append)
+        return all(node in self.fixed for node in found)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from placer.errors import PlacerError
@@ -20,6 +20,7 @@ from placer.program import must_stay_whole
 from placer.space.exchange import Exchange, current_exchange
 from placer.space.layout import Layout
 from placer.space.norms import Groups, Normalize, update_running
+from placer.space.reductions import Extreme, Variance
 from placer.space.whole import Cut, Gather, Spread, Total
 from placer.space.windowed import RunWindowed, Windows
 
@@ -141,9 +142,14 @@ class RunInWindows(InSpace):
 
 @dataclass(frozen=True)
 class NormalizeParts(InSpace):
-    """A batch, instance or group norm, called with the layer and a part of its input."""
+    """A batch, instance or group norm, called with the layer and a part of its input.
+
+    With ``eps`` it is called with weight and bias instead of the layer, and has no running statistics.
+    """
 
     groups: Groups
+    is_group_norm: bool
+    eps: float | None = None
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -151,16 +157,19 @@ class NormalizeParts(InSpace):
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
         flat = []
-        for module, x in arguments:
-            _refuse_hooks(module)
-            flat += [module.weight, module.bias, x]
+        for *layer, x in arguments:
+            if self.eps is None:
+                _refuse_hooks(layer[0])
+                layer = [layer[0].weight, layer[0].bias]
+            flat += [*layer, x]
         first = arguments[0][0]
+        eps = first.eps if self.eps is None else self.eps
         kind = flat[2].device.type
-        if isinstance(first, nn.GroupNorm) and kind != "cpu" and torch.is_autocast_enabled(kind):
+        if self.is_group_norm and kind != "cpu" and torch.is_autocast_enabled(kind):
             flat = [x if x is None else x.float() for x in flat]  # as autocast does for this norm
         with torch.autocast(kind, enabled=False):
-            mean, var, *results = Normalize.apply(exchange, self.groups, first.eps, *flat)
-        if self.groups.number is None:
+            mean, var, *results = Normalize.apply(exchange, self.groups, eps, *flat)
+        if self.groups.number is None and self.eps is None:
             rows = arguments[0][1].size(0)
             update_running(first, mean, var, sum(self.groups.counts(rows)))
         parts: Sequence[Any] = results
@@ -200,6 +209,32 @@ class SumParts(InSpace):
             return (one.sum(0) if self.kind == "sum" else one.mean(0)).dtype
         made: Tensor = getattr(F, self.kind)(one, 1)
         return made.dtype
+
+
+@dataclass(frozen=True)
+class ReduceParts(InSpace):
+    """The "amax", "amin", "var" or "std" (``kind``) of a value over ``dims``, all cut ones among them."""
+
+    layout: Layout
+    dims: tuple[int, ...]
+    keepdim: bool
+    kind: str
+    correction: float = 1
+    is_whole = True
+
+    def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        parts = [x for (x,) in arguments]
+        if self.kind in ("amax", "amin"):
+            found = Extreme.apply(exchange, self.dims, self.kind, *parts)
+        else:
+            wide = torch.promote_types(parts[0].dtype, torch.float32)
+            shapes = [self.layout.shape_of(box, parts[0].shape) for box in self.layout.boxes]
+            counts = [math.prod(shape[d] for d in self.dims) for shape in shapes]
+            of_wide = [x.to(wide) for x in parts]
+            is_std = self.kind == "std"
+            found = Variance.apply(exchange, self.dims, counts, self.correction, is_std, *of_wide)
+            found = found.to(parts[0].dtype)
+        return [found if self.keepdim else found.squeeze(self.dims)]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from placer.space.exchange import Exchange
 from placer.space.layout import Layout, sizes
+from placer.space.reductions import of_all
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,10 @@ class Normalize(torch.autograd.Function):
         weights, biases, inputs = tensors[::3], tensors[1::3], tensors[2::3]
         moments = [_moments(x, groups) for x in inputs]
         counts = groups.counts(inputs[0].size(0))
-        stacked = []
-        for shard, own in zip(exchange.local, moments, strict=True):
-            everyone = own.new_zeros(exchange.shards, *own.shape)
-            everyone[shard] = own
-            stacked.append(everyone)
         kept, results = [], []
         total = float(sum(counts))
         for shard, each, weight, bias, x in zip(
-            exchange.local, exchange.sum(stacked), weights, biases, inputs, strict=True
+            exchange.local, of_all(exchange, moments), weights, biases, inputs, strict=True
         ):
             with exchange.at(shard):
                 n = torch.tensor(counts, dtype=each.dtype, device=each.device)[:, None]

@@ -286,6 +286,46 @@ class Resize(Operator):
         return x.index_select(FIRST + dim, torch.tensor(own, device=x.device))
 
 
+@dataclass(frozen=True)
+class Take(Operator):
+    """A slice, or padding: position ``i`` of the output is ``first + i * step`` of the input.
+
+    Where that is outside of the input, it is ``fill``, or by ``mode`` ("reflect", "replicate") one inside.
+    """
+
+    lengths: tuple[int, ...]
+    first: tuple[int, ...]
+    step: tuple[int, ...]
+    mode: str = "constant"
+    fill: float = 0.0
+
+    is_linear = True  # its gradient is that of a linear one, whatever is filled in
+
+    def _positions(self, dim: int, span: tuple[int, int]) -> list[int]:
+        length = self.lengths[dim]
+        found = [self.first[dim] + i * self.step[dim] for i in range(*span)]
+        if self.mode == "replicate":
+            return [min(max(at, 0), length - 1) for at in found]
+        if self.mode == "reflect":
+            return [length - 1 - abs(length - 1 - abs(at)) for at in found]
+        return found
+
+    def source(self, out: Box) -> Box:
+        read = [self._positions(dim, span) for dim, span in enumerate(out)]
+        return tuple((min(own), max(own) + 1) for own in read)
+
+    def run(self, x: Tensor, out: Box, parameters: Sequence[Tensor | None]) -> Tensor:
+        for dim, span in enumerate(out):
+            positions = self._positions(dim, span)
+            first, end, step = min(positions), max(positions) + 1, self.step[dim]
+            if positions == list(range(first, end, step)):
+                x = x[(slice(None),) * (FIRST + dim) + (slice(None, None, step),)]
+            else:
+                own = torch.tensor([at - first for at in positions], device=x.device)
+                x = x.index_select(FIRST + dim, own)
+        return x
+
+
 def chunks(out: Box, dim: int, count: int) -> list[Box]:
     """``out`` in at most ``count`` parts along ``dim``, none of them empty."""
     first, end = out[dim]

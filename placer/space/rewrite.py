@@ -18,7 +18,7 @@ from placer.program import Program, register_rewrite, with_graph
 from placer.program.rows import name_of
 from placer.program.targets import UnderModes
 from placer.space.call import Call, Local, Replace, Rule
-from placer.space.chunks import chunk_rewrites, find_joins, parts_of_join
+from placer.space.chunks import CONVOLUTIONS, chunk_rewrites, find_joins, parts_of_join
 from placer.space.inputs import input_layouts
 from placer.space.layout import Layout
 from placer.space.nodes import (
@@ -27,6 +27,7 @@ from placer.space.nodes import (
     SpreadWhole,
     WholeShape,
 )
+from placer.space.operators import FIRST
 from placer.space.rules import find_rule
 from placer.space.values import whole_values
 from placer.spec import PlacementSpec
@@ -34,6 +35,7 @@ from placer.spec.layers import resolve_patterns
 from placer.spec.rewrite import Rewrite
 
 SPACE = "space"
+_MOVING = ("permute", "transpose", "swapaxes", "getitem", "__getitem__")
 
 
 def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
@@ -98,6 +100,8 @@ class _Cutter:
     _of: dict[fx.Node, _Values] = field(default_factory=dict)
     _rules: dict[str, Rule] = field(default_factory=dict)
     _uncut: set[fx.Node] = field(default_factory=set)
+    _fixed: set[fx.Node] = field(default_factory=set)  # numbers that are the same in every call
+    _upright: set[fx.Node] = field(default_factory=set)  # cut; their rows are the first dimension
 
     def __post_init__(self) -> None:
         self._modules = dict(self.program.model.named_modules(remove_duplicate=False))
@@ -109,6 +113,7 @@ class _Cutter:
         elif unmatched:
             raise SpecError(SpecError.UNNAMED, unmatched)
         self._chosen = inside
+        self._shared = {name for group in self.program.colocated for name in group}
         self._joins = find_joins(self.program)
         self._parts_of = {join: parts_of_join(join) for join in self._joins}
 
@@ -118,6 +123,7 @@ class _Cutter:
         """The graph, and the layer of each node; nodes of ``whole`` run on whole values."""
         self._graph, self._layer_of = fx.Graph(), dict(self.program.layers)
         self._of, self._rules, self._uncut = {}, {}, whole
+        self._fixed, self._upright = set(), set()
         for node in self.program.graph.nodes:
             if node.op == "output":
                 read = partial(self._whole, reader=node, reason="")
@@ -151,12 +157,20 @@ class _Cutter:
     def _enter(self, node: fx.Node) -> None:
         copied = self._graph.node_copy(node)
         self._of[node] = _Values(whole=copied, likely=self._inputs.get(node.name))
+        if all(each.batch_dim in (0, None) for each in self.program.call.inputs):
+            self._upright.add(node)
 
     def _write_fact(self, node: fx.Node) -> None:
         """A size, which may depend on the number of rows, is asked of the parts; others are constants."""
         name, source = name_of(node), node.all_input_nodes[0]
         is_shape = name in ("size", "numel") or node.args[1] == "shape"
         layout = self._of[source].layout
+        sizes = [*node.args[1:], *node.kwargs.values()] if name == "size" else []
+        cut = layout or self._of[source].likely
+        if sizes and isinstance(sizes[0], int) and cut is not None:
+            dim = sizes[0] % len(cut.shape)
+            if dim in cut.dims or (source in self._upright and dim >= FIRST):
+                self._fixed.add(node)
         if not is_shape or layout is None:
             if is_shape:  # of a whole value
                 whole = self._copy(node, lambda x: self._of[x].whole)
@@ -164,14 +178,13 @@ class _Cutter:
             return
         target = WholeShape(layout)
         part = self._parts(source, node)
-        given = [*node.args[1:], *node.kwargs.values()] if name == "size" else []
         counts = name == "numel"
-        name = f"{node.name}_shape" if given or counts else node.name
+        name = f"{node.name}_shape" if sizes or counts else node.name
         made = self._new(node, "call_function", target, (part,), name)
         if counts:
             made = self._new(node, "call_method", "numel", (made,), node.name)
-        elif given:
-            index = fx.node.map_arg(given[0], lambda x: self._whole(x, node, ""))
+        elif sizes:
+            index = fx.node.map_arg(sizes[0], lambda x: self._whole(x, node, ""))
             made = self._new(node, "call_function", operator.getitem, (made, index), node.name)
         self._of[node] = _Values(whole=made)
 
@@ -199,6 +212,9 @@ class _Cutter:
         )
 
     def _write(self, node: fx.Node) -> None:
+        self._offer(node)
+        if node.all_input_nodes and all(x in self._fixed for x in node.all_input_nodes):
+            self._fixed.add(node)
         if not any(self._is_cut(x) for x in self._read(node)):
             self._of[node] = _Values(
                 whole=self._copy(node, lambda x: self._whole(x, node, "")),
@@ -206,6 +222,8 @@ class _Cutter:
             )
             return
         self._rules[node.name] = rule = self._rule(node)
+        if self._keeps_rows_first(node, rule):
+            self._upright.add(node)
         if isinstance(rule, str):
             made = self._copy(node, lambda x: self._whole(x, node, rule))
             self._of[node] = _Values(whole=made, likely=self._like_an_input(node))
@@ -215,6 +233,28 @@ class _Cutter:
             self._of[node] = _Values(parts=made, layout=layout)
         else:
             self._replace(node, rule)
+
+    def _keeps_rows_first(self, node: fx.Node, rule: Rule) -> bool:
+        """Are the rows the first dimension of the result, as of all that is cut of its inputs?"""
+        result = self.values[node]
+        moves = isinstance(rule, Local) and name_of(node) in _MOVING
+        if isinstance(rule, str) or moves or not isinstance(result, Tensor):
+            return False
+        given = [x for x in self._read(node) if self._is_cut(x)]
+        return all(x in self._upright and self.values[x].dim() == result.dim() for x in given)
+
+    def _offer(self, node: fx.Node) -> None:
+        """A whole value that a convolution reads, as after the tokens of a transformer, may be cut again."""
+        if node.op != "call_module" or not isinstance(
+            self._modules[str(node.target)], CONVOLUTIONS
+        ):
+            return
+        source, like = node.all_input_nodes[0], next(iter(self._inputs.values()))
+        if (found := self._of.get(source)) is None or found.whole is None or self._is_cut(source):
+            return
+        layout = Layout(like.cuts, tuple(self.values[source].shape), like.dims)
+        if len(layout.shape) == len(like.shape) and layout.can_be_cut:
+            found.likely = layout
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
         """What ``node`` reads; for a concatenation that is not made, what it joins."""
@@ -242,8 +282,10 @@ class _Cutter:
                 layouts[x] = layout
         parts_of = {x: y for x, y in self._parts_of.items() if x not in self._of}
         count = cast(int, self.settings.get("chunks", 1))
-        call = Call(node, name, module, self.values, layouts, parts_of, count)
-        return find_rule(call)
+        shared = node.name in self._shared
+        return find_rule(
+            Call(node, name, module, self.values, layouts, parts_of, count, self._fixed, shared)
+        )
 
     def _replace(self, node: fx.Node, rule: Replace) -> None:
         given: list[Any] = []

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from placer.program import is_torch_leaf, must_stay_whole
-from placer.space import window_rules
+from placer.space import taking, window_rules
 from placer.space.call import Call, Local, Replace, Rule, RuleMaker
-from placer.space.nodes import SumParts
+from placer.space.nodes import ReduceParts, SumParts
 
 
 def find_rule(call: Call) -> Rule:
@@ -174,15 +174,6 @@ def _split(call: Call) -> Rule:
     return Local(layout.dims)
 
 
-def _item(call: Call) -> Rule:
-    """An item of a tuple whose tensors are cut."""
-    (layout,) = call.layouts.values()
-    source = call.inputs[0]
-    if isinstance(call.values[source], tuple | list):
-        return Local(layout.dims)
-    return "it takes a part by position"
-
-
 def _reduce(call: Call) -> Rule:
     """A sum or mean over all dimensions that are cut, and perhaps others."""
     (layout,) = call.layouts.values()
@@ -203,6 +194,32 @@ def _reduce(call: Call) -> Rule:
     return Replace(total, (call.inputs[0],))
 
 
+def _extreme(call: Call) -> Rule:
+    """The largest or smallest element, or the variance, over all dimensions that are cut, or over none."""
+    (layout, *others) = call.layouts.values()
+    rank = len(layout.shape)
+    given = call.argument(1, "dim")
+    if others or isinstance(given, bool | fx.Node):
+        return "its second argument is no dimension"
+    if given is None or (isinstance(given, list | tuple) and not given):
+        given = list(range(rank))
+    dims = sorted(d % rank for d in (given if isinstance(given, list | tuple) else (given,)))
+    result = call.result if isinstance(call.result, Tensor) else call.result[0]
+    keepdim = result.dim() == rank
+    if not set(dims) & set(layout.dims):
+        return Local(layout.dims if keepdim else _without(dims, layout.dims))
+    if not isinstance(call.result, Tensor):
+        return "it returns positions in the whole value"
+    if not set(layout.dims) <= set(dims) or not result.is_floating_point():
+        return "it reduces some of the dimensions that are cut"
+    unbiased = call.argument(2, "unbiased", True) if call.name in ("std", "var") else True
+    given = call.argument(4, "correction")
+    correction = int(bool(unbiased)) if given is None else given
+    kind = {"max": "amax", "min": "amin"}.get(call.name, call.name)
+    total = ReduceParts(layout, tuple(dims), keepdim, kind, correction)
+    return Replace(total, (call.inputs[0],))
+
+
 _INPLACE = ("iadd", "isub", "imul", "itruediv")
 _ACTIVATIONS = (
     *("ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU"),
@@ -216,6 +233,7 @@ _FUNCTIONS = (
     *("hardtanh", "relu6", "logsigmoid", "clamp", "clip", "minimum", "maximum", "where", "lerp"),
     *("addcmul", "addcdiv", "reciprocal", "log1p", "expm1", "sign", "floor", "ceil", "round"),
     *("clone", "contiguous", "detach", "float", "double", "half", "bfloat16", "to", "type_as"),
+    *("as_tensor",),
     *("nan_to_num", "isnan", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_not"),
     *("logical_or", "rsub", "sub_", "add_", "mul_", "div_", "relu_", "clamp_", "sigmoid_", "tanh_"),
     *("leaky_relu_", "hardswish_", "silu_", "iadd", "imul", "isub", "itruediv", "masked_fill"),
@@ -229,14 +247,27 @@ _RULES: dict[str, RuleMaker] = {
     **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"), _dropout),
     **dict.fromkeys(("Softmax", "LogSoftmax", "softmax", "log_softmax"), _along(1, "dim", None)),
     **dict.fromkeys(("argmax", "argmin"), _along(1, "dim", None)),
+    **dict.fromkeys(("GLU", "glu"), _along(1, "dim", -1)),
     **dict.fromkeys(("Linear", "linear"), _last(lambda call: 1)),
-    **dict.fromkeys(("LayerNorm", "layer_norm"), _last(_normalized)),
+    **dict.fromkeys(("LayerNorm", "layer_norm", "RMSNorm", "rms_norm"), _last(_normalized)),
     **dict.fromkeys(("cat", "concat", "concatenate"), _concatenate),
     "permute": _permuted(_permutation),
     **dict.fromkeys(("transpose", "swapaxes"), _permuted(_transposition)),
     **dict.fromkeys(("chunk", "split"), _split),
-    "getitem": _item,
+    **dict.fromkeys(("getitem", "__getitem__"), taking.item),
+    "narrow": taking.narrow,
+    "select": taking.select,
+    "squeeze": taking.squeeze,
+    "unsqueeze": taking.unsqueeze,
+    "stack": taking.stack,
+    "pad": taking.pad,
+    **{
+        f"{kind}Pad{n}d": taking.pad
+        for n in "123"
+        for kind in ("Constant", "Zero", "Reflection", "Replication", "Circular")
+    },
     **dict.fromkeys(("sum", "mean"), _reduce),
+    **dict.fromkeys(("amax", "amin", "max", "min", "var", "std"), _extreme),
     **dict.fromkeys((*window_rules.LOSSES, *window_rules.LOSSES.values()), window_rules.loss),
     **{
         f"{name}{n}d": window_rules.convolution
@@ -246,9 +277,12 @@ _RULES: dict[str, RuleMaker] = {
     **{f"{name}{n}d": window_rules.pool(False) for n in "123" for name in ("MaxPool", "max_pool")},
     **{f"{name}{n}d": window_rules.pool(True) for n in "123" for name in ("AvgPool", "avg_pool")},
     **{
-        f"{name}{n}d": window_rules.adaptive_average
+        f"{name}{n}d": window_rules.adaptive_pool
         for n in "123"
-        for name in ("AdaptiveAvgPool", "adaptive_avg_pool")
+        for name in (
+            *("AdaptiveAvgPool", "adaptive_avg_pool"),
+            *("AdaptiveMaxPool", "adaptive_max_pool"),
+        )
     },
     **dict.fromkeys(
         ("Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), window_rules.resize
@@ -257,5 +291,6 @@ _RULES: dict[str, RuleMaker] = {
     **{f"BatchNorm{n}d": window_rules.norm for n in "123"},
     **{f"InstanceNorm{n}d": window_rules.norm for n in "123"},
     "GroupNorm": window_rules.norm,
+    **dict.fromkeys(("batch_norm", "instance_norm", "group_norm"), window_rules.functional_norm),
     "SyncBatchNorm": window_rules.norm,
 }

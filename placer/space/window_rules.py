@@ -161,15 +161,18 @@ def pool(average: bool) -> RuleMaker:
     return rule
 
 
-def adaptive_average(call: Call) -> Rule:
-    """Adaptive average pooling to one position, or to a divisor of the length."""
+def adaptive_pool(call: Call) -> Rule:
+    """Adaptive pooling to a divisor of the length; of averages also to one position."""
+    average = "vg" in call.name
+    if not isinstance(call.result, Tensor):
+        return "it returns positions in the whole value"
     layout = call.layouts[call.inputs[0]]
     rank = len(layout.shape) - FIRST
     if not _is_spatial(layout, rank) or str(rank) != call.name[-2]:
         return "it is called without rows"
     output = tuple(call.result.shape[FIRST:])
     spatial = layout.shape[FIRST:]
-    if set(output) == {1} and {dim - FIRST for dim in layout.dims} <= set(range(rank)):
+    if average and set(output) == {1} and {dim - FIRST for dim in layout.dims} <= set(range(rank)):
         dims = tuple(range(FIRST, rank + FIRST))
         total = SumParts(layout, dims, keepdim=True, kind=f"adaptive_avg_pool{rank}d")
         return Replace(total, (call.inputs[0],))
@@ -178,7 +181,9 @@ def adaptive_average(call: Call) -> Rule:
     kernel = tuple(length // size for length, size in zip(spatial, output, strict=True))
     none = (0,) * rank
     result = Layout(layout.cuts, tuple(call.result.shape), layout.dims)
-    operator = Pool(spatial, kernel, kernel, none, tuple(1 for _ in none), average=True)
+    if not average and not result.can_be_cut:
+        return "its result has fewer positions than there are parts"
+    operator = Pool(spatial, kernel, kernel, none, tuple(1 for _ in none), average=average)
     windows = Windows(operator, (layout,), result, call.count)
     # Never the layer itself on a part: that would make the size of the whole result.
     return Replace(RunInWindows(windows), (call.inputs[0],), dims=layout.dims)
@@ -218,7 +223,8 @@ def resize(call: Call) -> Rule:
     dims = layout.dims
     result = Layout(layout.cuts, tuple(call.result.shape), dims)
     windows = Windows(operator, (layout,), result, call.count)
-    if mode == "nearest" and not odd and needs_no_window(windows) and _even(layout, windows):
+    by_factor = given["size"] is None  # a size is that of the whole
+    if mode == "nearest" and by_factor and needs_no_window(windows) and _even(layout, windows):
         return Local(dims)
     return Replace(RunInWindows(windows), (call.inputs[0],), dims=dims)
 
@@ -231,6 +237,30 @@ def _even(layout: Layout, windows: Windows) -> bool:
         (own[1] - own[0]) * ratio == out[1] - out[0]
         for box, result in zip(layout.boxes, windows.outputs, strict=True)
         for own, out, ratio in zip(box[FIRST:], result, ratios, strict=True)
+    )
+
+
+def functional_norm(call: Call) -> Rule:
+    """The functions of batch, instance and group norm."""
+    names = list(inspect.signature(getattr(F, call.name)).parameters)
+    defaults = {"eps": 1e-5, "training": False, "use_input_stats": True}
+    own = {name: call.argument(i, name, defaults.get(name)) for i, name in enumerate(names)}
+    layout = call.layouts.get(own["input"])
+    if layout is None or len(call.layouts) > 1:
+        return "its weight or its statistics are cut"
+    if min(layout.dims) < FIRST:
+        return "its rows or channels are cut"
+    if not own.get("training", True):
+        return Local(layout.dims)
+    if own.get("running_mean") is not None or not own.get("use_input_stats", True):
+        return "it has running statistics"
+    channels = None if call.name == "batch_norm" else layout.shape[1]
+    groups = Groups(layout, own.get("num_groups", channels))
+    return Replace(
+        NormalizeParts(groups, call.name == "group_norm", own["eps"]),
+        (own["input"],),
+        (own["weight"], own["bias"]),
+        dims=layout.dims,
     )
 
 
@@ -250,7 +280,7 @@ def norm(call: Call) -> Rule:
         if not _is_spatial(layout, int(call.name[-2])):
             return "it is called without rows"
     number = None if batch else getattr(module, "num_groups", layout.shape[1])
-    operation = NormalizeParts(Groups(layout, number))
+    operation = NormalizeParts(Groups(layout, number), isinstance(module, nn.GroupNorm))
     return Replace(operation, (call.inputs[0],), takes_layer=True, dims=layout.dims)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from placer._torch import storage_key
 from placer.space.exchange import Exchange, Pieces
 from placer.space.layout import Box, Layout, Window, is_empty, meet, sizes
 from placer.space.operators import FIRST, Operator, chunks
@@ -136,6 +137,8 @@ class _Run:
         for part in parts:
             made = given.operator.run(self._padded(at, part), part, self.parameters[at])
             if len(parts) == 1:
+                if any(storage_key(made) == storage_key(x) for x in self.inputs[at]):
+                    return made.clone(memory_format=torch.contiguous_format)
                 return made.contiguous()
             if result is None:
                 result = made.new_empty((*made.shape[:FIRST], *sizes(box)))
@@ -183,7 +186,8 @@ class _Run:
                     )
                 del x
                 sums = [_added(a, b) for a, b in zip(sums, others, strict=True)]
-                if dx is not None and len(parts) == len(own) == 1 and self._is_own(part, shard):
+                alone = len(parts) == len(own) == 1 and self._is_own(part, shard)
+                if dx is not None and alone and storage_key(dx) != storage_key(dy):
                     own = [dx]  # neither padded nor cut: no neighbour reads, or is read
                 elif dx is not None:
                     own = self._or_zeros(own, at, of_inputs)

@@ -20,6 +20,7 @@ GRID: dict[str, Any] = {
     "devices": [f"cpu:{i}" for i in range(4)],
     "space": {"shards": 4, "grid": [2, 2]},
 }
+FIVE: dict[str, Any] = {"devices": [f"cpu:{i}" for i in range(5)], "space": 5}
 HEIGHT: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "space": {"shards": 2, "dims": ["height"]}}
 
 
@@ -90,6 +91,37 @@ def _write_after_resize(m: Any, y: Tensor) -> tuple[Tensor, ...]:
     return larger, y
 
 
+def _write_slice(m: Any, y: Tensor) -> tuple[Tensor, ...]:
+    part = y[:, :, 1:-2]
+    part.mul_(2)
+    return part, m.again(y)
+
+
+def _crop(m: Any, y: Tensor) -> Tensor:
+    """As a U-Net of valid convolutions crops its skip."""
+    inner = F.conv3d(y, m.again.weight)
+    off = [(a - b) // 2 for a, b in zip(y.shape[2:], inner.shape[2:], strict=True)]
+    skip = y[:, :, off[0] : off[0] + inner.shape[2], off[1] : -off[1], off[2] : -off[2]]
+    return torch.cat([skip, inner], 1)
+
+
+def _statistics(m: Any, y: Tensor) -> tuple[Tensor, ...]:
+    y = F.relu(y)  # whose smallest elements are equal
+    over = (2, 3, 4)
+    return (
+        *(
+            y.amax(over),
+            y.amin(over, keepdim=True),
+            y.max(),
+            y.amax(1),
+            y.min(1)[0],
+            y.amax((0, *over)),
+        ),
+        *(y.std(over, False), y.var(over, keepdim=True), torch.std(y, dim=over, correction=2)),
+        *(y.var(), y.std(1), (y * 0).std(over)),
+    )
+
+
 def _buffer() -> nn.Buffer:
     return nn.Buffer(torch.randn(1, 4, 8, 6, 6))
 
@@ -130,6 +162,29 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
         {"act": lambda: nn.PReLU(8)},
         lambda m, y: m.act(y.transpose(1, 2)),
     ),
+    "written slice": (TWO, {}, _write_slice),
+    "rows of half the batch": (TWO, {}, lambda m, y: (y[: y.shape[0] // 2], y[:, :, : y.shape[0]])),
+    "position of a cut dimension": (TWO, {}, lambda m, y: (y[:, :, 3], y.select(2, -1), y[..., 0])),
+    "elements by a mask": (TWO, {}, lambda m, y: y[y.detach() > 0]),
+    "a plane, and others": (TWO, {}, lambda m, y: (y[:, :1, 1:-1], y[:, None, :, ::2])),
+    "squeezed": (TWO, {}, lambda m, y: (y[:, :, :1].squeeze(2), y[:, :1].squeeze())),
+    "largest positions": (
+        TWO,
+        {},
+        lambda m, y: (
+            torch.where(y.argmax(1, True) == 1, y, 0),
+            F.adaptive_max_pool3d(y, 1),
+            *F.adaptive_max_pool3d(y, 2, return_indices=True),
+            *y.max(2),
+            torch.max(y, y.flip(2)),
+        ),
+    ),
+    "circular padding": (TWO, {}, lambda m, y: F.pad(y, (1, 1, 0, 0, 2, 1), "circular")),
+    "running statistics": (
+        TWO,
+        {"mean": lambda: nn.Buffer(torch.zeros(4)), "var": lambda: nn.Buffer(torch.ones(4))},
+        lambda m, y: F.batch_norm(y, m.mean, m.var, training=True),
+    ),
     "adaptive pooling": (
         TWO,
         {"pool": lambda: nn.AdaptiveAvgPool3d((2, 3, 3))},
@@ -150,6 +205,90 @@ def test_calls(
         if rows == 3 and function is CALLS["sum into a tensor"][2]:
             continue  # its tensor has two rows
         _assert_same(plain, placed, (torch.randn(rows, 2, 8, 6, 6, dtype=D),))
+
+
+CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    "crop of a skip": ({}, _crop),
+    "statistics": ({}, _statistics),
+    "pads": (
+        {"same": lambda: nn.ReplicationPad3d((1, 0, 0, 2, 3, 1)), "zero": lambda: nn.ZeroPad3d(2)},
+        lambda m, y: (
+            *(
+                m.same(y),
+                m.zero(y),
+                F.pad(y, (1, 2, 0, 0, 0, 0), "circular"),
+                F.pad(y, (0,) * 6 + (1, 2)),
+            ),
+            *(F.pad(y, (1, 2) * 3, "reflect"), F.pad(y, (0, 0, 0, 0, -7, 6), value=2.0)),
+        ),
+    ),
+    "slices": (
+        {},
+        lambda m, y: (
+            *(y[:, :, 1:], y[..., ::2, :, -3:], y[:, 0, :], y[:, 1:3], y[:, None]),
+            *(y.narrow(2, -3, 2), y.narrow(1, 1, 2), y.select(1, 0), y[:, :, 2 : y.shape[2] // 2]),
+        ),
+    ),
+    "views": ({}, lambda m, y: torch.stack([y, y + 1], 2).squeeze(0).unsqueeze(-1)),
+    "functional norms": (
+        {"w": lambda: _weight(4), "mean": lambda: nn.Buffer(torch.rand(4))},
+        lambda m, y: (
+            *(F.instance_norm(y, weight=m.w), F.group_norm(y, 2, m.w, m.w, 0.1)),
+            *(F.batch_norm(y, None, None, m.w, training=True), F.batch_norm(y, m.mean, m.mean + 1)),
+        ),
+    ),
+    "norms and gates over channels": (
+        {"norm": lambda: nn.RMSNorm(4), "w": lambda: _weight(4)},
+        lambda m, y: (
+            *(m.norm(y.permute(0, 2, 3, 4, 1)), F.glu(y, 1)),
+            F.rms_norm(y.transpose(1, -1), (4,), m.w).transpose(1, -1),
+        ),
+    ),
+    "largest of blocks": (
+        {"pool": lambda: nn.AdaptiveMaxPool3d((8, 2, 3))},
+        lambda m, y: m.pool(y[..., :6]),
+    ),
+    "nearest by a size": (
+        {"up": lambda: nn.Upsample((16, 12, 6))},
+        lambda m, y: (F.interpolate(y, (16, 6, 12)), m.up(y)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "spec", [TWO, GRID, {**FIVE, "chunks": 3}], ids=["2", "2x2", "5 in chunks"]
+)
+@pytest.mark.parametrize(("own", "function"), CUT.values(), ids=CUT)
+def test_calls_of_which_nothing_is_gathered(
+    own: dict[str, Callable[[], Any]], function: Callable[..., Any], spec: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    plain = _Calls(function, **{name: make() for name, make in own.items()}).double()
+    placed = placer.compile(plain, spec, torch.randn(2, 2, 8, 6, 6, dtype=D))
+    assert not any("Gathered" in note for note in placed.plan.notes)
+    for rows in (2, 3):
+        _assert_same(plain, placed, (torch.randn(rows, 2, 8, 6, 6, dtype=D),))
+
+
+def test_a_convolution_after_tokens_runs_on_parts() -> None:
+    """As the decoder of a transformer for volumes: what it reads was gathered before."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mix = nn.Conv3d(1, 4, 2, 2), nn.Linear(4, 4)
+            self.up, self.head = nn.ConvTranspose3d(4, 2, 2, 2), nn.Conv3d(3, 2, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.embed(x)
+            y = y + self.mix(y.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(y.shape)
+            result: Tensor = self.head(torch.cat([x, self.up(y * 1)], 1))
+            return result
+
+    plain, x = Tokens().double(), torch.randn(2, 1, 10, 8, 6, dtype=D)
+    placed = placer.compile(plain, {"devices": [f"cpu:{i}" for i in range(3)], "space": 3}, x)
+    assert any("3 operations read" in note for note in placed.plan.notes)
+    _assert_same(plain, placed, (x,))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""The largest or smallest element, and the variance, of a value of which every shard has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from placer.space.exchange import Exchange
+
+
+class Extreme(torch.autograd.Function):
+    """The ``kind``, "amax" or "amin", over ``dims``, which are kept. Equal extremes share the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, dims: tuple[int, ...], kind: str, *parts: Tensor
+    ) -> Tensor:
+        reduce = getattr(torch, kind)
+        none = float("-inf" if kind == "amax" else "inf")
+        own = [
+            reduce(x, dims, keepdim=True) if x.numel() else x.new_full(_kept(x, dims), none)
+            for x in parts
+        ]
+        found = [reduce(each, 0) for each in of_all(exchange, own)]
+        ctx.exchange, ctx.dims = exchange, dims
+        ctx.save_for_backward(*parts, *found)
+        result: Tensor = found[0].clone()
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        exchange, local = ctx.exchange, ctx.exchange.local
+        parts, found = ctx.saved_tensors[: len(local)], ctx.saved_tensors[len(local) :]
+        total = exchange.sum_processes(gradient)
+        equal = [x == extreme for x, extreme in zip(parts, found, strict=True)]
+        counts = exchange.sum([each.sum(ctx.dims, keepdim=True) for each in equal])
+        shares = [exchange.move(total, shard) / n for shard, n in zip(local, counts, strict=True)]
+        return None, None, None, *(mask * each for mask, each in zip(equal, shares, strict=True))
+
+
+class Variance(torch.autograd.Function):
+    """The variance over ``dims``, which are kept, or its root. ``counts`` are the elements of all shards.
+
+    It keeps its input and the means.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exchange: Exchange,
+        dims: tuple[int, ...],
+        counts: Sequence[int],
+        correction: float,
+        is_std: bool,
+        *parts: Tensor,
+    ) -> Tensor:
+        own = [
+            torch.stack(torch.var_mean(x, dims, correction=0, keepdim=True))
+            if x.numel()
+            else x.new_zeros(2, *_kept(x, dims))
+            for x in parts
+        ]
+        total, means, found = sum(counts), [], []
+        for each in of_all(exchange, own):  # as in placer.space.norms
+            n = each.new_tensor(counts).view(-1, *[1] * (each.dim() - 2))
+            mean = (each[:, 1] * n).sum(0) / total
+            squares = (n * (each[:, 0] + (each[:, 1] - mean) ** 2)).sum(0)
+            means.append(mean)
+            found.append(squares / max(total - correction, 0))
+        result = found[0].sqrt() if is_std else found[0]
+        ctx.exchange, ctx.degrees, ctx.is_std = exchange, max(total - correction, 0), is_std
+        ctx.save_for_backward(*parts, *means, result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        *saved, result = ctx.saved_tensors
+        local = ctx.exchange.local
+        if ctx.is_std:
+            gradient = (gradient / (2 * result)).masked_fill_(result == 0, 0)
+        total = ctx.exchange.sum_processes(gradient) * (2 / ctx.degrees)
+        found = [
+            (x - mean) * ctx.exchange.move(total, shard)
+            for shard, x, mean in zip(local, saved[: len(local)], saved[len(local) :], strict=True)
+        ]
+        return None, None, None, None, None, *found
+
+
+def _kept(x: Tensor, dims: Sequence[int]) -> list[int]:
+    return [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+
+
+def of_all(exchange: Exchange, own: Sequence[Tensor]) -> list[Tensor]:
+    """A tensor of each shard, stacked, for each local shard."""
+    stacked = []
+    for shard, each in zip(exchange.local, own, strict=True):
+        everyone = each.new_zeros(exchange.shards, *each.shape)
+        everyone[shard] = each
+        stacked.append(everyone)
+    return exchange.sum(stacked)
