@@ -94,6 +94,46 @@ def _mixed() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return _Mixed(), (torch.randn(4, 1, 8, 6, 4, dtype=D), torch.randn(4, 3, dtype=D))
 
 
+class _Fourier(nn.Module):
+    """A Fourier neural operator of two layers, whose transforms are gathered."""
+
+    def __init__(self, width: int = 3, modes: int = 3) -> None:
+        super().__init__()
+        self.lift, self.project = nn.Conv2d(1, width, 1), nn.Conv2d(width, 1, 1)
+        self.weights = nn.ParameterList(torch.randn(width, width, modes, modes, 2) for _ in "12")
+        self.local = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in "12")
+        self.modes = modes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, m = self.lift(x), self.modes
+        for weight, layer in zip(self.weights, self.local, strict=True):
+            found = torch.fft.rfft2(x)
+            low = torch.einsum(
+                "bixy,ioxy->boxy", found[:, :, :m, :m], torch.view_as_complex(weight)
+            )
+            spectrum = F.pad(low, (0, found.size(3) - m, 0, found.size(2) - m))
+            x = F.gelu(torch.fft.irfft2(spectrum, s=x.shape[2:]) + layer(x))
+        result: Tensor = self.project(x)
+        return result
+
+
+class _UNet2d(nn.Module):
+    """Convolutions without padding, and a skip that is cropped, as in Ronneberger et al. (2015)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.deep = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3)
+        self.up, self.head = nn.ConvTranspose2d(6, 4, 2, 2), nn.Conv2d(8, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.relu(F.group_norm(self.down(x), 2))
+        y = self.up(F.relu(F.instance_norm(self.deep(F.max_pool2d(skip, 2)))))
+        top, left = ((a - b) // 2 for a, b in zip(skip.shape[2:], y.shape[2:], strict=True))
+        skip = skip[:, :, top : top + y.shape[2], left : left + y.shape[3]]
+        result: Tensor = self.head(F.pad(torch.cat([skip, y], 1), (1, 1, 1, 1), "reflect"))
+        return result
+
+
 def _volume(rows: int, *shape: int) -> tuple[Tensor, ...]:
     return (torch.randn(rows, 1, *shape, dtype=D),)
 
@@ -106,6 +146,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     ),
     "U-Net, empty parts": lambda: (unet3d(width=2, depth=4, norm="group"), _volume(4, 16, 8, 8)),
     "mixed": _mixed,
+    "2D U-Net": lambda: (_UNet2d(), (torch.randn(4, 1, 21, 18, dtype=D),)),
+    "FNO": lambda: (_Fourier(), (torch.randn(4, 1, 12, 9, dtype=D),)),
 }
 BATCH_NORMS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "r3d_18": lambda: (
