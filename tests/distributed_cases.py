@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import assert_close, gradient_noise, mean_square, reference_step
+from space_networks import ValidUNet
 from thin import thin_resnet18
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -51,6 +52,7 @@ CASES: dict[str, Callable[[int], Case]] = {
         (torch.randn(rows, 1, 8, 8, 8, dtype=D),),
         {},
     ),
+    "2D U-Net": lambda rows: (ValidUNet(), (torch.randn(rows, 1, 21, 18, dtype=D),), {}),
     "tied transformer": lambda rows: (
         _no_dropout(models.TiedTransformer()),
         (torch.randint(0, 17, (rows, 6)),),

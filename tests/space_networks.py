@@ -37,6 +37,24 @@ class Call(nn.Module):
         return self._function[0](x)
 
 
+class ValidUNet(nn.Module):
+    """Convolutions without padding, and a skip that is cropped (Ronneberger et al., 2015) and gated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.deep = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3)
+        self.up, self.head = nn.ConvTranspose2d(6, 4, 2, 2), nn.Conv2d(8, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.relu(F.group_norm(self.down(x), 2))
+        y = self.up(F.relu(F.instance_norm(self.deep(F.max_pool2d(skip, 2)))))
+        top, left = ((a - b) // 2 for a, b in zip(skip.shape[2:], y.shape[2:], strict=True))
+        skip = skip[:, :, top : top + y.shape[2], left : left + y.shape[3]]
+        skip = skip * (skip.amax((2, 3), True) - skip.std((2, 3), keepdim=True))
+        result: Tensor = self.head(F.pad(torch.cat([skip, y], 1), (1, 1, 1, 1), "reflect"))
+        return result
+
+
 def _take(draw: random.Random, dims: int, channels: int) -> tuple[nn.Module, int]:
     """Slices, ``narrow`` and padding."""
     if draw.random() < 0.5:

@@ -68,7 +68,9 @@ class Reference:
     def read(self) -> Any:
         """The current value, or None."""
         try:
-            if isinstance(self.holder, CellType):
+            if self.holder is None:
+                held = self.value
+            elif isinstance(self.holder, CellType):
                 held = self.holder.cell_contents
             elif isinstance(self.holder, type):
                 held = vars(self.holder)[self.key]

@@ -302,3 +302,23 @@ def test_what_forward_leaves_in_the_defaults_of_a_function(way: str) -> None:
         torch.testing.assert_close(memo["mean"], net.first(x).mean(1))
     seen.clear()
     memo.clear()
+
+
+def test_functions_that_an_attribute_holds_close_over_a_list_and_a_tensor() -> None:
+    dims, weight = [1], torch.rand(2, 1)
+    model = nn.Sequential(nn.Linear(3, 2))
+    held = [lambda x: x.sum(dims, keepdim=True), lambda x: x * weight[:, 0]]
+
+    class Calls(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function = [function]
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.function[0](x)
+            return result
+
+    model.extend(map(Calls, held))
+    x = torch.randn(4, 3)
+    placed = placer.compile(model, {"devices": ["cpu:0"]}, x)
+    torch.testing.assert_close(placed(x), model(x))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_same
-from space_networks import random_case
+from space_networks import ValidUNet, random_case
 from thin import thin_resnet18, thin_video_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -117,23 +117,6 @@ class _Fourier(nn.Module):
         return result
 
 
-class _UNet2d(nn.Module):
-    """Convolutions without padding, and a skip that is cropped, as in Ronneberger et al. (2015)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.deep = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3)
-        self.up, self.head = nn.ConvTranspose2d(6, 4, 2, 2), nn.Conv2d(8, 2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = F.relu(F.group_norm(self.down(x), 2))
-        y = self.up(F.relu(F.instance_norm(self.deep(F.max_pool2d(skip, 2)))))
-        top, left = ((a - b) // 2 for a, b in zip(skip.shape[2:], y.shape[2:], strict=True))
-        skip = skip[:, :, top : top + y.shape[2], left : left + y.shape[3]]
-        result: Tensor = self.head(F.pad(torch.cat([skip, y], 1), (1, 1, 1, 1), "reflect"))
-        return result
-
-
 def _volume(rows: int, *shape: int) -> tuple[Tensor, ...]:
     return (torch.randn(rows, 1, *shape, dtype=D),)
 
@@ -146,7 +129,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     ),
     "U-Net, empty parts": lambda: (unet3d(width=2, depth=4, norm="group"), _volume(4, 16, 8, 8)),
     "mixed": _mixed,
-    "2D U-Net": lambda: (_UNet2d(), (torch.randn(4, 1, 21, 18, dtype=D),)),
+    "2D U-Net": lambda: (ValidUNet(), (torch.randn(4, 1, 21, 18, dtype=D),)),
     "FNO": lambda: (_Fourier(), (torch.randn(4, 1, 12, 9, dtype=D),)),
 }
 BATCH_NORMS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
