@@ -16,6 +16,7 @@ from other_inputs import WAYS, Arguments, assert_equal_calls, compile_way
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import placer
 from placer.executor.numbers import RecaptureWarning
 from placer.program import SettingsGuard, lower
 
