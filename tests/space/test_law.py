@@ -61,7 +61,7 @@ def _check_network(seed: int) -> bool:
 
 
 @pytest.mark.matrix(4)
-@pytest.mark.parametrize("start", range(0, 400, 10))
+@pytest.mark.parametrize("start", [*range(0, 400, 10), 500])
 def test_random_networks(start: int) -> None:
     assert sum(map(_check_network, range(start, start + 10))) > 0
 
