@@ -32,7 +32,7 @@ def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
     if not {"devices", "space"}.intersection(wrong):
         problems += _shards(data, names) + _stages(data, names)
     if not {"compile", *_UNCOMPILED}.intersection(wrong):
-        problems += _compiled(data)
+        problems += compile_problems(data)
     return problems
 
 
@@ -117,8 +117,8 @@ _UNCOMPILED: Mapping[str, tuple[Any, str]] = {
 }
 
 
-def _compiled(data: Mapping[str, Any]) -> list[Problem]:
-    """Problems of ``compile`` with other fields."""
+def compile_problems(data: Mapping[str, Any]) -> list[Problem]:
+    """Problems of ``compile`` with other fields of a spec."""
     if data.get("compile") is not True:
         return []
     problems = [

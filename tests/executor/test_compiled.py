@@ -16,6 +16,9 @@ from unet3d import unet3d
 
 import placer
 from placer.executor import compiled
+from placer.program import lower
+from placer.search.candidates import list_strategies
+from placer.search.strategy import Strategy
 
 D = torch.float64
 # Dynamo hides this warning while it looks at inputs, but not from a filter that makes it an error.
@@ -160,4 +163,28 @@ def test_what_cannot_be_compiled_names_both_fields(other: dict[str, Any]) -> Non
     (name,) = other
     with pytest.raises(placer.SpecError, match=f'/compile: cannot be combined with "{name}"'):
         placer.PlacementSpec(**TWO, **other)
-    placer.PlacementSpec(**{**TWO, "compile": False}, **other)
+    spec = placer.PlacementSpec(**{**TWO, "compile": False}, **other)
+    assert not spec.compile
+
+
+def test_a_copied_spec_is_refused_when_it_is_planned() -> None:
+    spec = placer.PlacementSpec(devices=["cpu"], batch_norm="deferred")
+    with pytest.raises(placer.SpecError, match="/compile"):
+        spec = spec.model_copy(update={"compile": True})
+        placer.make_plan(nn.Linear(2, 2), spec, torch.ones(2, 2))
+
+
+def test_auto_tries_nothing_that_cannot_be_compiled() -> None:
+    model, x = unet3d(width=2, depth=2, norm="group"), torch.randn(8, 1, 8, 8, 8)
+    program = lower(model, (x,))
+
+    def tried(on: bool) -> list[Strategy]:
+        spec = placer.PlacementSpec(devices=["cpu:0", "cpu:1"], compile=on)
+        return list(list_strategies(program, spec, spec.devices, processes=True))
+
+    def needs_uncompiled(strategy: Strategy) -> bool:
+        split = strategy.schedule == "InterleavedZeroBubble"
+        return split or strategy.shards > 1 or strategy.chunks
+
+    assert any(map(needs_uncompiled, tried(False)))
+    assert tried(True) == [s for s in tried(False) if not needs_uncompiled(s)]
