@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,27 @@ def test_a_second_backward_through_the_gradient_is_refused(
         RuntimeError, match=r"torch\.compile .* not currently support double backward"
     ):
         gradient.square().sum().backward()
+
+
+def test_a_weight_without_effect_in_a_stage_has_a_gradient_of_zeros(
+    compilations: CompileCounterWithBackend,
+) -> None:
+    """As in a plain model that is compiled; uncompiled there is none."""
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.other = nn.Linear(4, 2), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.main(x), self.other(x)
+
+    model, x = TwoHeads(), torch.randn(4, 4)
+    compiled_too: Any = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    placed: Any = placer.compile(model, {"devices": ["cpu"], "compile": True}, x)
+    for module in (placed, compiled_too):
+        module(x)[0].sum().backward()
+        assert not module.other.weight.grad.any()
 
 
 def test_dry_runs_do_not_compile(compilations: CompileCounterWithBackend) -> None:
