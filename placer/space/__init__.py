@@ -4,9 +4,10 @@
 layout                     which part of a value each shard has, and pieces of others (integers only)
 windows, operators         which input a part of an operator's output reads, and how it is run
 exchange                   what moves pieces between shards, and sums over them
-windowed, norms, whole     the differentiable operations over shards
+windowed, norms, whole     the differentiable operations over shards; so are reductions
 nodes                      the same as what stands in a graph
 call, rules, window_rules  what a rule is given and says; which operations can be cut, and how
+taking                     the rules for slices, padding, and dimensions that come or go
 inputs, rewrite            how inputs are cut; the pass from a program to one of parts
 queries                    what such a program has: parts, windows, gathers
 chunks                     convolutions of a concatenation in chunks of planes, on one device
