@@ -124,3 +124,43 @@ def _train_in_space() -> tuple[list[float], list[float]]:
 def test_a_unet_split_in_space_trains_as_the_plain_one(job_of: Callable[[int], Job]) -> None:
     for found, expected in job_of(2).run(_train_in_space):
         assert found == pytest.approx(expected, rel=1e-10)
+
+
+def _train_with_lightning(folder: Path) -> tuple[list[float], float, list[str]]:
+    """Two epochs, and one more from the checkpoint in a new placement, as ``torchrun`` would start it."""
+    sys.path.insert(0, str(EXAMPLES))
+    import lightning_module as example
+
+    values = {"RANK": dist.get_rank(), "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "GROUP_RANK": 0}
+    values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # unused: there is a process group
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        first, second = (example.Manual(example.place(torch.float64)) for _ in range(2))
+        rows = example.data(torch.float64)
+        saved = example.train(first, rows, folder, epochs=2).checkpoint_callback.best_model_path
+        trainer = example.train(second, rows, folder, epochs=3, checkpoint=saved)
+        with pytest.raises(ValueError, match="automatic_optimization"):
+            example.train(example.Automatic(second.network), rows, folder)
+        assert trainer.callback_metrics["loss"].item() == second.losses[-1]
+        accuracy = float(trainer.callback_metrics["accuracy"])
+        return first.losses + second.losses, accuracy, sorted(second.state_dict())
+    finally:
+        for name in values:
+            del os.environ[name]
+
+
+@pytest.mark.filterwarnings("default")  # Lightning's own
+def test_lightning_trains_as_in_one_process(job_of: Callable[[int], Job], tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("torchmetrics")
+    found = job_of(4).run(_train_with_lightning, tmp_path / "job")
+    sys.path.insert(0, str(EXAMPLES))
+    import lightning_module as example
+
+    module = example.Manual(example.place(torch.float64))
+    rows = example.data(torch.float64)
+    trainer = example.train(module, rows, tmp_path / "one", epochs=3)
+    for losses, accuracy, _ in found:
+        assert losses == pytest.approx(module.losses, rel=1e-10)
+        assert accuracy == float(trainer.callback_metrics["accuracy"])
+    assert {name for _, _, names in found for name in names} == set(module.state_dict())
