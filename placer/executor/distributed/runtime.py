@@ -113,6 +113,7 @@ class DistributedRuntime(Runtime):
         places = [[[place]] * len(staged.stages)]
         super().__init__(part, plan=plan, staged=staged, places=places, exchange=exchange)
         self.exchange = exchange  # with the other shards of its stages
+        self.has_warned_of_others = False  # that state_dict() lacks the tensors of other ranks
         self.assignment = assignment
         self.device = device
         self.mesh = mesh
