@@ -147,6 +147,12 @@ def _train_with_lightning(folder: Path) -> tuple[list[float], float, list[str]]:
         trainer = example.train(second, rows, folder, epochs=3, checkpoint=saved)
         with pytest.raises(ValueError, match="automatic_optimization"):
             example.train(example.Automatic(second.network), rows, folder)
+        from torchmetrics import SumMetric
+
+        for sync, counted in ((True, 4), (False, 1)):  # what every rank has is counted by each
+            metric = SumMetric(sync_on_compute=sync)
+            metric.update(1.0)
+            assert metric.compute() == counted
         assert trainer.callback_metrics["loss"].item() == second.losses[-1]
         accuracy = float(trainer.callback_metrics["accuracy"])
         return first.losses + second.losses, accuracy, sorted(second.state_dict())
