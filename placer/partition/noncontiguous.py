@@ -79,6 +79,14 @@ class NoncontiguousChains:
         """A lower bound on `load` that is faster to compute."""
         return self.share(device, self.shared.at_least(spans)) if spans else 0.0
 
+    def least_load(self, cuts: Sequence[int]) -> float:
+        """The largest load of an interval between ``cuts`` that has the device that suits it best alone."""
+        alike = {(slot.budget, slot.withheld): i for i, slot in enumerate(self.slots)}
+        return max(
+            min(self.load(device, [span]) for device in alike.values())
+            for span in itertools.pairwise(cuts)
+        )
+
     def candidate(self, chain: Sequence[DeviceSlot], cuts: Sequence[int]) -> Candidate:
         """The placement with the devices ``chain`` for the stages between ``cuts`` (indices).
 
@@ -147,7 +155,7 @@ def find_noncontiguous(
     cuts = _coarse(best.tables, best.cuts)
     boundaries = [best.tables.cuts[cut] for cut in cuts]
     free = [not any(pinned[a:b]) for a, b in itertools.pairwise(boundaries)]
-    if not any(free):
+    if not any(free) or not _may_be_better(chains.least_load(cuts), best):
         return None
     device_of = np.searchsorted(best.cuts[1:-1], cuts[:-1], side="right").tolist()
     if all(free):
@@ -172,6 +180,11 @@ def is_better(found: Candidate, best: Candidate) -> bool:
     if best.rank[0] > 0:
         return found.rank[0] < best.rank[0] * (1 - GAIN)
     return found.rank[0] == 0 and found.peak < best.peak * (1 - GAIN)
+
+
+def _may_be_better(least: float, best: Candidate) -> bool:
+    """Whether a placement whose largest load is at least ``least`` can be `is_better` than ``best``."""
+    return least < (best.rank[0] or best.peak) * (1 - GAIN)
 
 
 def _coarse(tables: IntervalTables, kept: Sequence[int]) -> list[int]:

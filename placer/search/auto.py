@@ -157,7 +157,7 @@ def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
     devices = list(wanted.devices)
     while wanted.machine is None and not wanted.layers and 2 * len(devices) <= _MOST_DEVICES:
         devices += _like(devices, len(devices))
-        found = find_strategy(wanted.with_devices(devices), make)
+        found = find_strategy(wanted.with_devices(devices), make, with_nearest=False)
         if found.best is not None and (plan := found.best.plan) is not None:
             added = [device.name for device in devices[len(wanted.devices) :]]
             names = ", ".join(added[:_NAMED]) + " …" * (len(added) > _NAMED)

@@ -76,18 +76,23 @@ class Found:
     unfit: tuple[Rated, ...]
 
 
-def find_strategy(wanted: PlacementSpec, make: JudgingPlanner) -> Found:
+def find_strategy(
+    wanted: PlacementSpec, make: JudgingPlanner, *, with_nearest: bool = True
+) -> Found:
     """The best strategy for a step of the model of ``make``, on any of the devices of ``wanted``.
 
     Fields that ``wanted`` gives stay as they are, all others are chosen. Among strategies that fit, the
     objective decides, and the simplest of those that are as good. By time, every strategy is rated on the
     machine and on the same at its worst, and the one with the least largest loss wins.
 
+    Where the least that every strategy can need is too much, the smallest is planned nevertheless, to say by
+    how much it misses (`Found.nearest`), unless not ``with_nearest``.
+
     Deterministic: neither a clock nor a random number decides. Raises ``SpecError`` if the memory of a device
     is not known, and ``CaptureError`` if the model does not run.
     """
     wanted = with_known_memory(wanted, "which strategies fit")
-    return _Search(wanted, make).run()
+    return _Search(wanted, make).run(with_nearest)
 
 
 class _Search:
@@ -109,14 +114,14 @@ class _Search:
         self._rated: dict[Strategy, Rated] = {}
         self._failure: PlacerError | None = None  # of the last one that could not be planned
 
-    def run(self) -> Found:
+    def run(self, with_nearest: bool) -> Found:
         unfit = self._list_families()
         for _ in range(_ROUNDS):
             for family in sorted(self._left, key=_costs):
                 self._estimate_next(family)
         if not self._left and not unfit:
             raise self._no_strategy()
-        if not self._rated and unfit:  # to say by how much
+        if with_nearest and not self._rated and unfit:
             smallest = min(unfit, key=lambda rated: rated.bound.nbytes)
             self._estimate(smallest.strategy, smallest.bound)
         if not self._rated and self._failure is not None:

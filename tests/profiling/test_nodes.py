@@ -154,6 +154,28 @@ def test_stages_are_cut_where_it_was_measured(saved: str) -> None:
     assert [stage.nodes for stage in plan.stages] == [("first", "relu"), ("second",)]
 
 
+class Noisy(nn.Module):
+    """Makes a tensor on the device of its input, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.empty(x.size(0), 1, device=x.device).bernoulli_(0.5)
+        return self.layer(x) * kept
+
+
+def test_tensors_that_forward_makes_are_made_on_the_profiled_device() -> None:
+    """The meta device stands for a GPU: it refuses tensors of the CPU too."""
+    program, (x,) = _captured(Noisy(), torch.randn(8, 4))
+    device = torch.device("meta")
+    times = measure_nodes(
+        program, Noisy().to(device), [x.to(device)], device=device, clock=HostClock(), rounds=1
+    )
+    assert len(times.forward) > 2
+
+
 def test_a_gpus_profile_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a --kind the rates are an A100's; the memory must not be."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (20 * GIB, 24 * GIB))
