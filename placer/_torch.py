@@ -112,6 +112,7 @@ OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     ),
     "an RNN": ("_flat_weights", "_flat_weights_names"),
     "a module that torch.compile returned": ("_orig_mod",),
+    "torch, whose compiler takes seconds to import": ("_dynamo",),
     "a tensor that stands for a parameter": ("_is_param",),
     "an operator": ("_op_dk",),
     "an autograd node": ("_sequence_nr", "_set_sequence_nr"),
@@ -248,6 +249,16 @@ def is_under_compile() -> bool:
     if torch.compiler.is_compiling():
         return True
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+def following_hooks() -> AbstractContextManager[Any]:
+    """In this block, code that ``torch.compile`` compiles is compiled anew where hooks of modules change.
+
+    By default torch ignores hooks that are added later.
+    """
+    import torch._dynamo  # takes seconds
+
+    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # type: ignore[no-any-return]
 
 
 def is_profiling() -> bool:

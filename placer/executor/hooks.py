@@ -65,12 +65,14 @@ def refuse_compile() -> None:
 
 def compile_error() -> PlacerError:
     """The error for ``torch.compile``, ``torch.export`` or ``torch.jit.trace`` of a placed module."""
+    exporting = "torch.export" if torch.compiler.is_exporting() else "torch.compile"
     return PlacerError(
-        "torch.jit.trace" if is_tracing() else "torch.compile",
+        "torch.jit.trace" if is_tracing() else exporting,
         "a placed module runs its stages on several devices, one slice of the batch after the other, so "
         "it cannot be compiled or exported as one graph",
-        "call the placed module uncompiled; in a function that is compiled, call "
-        "torch.compiler.disable(placed); to export, load placed.state_dict() into the plain model",
+        'call the placed module uncompiled; "compile": true in its spec compiles every stage. In a function '
+        "that is compiled, call torch.compiler.disable(placed). To export, export the plain model after "
+        "model.load_state_dict(placed.state_dict())",
     )
 
 

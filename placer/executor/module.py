@@ -362,13 +362,13 @@ class _Forward:
         def forward(self: PlacedModule, /, *args: Any, **kwargs: Any) -> Any:
             return kind.forward(self, *args, **kwargs)
 
-        self._function = forward
+        self._function: Any = forward  # mypy takes it for no descriptor
 
     def __get__(self, module: Any, owner: type[Any] | None = None) -> Any:
         if module is None:
             return self._function
         own = getattr(module, _FORWARD)
-        return types.MethodType(self._function, module) if own is None else own
+        return self._function.__get__(module) if own is None else own
 
     def __set__(self, module: Any, value: Any) -> None:
         object.__setattr__(module, _FORWARD, value)

@@ -38,6 +38,8 @@ class Replica:
         precision: str = "fp32",
         statistics: DeferredStatistics | None = None,
         exchange: Exchange | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         self.staged = staged
         self.shards = tuple(map(tuple, shards))
@@ -48,6 +50,7 @@ class Replica:
         ]
         self.homes = tuple(homes)
         self.precision = precision
+        self._compiled = compiled
         self.statistics = statistics
         self._last_reads: dict[frozenset[int], Mapping[str, int]] = {}
         # Copies of constants; each with the tensor of which it is one, and the version of that.
@@ -67,7 +70,8 @@ class Replica:
         if staged is self.staged:
             return self
         return Replica(
-            staged, self.shards, self.homes, self.precision, self.statistics, self._exchange
+            *(staged, self.shards, self.homes, self.precision, self.statistics, self._exchange),
+            compiled=self._compiled,
         )
 
     def last_reads(self, local: frozenset[int]) -> Mapping[str, int]:
@@ -129,10 +133,10 @@ class Replica:
         precision = precision_context(self.precision, place.device.type)
         with on(place), precision:
             if self.statistics is None:
-                return run_segments(stage, trees, row, inputs, exchange)
+                return run_segments(stage, trees, row, inputs, exchange, compiled=self._compiled)
             written = [name for segment in stage.segments for name in segment.written]
             with self.statistics.gathering(dict(tensors_at(trees[0], written)), place):
-                return run_segments(stage, trees, row, inputs, exchange)
+                return run_segments(stage, trees, row, inputs, exchange, compiled=self._compiled)
 
     def follow_attributes(self, model: nn.Module) -> None:
         """Update constants of the program that are attributes of ``model`` to their present values."""

@@ -89,7 +89,11 @@ class Runtime:
         self.statistics = DeferredStatistics() if defers_statistics(plan) else None
         homes = [shards[0] for shards in places[0]]
         self.replicas = tuple(
-            Replica(staged, row, homes, plan.precision, self.statistics, exchange) for row in places
+            Replica(
+                *(staged, row, homes, plan.precision, self.statistics, exchange),
+                compiled=plan.compile,
+            )
+            for row in places
         )
         self.calls = CallCache(ProgramCache(tree, plan, staged, planned_autocast(plan.precision)))
         self.signature = model_signature(tree)  # of the model that was planned

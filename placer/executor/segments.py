@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from placer._torch import function_modes, is_transformed
 from placer.emit import SegmentCode, StageCode
 from placer.errors import PlacerError
+from placer.executor.compiled import compiled_forward
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place, on
 from placer.generators import random_state, set_random_state
@@ -33,6 +34,8 @@ def run_segments(
     places: Sequence[Place],
     inputs: list[Any],
     exchange: Exchange | None = None,
+    *,
+    compiled: bool = False,
 ) -> tuple[Any, ...]:
     """The outputs of ``stage`` for ``inputs``, which must be on its place; the list is emptied.
 
@@ -43,7 +46,7 @@ def run_segments(
     if len(stage.segments) == 1 and stage.segments[0].inputs == stage.inputs:
         (segment,) = stage.segments
         if segment.outputs == stage.outputs:
-            return _run(segment, trees, places, inputs, exchange)
+            return _run(segment, trees, places, inputs, exchange, compiled)
     values = dict(zip(stage.inputs, inputs, strict=True))
     inputs.clear()
     for segment in stage.segments:
@@ -51,7 +54,7 @@ def run_segments(
             values.pop(name) if name in segment.released else values[name]
             for name in segment.inputs
         ]
-        made = _run(segment, trees, places, arguments, exchange)
+        made = _run(segment, trees, places, arguments, exchange, compiled)
         values.update(zip(segment.outputs, made, strict=True))
         del made
     return tuple(values[name] for name in stage.outputs)
@@ -63,8 +66,11 @@ def _run(
     places: Sequence[Place],
     inputs: list[Any],
     exchange: Exchange | None,
+    compiled: bool,
 ) -> tuple[Any, ...]:
     tree, place = trees[0], places[0]
+    compiled = compiled and not is_transformed()
+    forward = compiled_forward(segment, place.device) if compiled else segment.forward
     if exchange is not None and is_transformed():
         raise PlacerError(
             "torch.func",
@@ -76,19 +82,20 @@ def _run(
         inputs[:0] = [x for own, there in further for x in (own, there.device)]
     if not torch.is_grad_enabled() or is_transformed():
         with exchanging(exchange):
-            return segment.forward(tree, place.device, inputs)
+            return forward(tree, place.device, inputs)
     offloading: AbstractContextManager[Any] = nullcontext()
     if segment.offload:
         offloading = offload_saved(_state(segment, tree), place, overlapped=segment.overlapped)
     with offloading:
         if segment.recompute:
-            return _run_recomputed(segment, tree, places, inputs, exchange)
+            return _run_recomputed(segment, forward, tree, places, inputs, exchange)
         with exchanging(exchange):
-            return segment.forward(tree, place.device, inputs)
+            return forward(tree, place.device, inputs)
 
 
 def _run_recomputed(
     segment: SegmentCode,
+    forward: Callable[..., tuple[Any, ...]],
     tree: Any,
     places: Sequence[Place],
     inputs: list[Any],
@@ -121,7 +128,7 @@ def _run_recomputed(
                 stack.enter_context(_random_states_swapped(states))
                 stack.enter_context(_tensors_swapped(tree, before))
                 stack.enter_context(_training_swapped(training))
-            return segment.forward(tree, place.device, list(arguments))
+            return forward(tree, place.device, list(arguments))
 
     arguments = tuple(inputs)
     inputs.clear()

@@ -28,6 +28,7 @@ def plan_facts(plan: Plan) -> list[str]:
         format_count(plan.replicas, "replica"),
         f"{format_count(plan.microbatches, 'micro-batch', 'micro-batches')} ({plan.schedule})",
         plan.precision,
+        *(["compiled"] if plan.compile else []),
         f"training with {optimizer}" if plan.training else "inference",
         f"estimated step {describe_step(plan)}",
         *([runtime] if (runtime := describe_runtime(plan)) else []),

@@ -319,6 +319,7 @@ class Plan:
     # Of the captured graph, in the order in which they are applied:
     rewrites: tuple[Rewrite, ...] = ()
     shard_state: ShardState = "none"
+    compile: bool = False  # the code of stages, with torch.compile
     # If it was chosen by `auto`: how it trains, and the best of each other way
     strategy: str = ""
     alternatives: tuple[Alternative, ...] = ()

@@ -59,6 +59,7 @@ def assemble_plan(
         fingerprint=program.fingerprint,
         rewrites=program.rewrites,
         shard_state=spec.shard_state,
+        compile=spec.compile,
         stages=tuple(
             replace(
                 stage,

@@ -13,6 +13,10 @@ from placer.spec import PlacementSpec, resolve_layers
 from placer.spec.rows import shifted_rows
 
 _NAMED = 3  # layers that a note names
+_COMPILED = (
+    "Stages are compiled when they first run. Peaks and times are those of stages that are not compiled: "
+    "compiled ones save other activations, and may need more or less memory."
+)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -70,6 +74,7 @@ def placement_notes(
         *_shared_notes(program, spec),
         *_chunk_notes(program, spec),
         *_space_notes(program, spec),
+        *([_COMPILED] if spec.compile else []),
     ]
     is_split = options.microbatches > 1 or replicas > 1
     has_batch_norm = any(isinstance(m, _BATCH_NORMS) for m in program.model.modules())

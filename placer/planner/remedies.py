@@ -272,7 +272,7 @@ def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
 
 
 def _in_chunks(make: PlanMaker, spec: PlacementSpec, program: Program) -> Iterator[_Change]:
-    if spec.chunks == 1 and find_joins(program):
+    if spec.chunks == 1 and not spec.compile and find_joins(program):
         change = f'"chunks": {MOST_CHUNKS} (a concatenation is made in parts, where convolutions read it)'
         yield from _try(change, make, _updated(spec, chunks=MOST_CHUNKS))
 
@@ -282,7 +282,7 @@ def _in_space(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Cha
 
     Only one number is tried, because every number needs another run of the model.
     """
-    if not isinstance(spec.space.shards, int) or spec.replica_devices:
+    if not isinstance(spec.space.shards, int) or spec.replica_devices or spec.compile:
         return
     devices = list(spec.devices)
     least = max(spec.space.shards + 1, len(devices), _fewest_devices(plan))

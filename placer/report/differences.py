@@ -25,7 +25,7 @@ _FACTS = (  # fields of a plan that are shown as they are
         "schedule",
         "precision",
     ),
-    *("batch_norm", "optimizer", "training", "strategy"),
+    *("batch_norm", "optimizer", "training", "compile", "strategy"),
 )
 _SHOWN = 6  # layers that a change names
 _NONE = "—"

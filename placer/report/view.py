@@ -197,6 +197,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "processes": "one per device" if plan.processes else "1",
         "objective": plan.objective,
         "precision": plan.precision,
+        **({"compiled": "with torch.compile"} if plan.compile else {}),
         "optimizer": optimizer if plan.training else "none (inference)",
         **({"optimizer state": f"divided over {divided} ranks"} if divided > 1 else {}),
     }

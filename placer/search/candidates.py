@@ -35,15 +35,17 @@ def list_strategies(
     """
     free = free_fields(wanted)
     most = len(pool)
-    spatial = "space" in free and any(isinstance(m, CONVOLUTIONS) for m in program.model.modules())
+    spatial = "space" in free and not wanted.compile
+    spatial = spatial and any(isinstance(m, CONVOLUTIONS) for m in program.model.modules())
 
     def choices(name: str, given: int, found: Sequence[int]) -> Sequence[int]:
         return found if name in free else (given,)
 
+    chunkable = not wanted.compile and bool(find_joins(program))
     shards = choices("space", wanted.space.number, _SHARDS if spatial else (1,))
     recompute = _ways("checkpoint", free, allowed=wanted.training)
     offload = _ways("offload", free, allowed=wanted.training and wanted.offload == "auto")
-    chunks = _ways("chunks", free, allowed=bool(find_joins(program)))
+    chunks = _ways("chunks", free, allowed=chunkable)
     for shard in shards:
         if shard > most:
             continue
@@ -96,4 +98,4 @@ def _schedules(
         return ("GPipe",)
     if stages == 1:
         return ("1F1B",)
-    return _SCHEDULES if processes else _SCHEDULES[:1]
+    return _SCHEDULES if processes and not wanted.compile else _SCHEDULES[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ def run_process(call: FakeCall) -> Timeline:
         for r in range(plan.replicas)
     ]
     with call.running():
-        placed = place_model(call.model, program, plan, rows)
+        placed = place_model(call.model, program, replace(plan, compile=False), rows)
         runtime = runtime_of(placed)
         home = {name: rows[0][stage][0] for name, stage in runtime.staged.state_stage.items()}
         attribution = Attribution(runtime.staged.stages, runtime.staged.layers)

@@ -31,6 +31,8 @@ def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
         problems += _rows(data, names)
     if not {"devices", "space"}.intersection(wrong):
         problems += _shards(data, names) + _stages(data, names)
+    if not {"compile", *_UNCOMPILED}.intersection(wrong):
+        problems += compile_problems(data)
     return problems
 
 
@@ -102,6 +104,44 @@ def _shards(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Proble
             )
         )
     return problems
+
+
+# Fields that "compile" cannot be combined with -> the only value they may have then, and why.
+_UNCOMPILED: Mapping[str, tuple[Any, str]] = {
+    "space": (1, "shards exchange values in the middle of a stage"),
+    "chunks": (1, "compiled code may make the concatenation that chunks avoid"),
+    "batch_norm": (
+        "per_microbatch",
+        "other statistics are taken between the operations of a stage",
+    ),
+}
+
+
+def compile_problems(data: Mapping[str, Any]) -> list[Problem]:
+    """Problems of ``compile`` with other fields of a spec."""
+    if data.get("compile") is not True:
+        return []
+    problems = [
+        ("/compile", f'cannot be combined with "{name}": {why}', f'leave out "{name}" or "compile"')
+        for name, (only, why) in _UNCOMPILED.items()
+        if name in data and data[name] != only and (name != "space" or _is_cut(data))
+    ]
+    schedule = data.get("schedule")
+    if isinstance(schedule, str) and schedule.lower() == "interleavedzerobubble":
+        problems.append(
+            (
+                "/compile",
+                'cannot be combined with "schedule": a compiled backward cannot be run in two halves',
+                "use 'Interleaved1F1B' or '1F1B', or leave out \"compile\"",
+            )
+        )
+    return problems
+
+
+def _is_cut(data: Mapping[str, Any]) -> bool:
+    space = data["space"]
+    shards = space.get("shards") if isinstance(space, Mapping) else getattr(space, "shards", space)
+    return bool(shards != 1)
 
 
 def _names(devices: Any) -> list[str | None]:

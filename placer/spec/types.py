@@ -321,6 +321,11 @@ class PlacementSpec(BaseModel):
         description="optimizer: the optimizer's state of every parameter is divided over the replicas, and "
         "over the shards in space, instead of kept whole by each; for one process per device.",
     )
+    compile: StrictBool = Field(
+        default=False,
+        description="Compile the code of every stage with torch.compile, when it first runs. Peaks and times "
+        "of a plan are those of stages that are not compiled.",
+    )
     loss: LossSpec | None = Field(
         default=None,
         description="The loss whose memory is counted on the last stage's device: a name, or an object "

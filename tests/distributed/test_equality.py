@@ -57,6 +57,12 @@ def test_three_steps_in_chunks(job_of: Callable[[int], Job], shape: tuple[int, i
     check(job_of, "3D U-Net", shape, ("1F1B", SPLIT), chunks=3)
 
 
+def test_three_steps_compiled(job_of: Callable[[int], Job]) -> None:
+    model, args, kwargs = cases.make_case("convnet", 8)
+    plan = placer.make_plan(model, cases.make_spec(2, 2, 2, compile=True), args, kwargs)
+    job_of(4).run(cases.check_compiled, "convnet", plan, ("1F1B",), (8, 5))
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
 def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:

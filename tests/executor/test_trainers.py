@@ -83,6 +83,25 @@ def test_compiling_a_placed_module_is_refused_at_once(call: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_exporting_says_to_export_the_plain_model(strict: bool) -> None:
+    """In strict mode, torch wraps the error in one of its own."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)
+    placed = placer.compile(model, SPEC, (x,))
+    with pytest.raises((PlacerError, torch._dynamo.exc.Unsupported)) as raised:
+        torch.export.export(placed, (x,), strict=strict)
+    for text in (
+        "torch.export",
+        "export the plain model",
+        "model.load_state_dict(placed.state_dict())",
+    ):
+        assert text in str(raised.value)
+    model.load_state_dict(placed.state_dict())
+    exported = torch.export.export(model, (x,), strict=strict)
+    torch.testing.assert_close(exported.module()(x), placed(x))
+    torch._dynamo.reset()
+
+
 def test_compile_as_a_method_is_refused() -> None:
     placed = placer.compile(nn.Linear(4, 4), {"devices": ["cpu"]}, (torch.zeros(2, 4),))
     with pytest.raises(PlacerError, match="uncompiled"):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from unet3d import unet3d
 
 import placer
-from placer.errors import BudgetError
 
 
 @captured_once()
@@ -27,8 +26,6 @@ def test_the_largest_cube_of_a_unet() -> None:
     assert found.size is not None and found.answer is not None
     assert placer.make_plan(model, found.answer.spec, cube(found.size)).fits
     assert sizes[0] < found.size < sizes[-1]
-    with pytest.raises(BudgetError):
-        placer.auto_spec(model, cube(found.size + 32), devices=devices)
     assert [t.size for t in found.tried] == sorted(t.size for t in found.tried)
     assert all(t.fits == (t.size <= found.size) for t in found.tried)
 
