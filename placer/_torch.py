@@ -128,6 +128,7 @@ SHARED_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_non_persistent_buffers_set",
         "_modules",
         "_forward_hooks",
+        "_apply",  # overridden
         "_load_from_state_dict",  # overridden
         "_reset_parameters",  # of nn.MultiheadAttention and of many models
     ),

@@ -18,6 +18,7 @@ from oracle import assert_close, gradient_noise, mean_square, reference_step
 from space_networks import ValidUNet
 from thin import thin_resnet18
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
@@ -736,7 +737,16 @@ def use_names_of_other_ranks(spec: placer.PlacementSpec) -> list[str]:
     state = plain.state_dict()
     placed = placer.compile(models.ConvNet(), spec, x)
     placed.load_state_dict(state)
-    own = placed.state_dict()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert get_model_state_dict(placed).keys() == placed.tensor_names.keys()
+        assert not said
+        own = placed.state_dict()
+        placed.state_dict()
+        assert ["this rank's part of the model only" in str(each.message) for each in said] == [
+            True
+        ]
+        assert said[0].filename == __file__
     assert own.keys() == placed.tensor_names.keys()
     for name, tensor in own.items():
         assert torch.equal(tensor, state[name])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,3 +74,29 @@ def compile_error() -> PlacerError:
         "that is compiled, call torch.compiler.disable(placed). To export, export the plain model after "
         "model.load_state_dict(placed.state_dict())",
     )
+
+
+def apply_in_place(
+    apply: Callable[..., Any], fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool
+) -> Any:
+    """``nn.Module._apply`` of a placed module: casts tensors, but leaves them on their devices, and warns.
+
+    Trainers call ``to(device)`` on what they train. A stage whose weights were moved could not run.
+    """
+    asked: list[torch.device] = []
+
+    def stay(tensor: torch.Tensor) -> torch.Tensor:
+        found = fn(tensor)
+        if found.device == tensor.device:
+            return found
+        asked.append(found.device)
+        return tensor.to(found.dtype)
+
+    result = apply(stay, recurse)
+    if asked:
+        warnings.warn(
+            f"a placed module stays on the devices of its plan: nothing was moved to {asked[0]}; "
+            "to move it, place it again with another spec",
+            stacklevel=4,
+        )
+    return result

@@ -16,6 +16,7 @@ from torch import nn
 
 from placer.errors import CaptureError, PlacerError
 from placer.executor.hooks import (
+    apply_in_place,
     compile_error,
     refuse_backward_hooks,
     refuse_compile,
@@ -99,6 +100,9 @@ class PlacedModule(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises ``PlacerError``: a placed module cannot be compiled as a whole."""
         raise compile_error()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        return apply_in_place(super()._apply, fn, recurse)
 
     def step(
         self,

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from placer.space.exchange import Exchange
 from placer.space.layout import Layout, sizes
+from placer.space.once import once_differentiable
 from placer.space.reductions import of_all
 
 

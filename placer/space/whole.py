@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from placer.space.exchange import Exchange
 from placer.space.layout import Layout, is_empty
+from placer.space.once import once_differentiable
 from placer.space.windowed import cut
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from placer._torch import storage_key
 from placer.space.exchange import Exchange, Pieces
 from placer.space.layout import Box, Layout, Window, is_empty, meet, sizes
+from placer.space.once import once_differentiable
 from placer.space.operators import FIRST, Operator, chunks
 
 

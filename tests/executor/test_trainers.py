@@ -57,6 +57,17 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
         assert torch.equal(tensor, placed.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_weights_stay_where_they_were_placed(around: bool) -> None:
+    """Trainers call ``to`` on what they train, or on a module around it."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4, 4)
+    placed, plain = placer.compile(model, SPEC, (x,)), copy.deepcopy(model).double()
+    with pytest.warns(UserWarning, match="stays on the devices of its plan: nothing was moved"):
+        (nn.ModuleDict({"inside": placed}) if around else placed).to("meta", torch.float64)
+    torch.testing.assert_close(placed(x.double()), plain(x.double()))
+    placed.to("cpu").float()
+
+
 @pytest.mark.parametrize("call", ["forward", "step", "wrapped"])
 def test_compiling_a_placed_module_is_refused_at_once(call: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(4, 4)

@@ -406,3 +406,14 @@ def test_a_model_of_which_nothing_is_cut_says_so() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
     notes = placer.make_plan(model, TWO, torch.randn(4, 1, 4, 4)).notes
     assert any("Nothing is split in space" in note for note in notes)
+
+
+def test_a_gradient_penalty_is_refused() -> None:
+    """Also of a network that is linear around ``x``, where no gradient that comes in has a graph."""
+    model = nn.Sequential(nn.Conv1d(1, 3, 3, padding=1), nn.LeakyReLU(), nn.Conv1d(3, 1, 3))
+    x = torch.randn(2, 1, 8, requires_grad=True)
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "space": 2}, x)
+    output = placed(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    with pytest.raises(placer.PlacerError, match="once only"):
+        (output.mean() + gradient.square().mean()).backward()

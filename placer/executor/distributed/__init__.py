@@ -95,7 +95,8 @@ These differ:
    training save, freeze, compile and load.
  * ``placed.load_state_dict`` accepts the state of the whole model, or of this rank's part.
  * ``deepcopy`` and pickling are errors. ``placer.save`` saves the whole model; compute a moving average of
-   the weights from ``placed.state_dict()``, by name.
+   the weights from ``placed.named_parameters()``.
+ * ``placed.state_dict()`` warns once that it lacks the tensors of other ranks.
  * Every ``compile`` makes process groups that stay until the job ends, even if the module is deleted (with
    gloo about 9 file descriptors and 6 threads each time).
  * Every rank has its own random numbers, for dropout; they are the same when the program is run again.

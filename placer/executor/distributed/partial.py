@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -27,8 +29,10 @@ class PartialModule(PlacedModule):
         """The original's ``state_dict``, restricted to the tensors of this rank.
 
         If the model overrides ``state_dict``, that method sees the names of the whole model, with empty
-        ``meta`` tensors for those of other ranks, so it may rename or delete any of them.
+        ``meta`` tensors for those of other ranks, so it may rename or delete any of them. The first call
+        warns if there are such tensors, unless it comes from ``torch.distributed.checkpoint``.
         """
+        self._warn_of_others()
 
         def add_others(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
             for name in self._names_elsewhere():
@@ -42,6 +46,24 @@ class PartialModule(PlacedModule):
             if state[name].is_meta:
                 del state[name]
         return state
+
+    def _warn_of_others(self) -> None:
+        runtime = runtime_of_rank(self)
+        if runtime.has_warned_of_others or not self._names_elsewhere():
+            return
+        # As of `get_model_state_dict`, whose callers save every rank's part.
+        if any(
+            frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint")
+            for frame, _ in traceback.walk_stack(None)
+        ):
+            return
+        runtime.has_warned_of_others = True
+        warnings.warn(
+            f"rank {runtime.assignment.rank}: state_dict() has this rank's part of the model only. To save "
+            "the model, call placer.save(placed, optimizer, path) on all ranks; to read this rank's weights, "
+            "use placed.named_parameters() and placed.named_buffers()",
+            stacklevel=3,
+        )
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -113,6 +113,7 @@ class DistributedRuntime(Runtime):
         places = [[[place]] * len(staged.stages)]
         super().__init__(part, plan=plan, staged=staged, places=places, exchange=exchange)
         self.exchange = exchange  # with the other shards of its stages
+        self.has_warned_of_others = False  # that state_dict() lacks the tensors of other ranks
         self.assignment = assignment
         self.device = device
         self.mesh = mesh
@@ -142,7 +143,7 @@ class DistributedRuntime(Runtime):
             synchronise_norms(part, groups.dp)
         # Shards, and norms that are synchronised, by the plan or by the user.
         self._communicates_in_forward = exchange is not None or any(
-            getattr(module, "process_group", None) for module in part.modules()
+            vars(module).get("process_group") for module in part.modules()
         )
         self._readers: tuple[StagedModel, Mapping[str, Sequence[int]]] | None = None
         self._pipeline = Pipeline(
