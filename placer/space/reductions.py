@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from placer.space.exchange import Exchange
+from placer.space.once import once_differentiable
 
 
 class Extreme(torch.autograd.Function):
