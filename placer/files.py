@@ -30,6 +30,17 @@ def check_writable(*paths: Path | None) -> None:
             raise PlacerError(str(path), f"cannot be written: {reason}", "check the path")
 
 
+def check_spec_path(path: Path | None) -> None:
+    """Raise ``PlacerError`` if a spec cannot be written to ``path``, or would not be read from it again."""
+    check_writable(path)
+    if path is not None and path.suffix.lower() == ".toml":
+        raise PlacerError(
+            str(path),
+            "cannot be written: specs are written as JSON, and a .toml file is read as TOML",
+            f"write {path.with_suffix('.json')}",
+        )
+
+
 @contextmanager
 def writing(path: Path, error: type[PlacerError] = PlacerError) -> Iterator[None]:
     """Raise ``error`` about ``path`` if this block, which writes the file, fails with an ``OSError``."""

@@ -92,11 +92,12 @@ def auto(
     give stays as it is. Without -o, the spec is printed to stdout and the table to stderr; with --json, the
     spec and the plan, which has the alternatives.
     """
-    from placer.files import check_writable, writing
+    from placer.files import check_spec_path, check_writable, writing
 
     wanted = wanted_spec(devices, machine, kind, fields, loss, target)
     model_options.check()
-    check_writable(output, plan_output, html)
+    check_spec_path(output)
+    check_writable(plan_output, html)
     console = human_console(as_json=as_json or output is None)
     loaded = model_options.load(console)
     from placer.cli.misfit import print_tried, with_comparisons

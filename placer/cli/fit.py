@@ -57,12 +57,12 @@ def fit(
     Names in braces are the sizes that are looked for: {b}x3x224x224 asks for the batch, 1x1x{z}x{y}x{x} for a
     volume. The strategy is chosen anew for every size, as by auto.
     """
-    from placer.files import check_writable, writing
+    from placer.files import check_spec_path, writing
 
     wanted = wanted_spec(devices, machine, kind, fields, loss, target)
     names = free_names(model_options.inputs)
     unit = proportions(names, like, multiple)
-    check_writable(output)
+    check_spec_path(output)
 
     def options_for(size: int) -> ModelOptions:
         sizes = dict(zip(names, sizes_of(unit, multiple, size), strict=True))

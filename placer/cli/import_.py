@@ -33,10 +33,10 @@ def import_(model_options: ModelOptions, output: Output = None) -> None:
     device. Otherwise it is a model whose constructor moves layers to devices, as in layer.to("cuda:1"); with
     --input, also one whose forward moves tensors. The devices need not be there.
     """
-    from placer.files import check_writable, writing
+    from placer.files import check_spec_path, writing
     from placer.spec.text import FORMATS
 
-    check_writable(output)
+    check_spec_path(output)
     console = human_console(as_json=True)
     path = Path(model_options.model)
     if path.suffix.lower() in FORMATS:

@@ -80,6 +80,7 @@ CASES = [
     (("report", "fits.json"), "is a placement spec, not a plan"),
     (("report", "fitz.json"), "did you mean 'fits.json'?"),
     ((*PLAN, *X, "-o", "no/where.json"), "cannot be written"),
+    (("auto", "net.py:Net", *X, "-d", "cpu:0=1GiB", "-o", "spec.toml"), "write spec.json"),
     # options
     (("auto", "net.py:Net", *X), "no device was given"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0=16Gx"), "is not a size"),
