@@ -58,6 +58,11 @@ class ReplicaSampler(Sampler[list[int]]):
         self._epoch = 0
         self._first_batch = 0
 
+    @property
+    def sampler(self) -> ReplicaSampler:
+        """Itself: Lightning calls `set_epoch` of a batch sampler's ``sampler``."""
+        return self
+
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         """Set the epoch of the next iteration, which seeds its shuffle, and the batch it starts with.
 

@@ -146,6 +146,7 @@ class _Capture:
         self.fixed_batch_reason = ""
         self.reads_rows = False
         self.mixing_note = ""
+        self.mixing = ""
 
     def record(self) -> RecordedProgram:
         """Record with as few single-node modules as possible, for every batch size if possible."""
@@ -355,12 +356,18 @@ class _Capture:
                 *self.hook_mixing(recording, doubled),
                 *self.state_mixing(recording, aliasing, flow),
             ]
-        if mixing and self.rules.is_split:
+        is_said = self.rules.says(self.names, self.batch.dims[: len(self.names)])
+        if mixing and (self.rules.is_split or not is_said):
             first = mixing[0]
             layer = first.layer or recording.layer_of.get(first.node, "")
             layer = layer or type(self.model).__name__
             location = first.location or recording.location_of.get(first.node, "")
-            if self.rules.says(self.names, self.batch.dims[: len(self.names)]):
+            if not self.rules.is_split:
+                if flow is None:
+                    return flow
+                self.mixing = f"{layer}: {first.reason}{f' ({location})' if location else ''}"
+                return flow
+            if is_said:
                 self.mixing_note = (
                     f"{layer}: {first.reason}. Every slice of the batch is computed by itself, as the "
                     "spec's inputs say, so results are those of the slices, not of the whole batch."
@@ -371,7 +378,8 @@ class _Capture:
                 layer,
                 f"{first.reason}{f' ({location})' if location else ''}, so a slice of the batch does not "
                 "compute what the whole batch does",
-                "use 1 replica and 1 micro-batch; or, if slices may be computed by themselves, as under "
+                "use 1 replica and 1 micro-batch; or return what is compared, and compare it in the loss, by "
+                "placed.step(…, whole_batch=True); or, if slices may be computed by themselves, as under "
                 f'nn.DataParallel, say so in the spec: "inputs": {said}',
             )
         return flow
@@ -580,6 +588,7 @@ def _assemble(
         changing=recording.changing,
         fixed_batch_reason=capture.fixed_batch_reason,
         notes=(capture.mixing_note,) if capture.mixing_note else (),
+        mixing=capture.mixing,
         stored=recording.stored,
         state=capture.state(recording),
     )

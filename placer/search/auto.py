@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placer.errors import BudgetError, PlacerError, SpecError, Tried
 from placer.plan.check import describe_overflow, host_error
@@ -37,7 +37,7 @@ def plan_of(wanted: PlacementSpec, make: JudgingPlanner) -> Plan:
     """
     if wanted.machine is not None and wanted.stages == "auto":
         return choose_spec(wanted, make).plan
-    return make(wanted)
+    return make(wanted.on_its_stages())
 
 
 def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
@@ -60,6 +60,9 @@ def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     """The spec and the plan of the best strategy that was found on so many ``devices``; there is one."""
     assert found.best is not None and found.best.plan is not None
     spec, plan = with_resolved_layers(found.best.spec, found.best.plan, make)
+    if mixing := make.program.captured.mixing:
+        said = f"The batch is not split, because a slice does not compute what it does: {mixing}."
+        plan = replace(plan, notes=(*plan.notes, said))
     return Answer(spec=spec, plan=with_alternatives(plan, found, devices))
 
 

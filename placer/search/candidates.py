@@ -30,10 +30,13 @@ def list_strategies(
 ) -> Iterator[Strategy]:
     """Every strategy that is tried, in a fixed order.
 
-    Offloading is tried only if the spec says "auto": it needs host memory that nobody counted. Each number of
-    micro-batches has one schedule without a split backward, and under ``processes`` one with it.
+    A batch whose rows depend on each other is not split. Offloading is tried only if the spec says "auto": it
+    needs host memory that nobody counted. Each number of micro-batches has one schedule without a split
+    backward, and under ``processes`` one with it.
     """
     free = free_fields(wanted)
+    if program.captured.mixing:
+        free -= {"replicas", "microbatches"}
     most = len(pool)
     spatial = "space" in free and not wanted.compile
     spatial = spatial and any(isinstance(m, CONVOLUTIONS) for m in program.model.modules())

@@ -68,3 +68,10 @@ def test_too_few_rows_for_the_replicas() -> None:
 
     with pytest.raises(placer.PlacerError, match="Endless has no length"):
         ReplicaSampler(Endless(), 2, **share)  # type: ignore[arg-type]
+
+
+def test_lightning_finds_where_to_set_the_epoch() -> None:
+    sampler = ReplicaSampler(range(16), 4, num_replicas=1, replica_index=0)
+    first = list(sampler)
+    sampler.sampler.set_epoch(1)
+    assert list(sampler) != first

@@ -450,3 +450,9 @@ def test_gpus_of_this_machine_give_budgets_if_all_that_are_named_are_here(
 
     assert budgets("cuda:0") == [24 * 2**30]
     assert budgets("cuda:0", "cuda:1") == [None, None]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_spec_with_a_number_of_stages_uses_so_many_devices(stages: int) -> None:
+    plan = _small(devices=[f"cpu:{i}" for i in range(4)], stages=stages)
+    assert len(plan.stages) == stages

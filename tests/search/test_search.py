@@ -205,3 +205,24 @@ def test_contradictions_are_told() -> None:
     ):
         with pytest.raises(PlacerError, match=words):
             placer.auto_spec(model, x, devices=_cards(2), **fields)
+
+
+class Pairs(nn.Module):
+    """Compares every row with every other, as contrastive models that return logits do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h @ h.T
+
+
+def test_a_batch_whose_rows_depend_on_each_other_is_not_split() -> None:
+    with torch.device("meta"):
+        model, x = Pairs(), torch.empty(512, 64)
+    plan = placer.auto_plan(model, x, devices=_cards(2))
+    assert (plan.replicas, plan.microbatches) == (1, 1)
+    assert any("it pairs the rows of the batch" in note for note in plan.notes)
+    assert placer.make_plan(model, placer.auto_spec(model, x, devices=_cards(2)), x).fits
