@@ -114,11 +114,11 @@ class Ledger(TimelineMode):
         copies = func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None
         if copies and here is not None:
             return here.name
-        found = dict.fromkeys(
-            entry.device
-            for leaf in leaves
-            if leaf.dim() and (entry := self._entry(leaf)) is not None
-        )
+        known = [(leaf, entry) for leaf in leaves if (entry := self._entry(leaf)) is not None]
+        found = dict.fromkeys(entry.device for leaf, entry in known if leaf.dim())
+        scalars = dict.fromkeys(entry.device for _, entry in known)
+        if not found and len(scalars) == 1:  # such as the optimizer's state of a scalar
+            return next(iter(scalars))
         if len(found) > 1:
             names = " and ".join(found)
             raise DeviceError(

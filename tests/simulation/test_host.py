@@ -197,3 +197,19 @@ def test_activations_that_this_machine_cannot_hold_are_refused() -> None:
     check_pinned(plan, plan.host.needed)
     with pytest.raises(BudgetError, match="and this machine has"):
         check_pinned(plan, plan.host.needed - 1)
+
+
+class Scaled(nn.Module):
+    """Has a parameter without dimensions, as a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale.exp()
+
+
+def test_the_state_of_a_scalar_is_on_its_device() -> None:
+    device = {"name": "cuda:0", "memory": "8GiB", "kind": "t4"}
+    assert placer.make_plan(Scaled(), {"devices": [device]}, torch.randn(16, 8)).host is None
