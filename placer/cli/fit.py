@@ -119,6 +119,8 @@ def fit(
     console.print(
         f"largest: {_shape(found.size or 1)}, {found.answer.plan.strategy}", style="bold green"
     )
+    if found.size == most:
+        console.print(f"no larger size was tried (--most {most})")
     text = found.answer.spec.to_json()
     if output is not None:
         with writing(output):

@@ -52,6 +52,12 @@ def test_fit_finds_the_largest_batch(placer: Run, tmp_path: Path) -> None:
         assert placer("plan", "net.py:Net", str(spec), "--input", f"{batch}x64").exit_code == code
 
 
+def test_fit_says_where_it_stopped(placer: Run) -> None:
+    result = placer("fit", "net.py:Net", "--input", "{b}x64", "--most", "2", "-d", "cpu:0=1GiB")
+    assert result.exit_code == 0, result.stderr
+    assert "no larger size was tried (--most 2)" in " ".join(result.stderr.split())
+
+
 def test_fit_explains_what_it_needs(placer: Run) -> None:
     for arguments, problem in (
         (("--input", "8x64"), "no size in braces"),
