@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from placer.space.exchange import Exchange
 from placer.space.layout import Layout, sizes
 from placer.space.once import once_differentiable
-from placer.space.reductions import of_all
+from placer.space.reductions import moments_of_all, of_all
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,8 @@ class Normalize(torch.autograd.Function):
             exchange.local, of_all(exchange, moments), weights, biases, inputs, strict=True
         ):
             with exchange.at(shard):
-                n = torch.tensor(counts, dtype=each.dtype, device=each.device)[:, None]
-            mean = (each[:, 0] * n).sum(0) / total
-            var = (each[:, 1] + n * (each[:, 0] - mean) ** 2).sum(0) / total
+                mean, squares = moments_of_all(each, counts)
+            var = squares / total
             view, (m, v, w, b) = groups.expand(x, (mean, var), (weight, bias))
             y = F.batch_norm(view, m, v, w, b, False, 0.0, eps) if x.numel() else view.clone()
             # No view: those of a function with several results must not be changed in place.
@@ -141,8 +140,7 @@ def _local_sums(
         none = mean.new_zeros(2, groups.statistics(x))
         return none, mean.new_zeros(2, x.size(1))
     view, (m, v, w) = groups.expand(x, (mean, var), (weight,))
-    assert m is not None
-    assert v is not None
+    assert m is not None and v is not None
     # A CPU reads the statistics as running ones, CUDA as those that were saved.
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         dy.contiguous().view(view.shape),

@@ -60,16 +60,12 @@ class Variance(torch.autograd.Function):
         *parts: Tensor,
     ) -> Tensor:
         own = [
-            torch.stack(torch.var_mean(x, dims, correction=0, keepdim=True))
-            if x.numel()
-            else x.new_zeros(2, *_kept(x, dims))
-            for x in parts
+            _moments(x, dims, counts[shard]) for shard, x in zip(exchange.local, parts, strict=True)
         ]
         total, means, found = sum(counts), [], []
-        for each in of_all(exchange, own):  # as in placer.space.norms
-            n = each.new_tensor(counts).view(-1, *[1] * (each.dim() - 2))
-            mean = (each[:, 1] * n).sum(0) / total
-            squares = (n * (each[:, 0] + (each[:, 1] - mean) ** 2)).sum(0)
+        for shard, each in zip(exchange.local, of_all(exchange, own), strict=True):
+            with exchange.at(shard):
+                mean, squares = moments_of_all(each, counts)
             means.append(mean)
             found.append(squares / max(total - correction, 0))
         result = found[0].sqrt() if is_std else found[0]
@@ -94,6 +90,26 @@ class Variance(torch.autograd.Function):
 
 def _kept(x: Tensor, dims: Sequence[int]) -> list[int]:
     return [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+
+
+def _moments(x: Tensor, dims: tuple[int, ...], count: int) -> Tensor:
+    """Mean and sum of squared deviations of a part with ``count`` elements over ``dims``; zeros for none."""
+    if not x.numel():
+        return x.new_zeros(2, *_kept(x, dims))
+    var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    return torch.stack([mean, var * count])
+
+
+def moments_of_all(each: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The mean and the sum of squared deviations of a whole, from those of its parts.
+
+    ``each`` are those two of every part, (parts, 2, …), and ``counts`` their elements. The formula is that of
+    Chan, Golub and LeVeque (1979), which loses no digits where the mean is large.
+    """
+    n = torch.tensor(counts, dtype=each.dtype, device=each.device)
+    n = n.view(-1, *[1] * (each.dim() - 2))
+    mean = (each[:, 0] * n).sum(0) / sum(counts)
+    return mean, (each[:, 1] + n * (each[:, 0] - mean) ** 2).sum(0)
 
 
 def of_all(exchange: Exchange, own: Sequence[Tensor]) -> list[Tensor]:

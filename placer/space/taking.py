@@ -13,6 +13,7 @@ from placer.space.nodes import RunInWindows
 from placer.space.operators import FIRST, Take
 from placer.space.windowed import Windows
 
+_MODES = {"Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
 _CUT = "it takes a part of a dimension that is cut, by what is not fixed"
 
 
@@ -105,8 +106,7 @@ def pad(call: Call) -> Rule:
     if call.module is not None:
         own: Any = call.module
         given, value = own.padding, getattr(own, "value", 0.0)
-        named = {"Reflec": "reflect", "Replic": "replicate", "Circul": "circular"}
-        mode = named.get(call.name[:6], "constant")
+        mode = _MODES.get(call.name.partition("Pad")[0], "constant")
     else:
         given, value = call.argument(1, "pad"), call.argument(3, "value") or 0.0
         mode = call.argument(2, "mode", "constant")

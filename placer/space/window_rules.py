@@ -163,7 +163,7 @@ def pool(average: bool) -> RuleMaker:
 
 def adaptive_pool(call: Call) -> Rule:
     """Adaptive pooling to a divisor of the length; of averages also to one position."""
-    average = "vg" in call.name
+    average = "avg" in call.name.lower()
     if not isinstance(call.result, Tensor):
         return "it returns positions in the whole value"
     layout = call.layouts[call.inputs[0]]

@@ -65,11 +65,8 @@ CASES = [*(("mixed", how) for how in HOW), ("transformer", "recomputed")]
 
 def _place(model: nn.Module, x: Tensor, spec: dict[str, Any]) -> placer.PlacedModule:
     """A placed module with places on real devices, and tensors that are still on the only one."""
-    spec = {
-        "devices": ["cpu:1", "cpu:2"],
-        "objective": "memory",
-        **spec,
-    }  # so that both have a stage
+    both = {"devices": ["cpu:1", "cpu:2"], "objective": "memory"}  # by time it may be one
+    spec = {**both, **spec}
     plan = placer.make_plan(model, spec, x)
     places = [
         [
