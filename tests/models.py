@@ -124,3 +124,15 @@ class ConvNet(nn.Module):
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = self.dropout(torch.flatten(x, 1))
         return self.fc2(self.dropout(F.relu(self.fc1(x))))
+
+
+class Pairs(nn.Module):
+    """Compares every row with every other, as contrastive models that return logits do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h @ h.T

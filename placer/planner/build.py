@@ -106,6 +106,7 @@ def build_plan(
     A plan that exceeds a budget is returned with ``fits`` False. Raises ``SpecError`` if the spec's layers
     or devices do not match the model, ``PlacerError`` for what is not supported.
     """
+    spec = spec.on_its_stages()
     check_supported(spec, processes=processes)
     check_kinds(spec, program.captured.fingerprint)
     for use in fields_that_need_memory(spec):

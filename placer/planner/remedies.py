@@ -150,7 +150,7 @@ def try_remedies(program: Program, spec: PlacementSpec, plan: Plan, make: PlanMa
     """
     if lacks_room(spec):
         return []
-    rows = program.call.batch_size or 1
+    rows = 1 if program.captured.mixing else program.call.batch_size or 1
     changes = [
         *_expandable(make, spec),
         *_own_placement(make, spec),

@@ -356,28 +356,26 @@ class _Capture:
                 *self.hook_mixing(recording, doubled),
                 *self.state_mixing(recording, aliasing, flow),
             ]
-        is_said = self.rules.says(self.names, self.batch.dims[: len(self.names)])
-        if mixing and (self.rules.is_split or not is_said):
-            first = mixing[0]
-            layer = first.layer or recording.layer_of.get(first.node, "")
-            layer = layer or type(self.model).__name__
-            location = first.location or recording.location_of.get(first.node, "")
-            if not self.rules.is_split:
-                if flow is None:
-                    return flow
-                self.mixing = f"{layer}: {first.reason}{f' ({location})' if location else ''}"
-                return flow
-            if is_said:
-                self.mixing_note = (
-                    f"{layer}: {first.reason}. Every slice of the batch is computed by itself, as the "
-                    "spec's inputs say, so results are those of the slices, not of the whole batch."
-                )
-                return flow
-            said = self.rules.spell(self.names, self.batch.dims[: len(self.names)])
+        if not mixing:
+            return flow
+        first = mixing[0]
+        layer = first.layer or recording.layer_of.get(first.node, "") or type(self.model).__name__
+        location = first.location or recording.location_of.get(first.node, "")
+        reason = f"{first.reason}{f' ({location})' if location else ''}"
+        dims = self.batch.dims[: len(self.names)]
+        is_said = self.rules.says(self.names, dims)
+        if not self.rules.is_split:
+            self.mixing = "" if is_said or flow is None else f"{layer}: {reason}"
+        elif is_said:
+            self.mixing_note = (
+                f"{layer}: {first.reason}. Every slice of the batch is computed by itself, as the "
+                "spec's inputs say, so results are those of the slices, not of the whole batch."
+            )
+        else:
+            said = self.rules.spell(self.names, dims)
             raise CaptureError(
                 layer,
-                f"{first.reason}{f' ({location})' if location else ''}, so a slice of the batch does not "
-                "compute what the whole batch does",
+                f"{reason}, so a slice of the batch does not compute what the whole batch does",
                 "use 1 replica and 1 micro-batch; or return what is compared, and compare it in the loss, by "
                 "placed.step(…, whole_batch=True); or, if slices may be computed by themselves, as under "
                 f'nn.DataParallel, say so in the spec: "inputs": {said}',

@@ -143,9 +143,8 @@ class Captured:
     # Constants in attributes.
     constant_paths: Mapping[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # sentences that tell the user what the graph leaves out
-    mixing: str = (
-        ""  # why a slice does not compute what the batch does, as far as looked for; "" if it does
-    )
+    # Of a call whose batch is not split: why it cannot be, or "" if nothing is known against it
+    mixing: str = ""
     stored: tuple[Stored, ...] = ()  # what forward leaves behind besides its result
     state: tuple[StateInput, ...] = ()  # the inputs after those of the call
 

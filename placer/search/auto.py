@@ -37,7 +37,7 @@ def plan_of(wanted: PlacementSpec, make: JudgingPlanner) -> Plan:
     """
     if wanted.machine is not None and wanted.stages == "auto":
         return choose_spec(wanted, make).plan
-    return make(wanted.on_its_stages())
+    return make(wanted)
 
 
 def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
@@ -61,7 +61,7 @@ def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     assert found.best is not None and found.best.plan is not None
     spec, plan = with_resolved_layers(found.best.spec, found.best.plan, make)
     if mixing := make.program.captured.mixing:
-        said = f"The batch is not split, because a slice does not compute what it does: {mixing}."
+        said = f"The batch is not split, because its rows depend on each other: {mixing}."
         plan = replace(plan, notes=(*plan.notes, said))
     return Answer(spec=spec, plan=with_alternatives(plan, found, devices))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from captured import captured_once
-from models import ConvNet
+from models import ConvNet, Pairs
 from torch import nn
 from unet3d import unet3d
 
@@ -102,6 +102,14 @@ def test_where_nothing_helps_the_nearest_is_named() -> None:
 def _two_devices(memory: str, **fields: object) -> dict[str, object]:
     devices = [{"name": f"cpu:{i}", "memory": memory} for i in range(2)]
     return {"devices": devices, **fields}
+
+
+def test_no_batch_is_split_whose_rows_depend_on_each_other() -> None:
+    x = torch.randn(256, 64)
+    with pytest.raises(placer.BudgetError) as refused:
+        placer.compile(Pairs(), _two_devices("100KiB"), x, run_on="cpu")
+    said = [tried.change for tried in refused.value.tried]
+    assert said and not any("microbatches" in each or "replicas" in each for each in said)
 
 
 def test_no_change_is_tried_where_the_reserve_leaves_no_room() -> None:

@@ -10,6 +10,7 @@ import torch
 from captured import captured_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Pairs
 from torch import Tensor, nn
 from unet3d import unet3d
 
@@ -205,18 +206,6 @@ def test_contradictions_are_told() -> None:
     ):
         with pytest.raises(PlacerError, match=words):
             placer.auto_spec(model, x, devices=_cards(2), **fields)
-
-
-class Pairs(nn.Module):
-    """Compares every row with every other, as contrastive models that return logits do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        return h @ h.T
 
 
 def test_a_batch_whose_rows_depend_on_each_other_is_not_split() -> None:
