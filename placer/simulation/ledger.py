@@ -8,7 +8,7 @@ fake and on real tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,16 +109,16 @@ class Ledger(TimelineMode):
             tensor, place, kind=kind, name=source.name, layer=source.layer, operation=str(func)
         )
 
-    def _place_of(self, func: Any, leaves: Iterable[Tensor], kwargs: Mapping[str, Any]) -> str:
+    def _place_of(self, func: Any, leaves: Sequence[Tensor], kwargs: Mapping[str, Any]) -> str:
         here = current_place()
         copies = func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None
         if copies and here is not None:
             return here.name
-        known = [(leaf, entry) for leaf in leaves if (entry := self._entry(leaf)) is not None]
-        found = dict.fromkeys(entry.device for leaf, entry in known if leaf.dim())
-        scalars = dict.fromkeys(entry.device for _, entry in known)
-        if not found and len(scalars) == 1:  # such as the optimizer's state of a scalar
-            return next(iter(scalars))
+        found = dict.fromkeys(
+            entry.device
+            for leaf in leaves
+            if leaf.dim() and (entry := self._entry(leaf)) is not None
+        )
         if len(found) > 1:
             names = " and ".join(found)
             raise DeviceError(
@@ -128,6 +128,10 @@ class Ledger(TimelineMode):
             )
         if found:
             return next(iter(found))
+        # A result of scalars only, such as the optimizer's state of one
+        scalars = {entry.device for leaf in leaves if (entry := self._entry(leaf)) is not None}
+        if len(scalars) == 1:
+            return scalars.pop()
         return here.name if here is not None else self._latest
 
     def _entry(self, tensor: Tensor) -> Block | None:
