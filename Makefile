@@ -53,9 +53,9 @@ multi_node: $(READY)
 	PYTHON=$(abspath $(BIN)/python) examples/multi_node/run.sh
 
 # On a machine with a GPU (of 80 GB, for the benchmarks) and nothing else on it: equality, then bytes, plans
-# at the memory limit, seconds, and the cost of placing. Most of the time goes into planning, on the CPU: with
-# JOBS=8 on a machine of 16 cores all of it takes 15 minutes, of which the GPU is the larger part. Each benchmark
-# stops after nine minutes and writes its page after every case: `make gpu RESUME=--resume` measures what is left.
+# at the memory limit, seconds, and the cost of placing. Much of the time goes into planning, on the CPU: JOBS=8
+# plans so many cases at once. Each benchmark stops after nine minutes and writes its page after every case:
+# `make gpu RESUME=--resume` measures what is left.
 # Without a GPU the tests run on the CPU, and the first benchmark says what it needs.
 RESUME ?=
 JOBS ?= 1
@@ -65,7 +65,7 @@ gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m benchmarks.memory_gpu $(WITHIN)                   # 26 runs
 	$(BIN)/python -m benchmarks.fits_gpu kept $(WITHIN)                # 25 runs
-	$(BIN)/python -m benchmarks.fits_gpu auto --resume $(WITHIN)       # 23 runs, of up to 9 s a step
+	$(BIN)/python -m benchmarks.fits_gpu auto $(WITHIN)                # 23 runs, of up to 9 s a step
 	$(BIN)/python -m benchmarks.steps_gpu --calibrate $(WITHIN)        # 26 runs
 	$(BIN)/python -m benchmarks.overhead --device cuda $(WITHIN)       # 6 runs
 
