@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,15 @@ class BackwardAttribution:
     def __init__(self, recorder: StorageRecorder) -> None:
         self._recorder = recorder
         self._claimed: dict[Any, int] = {}
+        self.weights = Counter[
+            int
+        ]()  # position -> how many weights that node was the first to read
 
     def claim(self, result: Any, position: int) -> None:
         """Attribute the autograd nodes behind ``result`` to ``position``, except those attributed before."""
         for node in nodes_behind(nodes_of(result), stops=self._claimed):
             self._claimed[node] = position
+            self.weights[position] += hasattr(node, "variable")  # AccumulateGrad
             node.register_prehook(self._starter(position))
             node.register_hook(self._sender(node, position))
 

@@ -1,7 +1,8 @@
 """Costs of all blocks of a program from a run of a few of them (`placer.program.blocks`).
 
 Of each repeat, the first two blocks and the last two ran. An item of the costs (a value, a gradient) belongs
-to the first block that makes or consumes it. Those of the second block are repeated for all blocks that were
+to the first block that makes or consumes it; the home of the gradient of a weight that all blocks read is
+the weight's first reader, wherever that is. Those of the second block are repeated for all blocks that were
 left out, if the next to last block has the same. Items that belong to no block (a mask that all blocks read)
 must be read by both blocks alike, and are then read by all. If anything is otherwise, there is no answer.
 """
@@ -9,7 +10,7 @@ must be read by both blocks alike, and are then read by all. If anything is othe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +41,9 @@ def expand(found: Measured, short: Shortened) -> Measured | None:
 def _expanded(found: Measured, short: Shortened) -> Measured:
     if found.row_gradients:
         raise _Unsure
-    blocks, at = _Blocks(short.repeats), short.positions
+    at = short.positions
     ran = {position: i for i, position in enumerate(at)}
+    blocks = _Blocks(short.repeats, _weight_homes(found, short, ran))
     everywhere = range(at[-1] + 1)
     source = [ran[blocks.template(position)] for position in everywhere]
     lists = {
@@ -82,6 +84,23 @@ def _expanded(found: Measured, short: Shortened) -> Measured:
     )
 
 
+def _weight_homes(found: Measured, short: Shortened, ran: Mapping[int, int]) -> frozenset[int]:
+    """The nodes of first blocks that were the first to read weights which all blocks read."""
+    nodes = {node.name: node for node in short.program.graph.nodes}
+    position = {name: i for i, name in enumerate(short.program.order)}
+    homes = set()
+    for repeat in short.repeats:
+        for node in range(repeat.begin, repeat.begin + repeat.period):
+            in_second = found.weights[ran[node + repeat.period]]
+            if found.weights[ran[node]] != in_second:
+                # Otherwise the gradient of its result, or of a weight of its own, might have the same home.
+                users = nodes[short.program.order[node]].users
+                blocks = {repeat.block_of(position.get(user.name, -1)) for user in users}
+                _require(not in_second and blocks <= {0, None})
+                homes.add(node)
+    return frozenset(homes)
+
+
 def _numbered(makers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Each maker with the number of times that it occurred before."""
     seen = Counter[int]()
@@ -115,8 +134,8 @@ def _moved(item: Any, single: Iterable[str], many: Iterable[str], move: Move) ->
 class _Blocks:
     """Where the blocks of ``repeats`` are. Positions are those in the whole program."""
 
-    def __init__(self, repeats: Sequence[Repeat]) -> None:
-        self._repeats = repeats
+    def __init__(self, repeats: Sequence[Repeat], homes: frozenset[int]) -> None:
+        self._homes = homes
         self._of: dict[int, tuple[Repeat, int]] = {
             position: (repeat, block)
             for repeat in repeats
@@ -157,7 +176,8 @@ class _Blocks:
         found: list[Any] = []
         second, next_to_last = Counter[Any](), Counter[Any]()
         for item in items:
-            blocks = self._blocks_of(getattr(item, name) for name in fields[0])
+            single, many = self._moving(item, fields[0]), fields[1]
+            blocks = self._blocks_of(getattr(item, name) for name in single)
             if any(not repeat.is_kept(b) for repeat, own in blocks.items() for b in own):
                 continue  # a stand-in's: what the second block has is repeated for it
             repeated = next((repeat for repeat, own in blocks.items() if min(own) == 1), None)
@@ -165,14 +185,23 @@ class _Blocks:
                 if min(own) == repeat.count - 2:
                     next_to_last[item] += 1
             if repeated is None:
-                found.append(self._read_by_all(item, fields[1], blocks))
+                found.append(self._read_by_all(item, many, blocks))
                 continue
             _require(len(blocks) == 1)
-            copies = list(self._copies(item, fields, repeated))
+            copies = list(self._copies(item, (single, many), repeated))
             found += copies[:-1]
             second[copies[-1]] += 1
         _require(second == next_to_last)
         return found
+
+    def _moving(self, item: Any, single: tuple[str, ...]) -> tuple[str, ...]:
+        """The fields of ``item`` that differ between blocks: not the home of a shared weight's gradient."""
+        others = tuple(name for name in single if name != "home")
+        if others == single or item.home not in self._homes:
+            return single
+        repeat, block = self._of.get(item.home, (None, 0))
+        own = self._blocks_of(getattr(item, name) for name in others)
+        return others if repeat is None or block not in own.get(repeat, ()) else single
 
     def _blocks_of(self, positions: Iterable[int]) -> dict[Repeat, set[int]]:
         found: dict[Repeat, set[int]] = {}
@@ -206,9 +235,10 @@ class _Blocks:
             readers = getattr(item, name)
             for repeat, own in self._blocks_of(map(_position, readers)).items():
                 ends = blocks.get(repeat, {0, repeat.count - 1})
-                if min(ends) > 0 or max(ends) == 1:  # what one of the kept blocks makes
+                if min(ends) > 0 or own <= {0, 1}:  # what one of the kept blocks makes
                     _require(own <= {min(ends), min(ends) + 1})
-                elif min(own) <= 1 and max(own) > 1:
+                elif min(own) <= 1:
+                    _require(max(ends) != 1 or max(own) == repeat.count - 1)
                     readers = self._in_all_blocks(readers, repeat)
             if readers is not getattr(item, name):
                 changed[name] = readers

@@ -25,6 +25,7 @@ class Measured:
     operations: tuple[NodeOperations, ...]
     row_gradients: Mapping[str, int]
     loss: str
+    weights: tuple[int, ...]  # how many weights with gradients each node is the first to read
 
 
 def measured(recording: Recording, *, training: bool) -> Measured:
@@ -68,6 +69,7 @@ def measured(recording: Recording, *, training: bool) -> Measured:
         operations=recording.operations,
         row_gradients=recording.row_gradients,
         loss=recording.loss,
+        weights=recording.weights,
     )
 
 

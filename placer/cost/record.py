@@ -58,6 +58,7 @@ class Recording:
     output_blocks: tuple[tuple[int, ...], ...]  # the blocks of each node's result
     loss: str  # its name
     row_gradients: Mapping[str, int]  # bytes of the sparse gradients, by the names of parameters
+    weights: tuple[int, ...]  # how many weights with gradients each node is the first to read
 
 
 def record_run(
@@ -121,6 +122,7 @@ def record_run(
         output_blocks=tuple(run.output_blocks),
         loss=name,
         row_gradients=row_gradients,
+        weights=run.weights(),
     )
 
 
@@ -267,6 +269,10 @@ class _Run(NodeRunner):
             name: found for name, found in parts.items() if found and named[name].grad is None
         }
         return {name: nbytes_of(*found) for name, found in sparse.items()}
+
+    def weights(self) -> tuple[int, ...]:
+        """How many weights with gradients each node was the first to read."""
+        return tuple(self._attribution.weights[i] for i in range(self._loss + 1))
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of ``loss``. Raises ``CaptureError`` if it fails."""

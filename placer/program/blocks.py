@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,8 +25,9 @@ from placer.program.types import Program
 
 # Of every repeat the first two blocks and the last two are kept: those in the middle see only their like.
 KEPT = 4
-# A value is known by its name, not by how many nodes ago it was made, if it is read over more nodes than this
-# (masks, rotary tables, what a scan reads in every step). The number that finds the longest repeats wins.
+# A value is known by its name, not by how many nodes ago it was made, if more than `KEPT` nodes read it over
+# more nodes than this (masks, rotary tables, what a scan reads in every step), so that all blocks may be among
+# them. The number that finds the longest repeats wins.
 _WIDE = (64, 250, 1000)
 _MOST_PERIODS = 30  # tried, those of which most nodes speak first
 _LEAST_SAVED = 16  # nodes that shortening must leave out to be worth its time
@@ -145,8 +146,8 @@ def find_repeats(program: Program) -> tuple[Repeat, ...]:
 
     Blocks are equal if their nodes are the same operations, on state of the same shapes, and read what was
     made as many nodes before, or what the same node made before the first of them. They read nothing of
-    earlier blocks than the one before, share no state or memory with other nodes, and differ in no argument
-    but the index of a ``select`` and the probabilities of dropout.
+    earlier blocks than the one before, share no memory and no state that is written with other nodes, and
+    differ in no argument but the index of a ``select`` and the probabilities of dropout.
     """
     crossing = _crossing(program)
     coder = _Coder(program)
@@ -164,7 +165,8 @@ def _disjoint(
     for repeat in candidates:
         if all(repeat.end <= other.begin or other.end <= repeat.begin for other in chosen):
             separate = separate or _Separation(program)
-            if separate(repeat):
+            repeat = separate.without_last_readers(repeat)
+            if repeat.saved > 0 and separate(repeat):
                 chosen.append(repeat)
     return tuple(sorted(chosen, key=lambda r: r.begin))
 
@@ -213,7 +215,11 @@ class _Separation:
         for name, info in program.nodes.items():
             for state in (*info.reads, *info.writes):
                 readers[first[state]].add(position[name])
-        self._groups += [tuple(group) for group in readers.values() if len(group) > 1]
+        written = {first[state] for info in program.nodes.values() for state in info.writes}
+        self._groups += [tuple(group) for name, group in readers.items() if name in written]
+        self._ends = [
+            (min(group), max(group)) for name, group in readers.items() if name not in written
+        ]
         self._sources = {
             position[node.name]: [
                 position[s.name] for s in node.all_input_nodes if s.name in position
@@ -221,6 +227,12 @@ class _Separation:
             for node in program.graph.nodes
             if node.name in position
         }
+
+    def without_last_readers(self, repeat: Repeat) -> Repeat:
+        """``repeat`` without its last block if the gradient of a state that its blocks read begins there."""
+        blocks = [tuple(map(repeat.block_of, ends)) for ends in self._ends]
+        begins = any(first != last == repeat.count - 1 for first, last in blocks)
+        return replace(repeat, count=repeat.count - 1) if begins else repeat
 
     def __call__(self, repeat: Repeat) -> bool:
         for group in self._groups:
@@ -265,11 +277,13 @@ class _Coder:
             own = tuple(state[name] for name in info.reads)
             does = self._number((node.op, target, arguments, own, info.writes != ()))
             self._nodes.append((does, [x for x in leaves if isinstance(x, fx.Node)]))
-        # How many nodes after it a value is last read; an input of the graph counts as read for ever.
+        # How many nodes after it a value is last read that has more readers than blocks are kept; an input of
+        # the graph counts as read for ever.
         self._read_until = {
-            node: max((self._position.get(user.name, 0) for user in node.users), default=0)
+            node: max(self._position.get(user.name, 0) for user in node.users)
             - self._position.get(node.name, -len(self._nodes))
             for node in program.graph.nodes
+            if node.users and (len(node.users) > KEPT or node.op == "placeholder")
         }
 
     def __call__(self, wide: int) -> NDArray[np.int64]:
@@ -283,7 +297,7 @@ class _Coder:
         )
 
     def _read(self, at: int, source: fx.Node, wide: int) -> Hashable:
-        far = self._read_until[source] > min(wide, len(self._nodes) - 1)
+        far = self._read_until.get(source, 0) > min(wide, len(self._nodes) - 1)
         return source.name if far else at - self._position[source.name]
 
     def _number(self, code: Hashable) -> int:

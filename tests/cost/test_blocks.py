@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +15,12 @@ from torch import Tensor, nn
 from torchvision.models import ConvNeXt, VisionTransformer
 from torchvision.models.convnext import CNBlockConfig
 
-import placer.cost.estimate
+import placer.cost.expand
 from placer.cost import CostTable
 from placer.cost.estimate import CostEstimates
 from placer.machine.devices import device_kind
 from placer.program import Program, lower
-from placer.program.blocks import find_repeats
+from placer.program.blocks import find_repeats, shorten
 
 
 class Layer(nn.Module):
@@ -92,6 +95,43 @@ class Scan(nn.Module):
         return x, h
 
 
+class Steps(nn.Module):
+    """A random scan, whose steps share weights; some are read before and after it too."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.linear, self.norm = seed, nn.Linear(8, 8), nn.LayerNorm(8)
+        self.weight, self.scale = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.ones(8))
+        self.own = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        choose = random.Random(self.seed)
+        before, after, reads, *joins = (choose.random() < 0.5 for _ in range(4))
+        mask, h, found = self.weight * 2, torch.zeros_like(x[:, 0]), []
+        parts = choose.choices(range(9), k=choose.randint(2, 5))
+        x = self.linear(x) @ self.weight if before else x
+        previous = h
+        for t in range(9):
+            now = x[:, t] if reads else h
+            for part in parts:
+                steps: tuple[Callable[[Tensor], Tensor], ...] = (
+                    self.linear,
+                    self.norm,
+                    lambda h: h @ self.weight,
+                    lambda h: nn.functional.linear(h + 1, self.weight.t()),
+                    lambda h, now=now: (h * self.scale + now).tanh(),
+                    lambda h, t=t: self.own[t](h).relu(),
+                    lambda h: h @ mask,
+                    lambda h, now=now: h + self.linear(now),
+                    lambda h, previous=previous: h.mul(2).add_(previous),
+                )
+                h = steps[part](h)
+            previous = h.sigmoid()
+            found.append(h)
+        x = torch.stack(found, 1) if joins[0] else x * h.unsqueeze(1)
+        return self.linear(x) * self.scale if after else x
+
+
 class Convolutions(nn.Module):
     """Blocks with statistics and in-place activations, of which no two have the same size."""
 
@@ -144,7 +184,8 @@ CASES: dict[str, tuple[Any, tuple[int, ...], bool]] = {
     "vit": (_vit, IMAGE, True),
     "convnext": (_convnext, IMAGE, True),
     "residuals": (Residuals, (2, 4, 8, 8), True),
-    "shared weights": (lambda: Transformer("shared"), SEQUENCE, False),
+    "shared weights": (lambda: Transformer("shared"), SEQUENCE, True),
+    "one layer": (lambda: nn.Sequential(*[nn.Linear(8, 8)] * 40), (2, 8), False),
     "written in place": (lambda: Transformer("written"), SEQUENCE, True),
     "growing sequence": (Grows, (2, 4), False),
     "pieces": (Pieces, (2, 27), False),
@@ -172,20 +213,40 @@ def _costs(program: Program, x: Tensor, **options: Any) -> CostTable:
 @pytest.mark.parametrize("name", CASES)
 def test_costs_of_some_blocks_are_those_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, shape, repeats = CASES[name]
+    answers = _compare(build, shape, OPTIONS, monkeypatch)
+    assert (bool(answers) and all(answers)) == repeats
+
+
+def test_costs_of_some_steps_of_a_scan_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [
+        answer
+        for seed in range(6)
+        for answer in _compare(partial(Steps, seed), (2, 9, 8), OPTIONS[1:2], monkeypatch)
+    ]
+    assert sum(answers) > len(answers) / 2
+
+
+def _compare(
+    build: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    options: Sequence[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[bool]:
+    """Whether a run of some blocks told the costs, for each of ``options``; if so, they are right."""
     with torch.device("meta"):
         model, x = build(), torch.empty(shape)
     program = lower(model, (x,))
     answers: list[bool] = []
-    expand = placer.cost.estimate.expand
+    expand = placer.cost.expand.expand
     monkeypatch.setattr(
         "placer.cost.estimate.expand",
         lambda *args: (answers.append((found := expand(*args)) is not None), found)[1],
     )
-    some = [_costs(program, x, **options) for options in OPTIONS]
-    assert (bool(answers) and all(answers)) == repeats
+    monkeypatch.setattr("placer.cost.estimate.shorten", shorten)
+    some = [_costs(program, x, **each) for each in options]
     monkeypatch.setattr("placer.cost.estimate.shorten", lambda _: None)
-    for options, found in zip(OPTIONS, some, strict=True):
-        whole = _costs(program, x, **options)
+    for each, found in zip(options, some, strict=True):
+        whole = _costs(program, x, **each)
         for field in fields(CostTable):
             if field.name != "work":
                 assert getattr(found, field.name) == getattr(whole, field.name), field.name
@@ -194,6 +255,7 @@ def test_costs_of_some_blocks_are_those_of_all(name: str, monkeypatch: pytest.Mo
             ours, theirs = (getattr(t.work.seconds(kind), way) for t in (found, whole))
             np.testing.assert_allclose(ours.device, theirs.device, rtol=1e-12)
             np.testing.assert_allclose(ours.host, theirs.host, rtol=1e-12)
+    return answers
 
 
 def test_the_longest_repeats_are_found() -> None:
