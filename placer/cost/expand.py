@@ -86,19 +86,12 @@ def _expanded(found: Measured, short: Shortened) -> Measured:
 
 def _weight_homes(found: Measured, short: Shortened, ran: Mapping[int, int]) -> frozenset[int]:
     """The nodes of first blocks that were the first to read weights which all blocks read."""
-    nodes = {node.name: node for node in short.program.graph.nodes}
-    position = {name: i for i, name in enumerate(short.program.order)}
-    homes = set()
-    for repeat in short.repeats:
-        for node in range(repeat.begin, repeat.begin + repeat.period):
-            in_second = found.weights[ran[node + repeat.period]]
-            if found.weights[ran[node]] != in_second:
-                # Otherwise the gradient of its result, or of a weight of its own, might have the same home.
-                users = nodes[short.program.order[node]].users
-                blocks = {repeat.block_of(position.get(user.name, -1)) for user in users}
-                _require(not in_second and blocks <= {0, None})
-                homes.add(node)
-    return frozenset(homes)
+    return frozenset(
+        node
+        for repeat in short.repeats
+        for node in range(repeat.begin, repeat.begin + repeat.period)
+        if found.weights[ran[node]] > found.weights[ran[node + repeat.period]]
+    )
 
 
 def _numbered(makers: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -25,9 +25,9 @@ from placer.program.types import Program
 
 # Of every repeat the first two blocks and the last two are kept: those in the middle see only their like.
 KEPT = 4
-# A value is known by its name, not by how many nodes ago it was made, if more than `KEPT` nodes read it over
-# more nodes than this (masks, rotary tables, what a scan reads in every step), so that all blocks may be among
-# them. The number that finds the longest repeats wins.
+# A value that more than `KEPT` nodes read, over more nodes than this, is known by its name, not by how many
+# nodes ago it was made: all blocks may read it (masks, rotary tables, the input of a scan). The number that
+# finds the longest repeats wins.
 _WIDE = (64, 250, 1000)
 _MOST_PERIODS = 30  # tried, those of which most nodes speak first
 _LEAST_SAVED = 16  # nodes that shortening must leave out to be worth its time

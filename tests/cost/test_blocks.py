@@ -132,6 +132,17 @@ class Steps(nn.Module):
         return self.linear(x) * self.scale if after else x
 
 
+class Residual(nn.Module):
+    """Where all are one, gradients are added up both of the weight and of what the next reads twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + x.tanh())
+
+
 class Convolutions(nn.Module):
     """Blocks with statistics and in-place activations, of which no two have the same size."""
 
@@ -185,7 +196,11 @@ CASES: dict[str, tuple[Any, tuple[int, ...], bool]] = {
     "convnext": (_convnext, IMAGE, True),
     "residuals": (Residuals, (2, 4, 8, 8), True),
     "shared weights": (lambda: Transformer("shared"), SEQUENCE, True),
-    "one layer": (lambda: nn.Sequential(*[nn.Linear(8, 8)] * 40), (2, 8), False),
+    "one layer": (
+        lambda: nn.Sequential(nn.ReLU(), nn.Linear(8, 8), *[Residual()] * 20),
+        (2, 8),
+        False,
+    ),
     "written in place": (lambda: Transformer("written"), SEQUENCE, True),
     "growing sequence": (Grows, (2, 4), False),
     "pieces": (Pieces, (2, 27), False),
