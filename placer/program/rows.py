@@ -252,11 +252,8 @@ class _Flow:
             return 1
         blocks = max(self.rows[source].blocks for source in sources)
         first = sources[0]
-        if name in ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"):
-            inside = self._shapes[first][0]
-            if isinstance(inside, torch.Size):
-                before = math.prod(inside[: self.rows[first].dim]) * self.rows[first].blocks
-                return max(1, before // max(1, math.prod(shape[:dim])))
+        if name in _VIEWS:
+            return max(1, self._before(first) // max(1, math.prod(shape[:dim])))
         if name in ("cat", "concat", "concatenate"):
             along = _argument(node, "dim", 0, position=1)
             if along % len(shape) == dim:
@@ -271,6 +268,19 @@ class _Flow:
                 size: int = self._shapes[whole][0][dim]
                 return max(1, self.rows[whole].blocks * shape[dim] // size)
         return blocks
+
+    def _before(self, node: fx.Node) -> int:
+        """How often the rows come one after the other in ``node``, counting the dimensions before theirs."""
+        rows, shape = self.rows[node], self._shapes[node][0]
+        return rows.blocks * (math.prod(shape[: rows.dim]) if isinstance(shape, torch.Size) else 1)
+
+    def _views_parts(self, node: fx.Node, dim: int, shape: torch.Size) -> bool:
+        """Does a view put parts of several rows where ``shape`` seems to have one row, at ``dim``?"""
+        sources = [x for x in node.all_input_nodes if self.rows[x].dim is not None]
+        if self._names[node] not in _VIEWS or not sources:
+            return False
+        blocks, rest = divmod(self._before(sources[0]), max(1, math.prod(shape[:dim])))
+        return rest > 0 or shape[dim] % (blocks * self._size) > 0
 
     def _check(
         self, node: fx.Node, grown: list[int], shape: Any, doubled: Any, *, state_mixes: bool
@@ -293,6 +303,7 @@ class _Flow:
             doubled[dim] != 2 * shape[dim]
             or shape[dim] % self._size
             or (self._names[node] == "masked_select" and self.rows[node.all_input_nodes[0]].dim)
+            or self._views_parts(node, dim, shape)
         ):
             self._note(node, "it regroups the rows of the batch")
         elif self._along_rows(node):
@@ -451,6 +462,8 @@ _FUNCTION_OF: Mapping[type[nn.Module], str] = {
     nn.KLDivLoss: "kl_div",
     nn.Softmax: "softmax",
     nn.LogSoftmax: "log_softmax",
+    nn.Flatten: "flatten",
+    nn.Unflatten: "unflatten",
 }
 _OPERATORS = {"_softmax": "softmax", "_log_softmax": "log_softmax"}
 # Functions f with f(a + b) = f(a) + f(b) and f(c * a) = c * f(a)
@@ -469,6 +482,9 @@ _LINEAR = (
         "mean",
         "getattr",
     ),
+)
+_VIEWS = (
+    *("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"),
 )
 _ALONG = (
     *("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),

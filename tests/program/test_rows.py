@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +34,15 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "rolled": (lambda y: y.roll(1, 0), "it computes along the rows of the batch"),
     "flipped": (lambda y: y.flip(1, 0), "it computes along the rows of the batch"),
     "regrouped": (lambda y: y.reshape(-1, 3)[1:], "it regroups the rows of the batch"),
+    "parts of rows in columns": (
+        lambda y: y.reshape(6, -1).T,
+        "it regroups the rows of the batch",
+    ),
+    "columns in rows": (lambda y: y.T.reshape(-1, 6), "it regroups the rows of the batch"),
+    "columns in flat rows": (
+        lambda y: nn.Flatten(0)(y.T).view(-1, 6),
+        "it regroups the rows of the batch",
+    ),
     "numbers of rows": (
         lambda y: y + torch.arange(y.size(0), dtype=y.dtype)[:, None],
         "it uses the numbers of the rows, which begin anew in every slice",
@@ -53,6 +64,43 @@ def test_a_model_that_mixes_rows_is_not_split(kind: str) -> None:
     placed(x)
     said = {**SPEC, "inputs": {"x": {"batch_dim": 0}}}
     assert placer.compile(Net(function), said, x, run_on="cpu").plan.notes
+
+
+def _rearranged(seed: int, y: Tensor) -> Tensor:
+    """``y``, whose elements a random sequence of views and copies puts elsewhere."""
+    choose, batch = random.Random(seed), y.size(0)
+    for _ in range(choose.randint(2, 4)):
+        dims = list(range(y.dim()))
+        part = choose.choice([d for d in (1, 2, 3, 6) if y.numel() // batch % d == 0])
+        shape = choose.sample([part, y.numel() // batch // part, batch], 3)
+        at = choose.choice(dims)
+        ways: list[Callable[[], Tensor]] = [
+            lambda y=y, shape=shape: y.reshape(shape),
+            lambda y=y, dims=dims: y.permute(choose.sample(dims, len(dims))),
+            lambda y=y, at=at: y.flatten(0, at),
+            lambda y=y, at=at: torch.cat([y, y * 2], at),
+            lambda y=y, at=at: torch.stack([y, y + 1], at),
+            lambda y=y: y.expand(2, *y.shape),
+        ]
+        y = choose.choice(ways)()
+    return y.reshape(batch, -1) if choose.random() < 0.6 else y
+
+
+def test_rearranged_rows_are_right_or_refused() -> None:
+    torch.manual_seed(0)
+    refused = 0
+    for seed in range(30):
+        model = Net(partial(_rearranged, seed)).double()
+        x = torch.randn(8, 6, dtype=torch.float64)
+        try:
+            placed = placer.compile(copy.deepcopy(model), SPEC, x, run_on="cpu")
+        except placer.CaptureError as error:
+            assert "the rows of the batch" in error.problem
+            refused += 1
+            continue
+        for inputs in (x, torch.randn(7, 6, dtype=torch.float64)):
+            torch.testing.assert_close(placed(inputs), model(inputs))
+    assert 5 < refused < 25
 
 
 SEPARATE: dict[str, Callable[[Tensor], Any]] = {
