@@ -68,6 +68,12 @@ class Reached:
                 if state is not None:
                     self.written[state] = self.written.get(state, False) or depends
 
+    def note_replaced(self, module: nn.Module, path: str = "") -> None:
+        """Note the state of ``module``, at ``path``, whose data is another tensor's now (``x.data = y``)."""
+        for name, tensor in (*module.named_buffers(path), *module.named_parameters(path)):
+            if storage_key(tensor) not in self._state:
+                self.written[name] = True
+
     def end(self, value: Any) -> Inside | None:
         """The operators that ran since `begin` and made ``value``; what follows is not recorded."""
         inside, self.inside = self.inside, None

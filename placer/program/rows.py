@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from placer.program.axes import computes_along
 from placer.program.batch import BatchDim
 from placer.program.targets import SELECTS, UnderModes
 
@@ -161,6 +162,8 @@ class _Flow:
             self._note(
                 node, "it packs the sequences of the batch, and the longest decides the sizes"
             )
+        if depends and self._writes_some_rows(node):
+            self._note(node, "it writes some of the rows of the batch")
         if not isinstance(shape, torch.Size):
             self.rows[node] = self._other(shape, doubled, depends=depends, numbered=numbered)
         else:
@@ -356,19 +359,14 @@ class _Flow:
             return dim != (0 if module.batch_first else 1) or rank < 3
         if name == "scaled_dot_product_attention":
             return dim >= rank - 2
-        if name in _ALONG:
-            position = 2 if name == "roll" else 1
-            given: Any = _argument(
-                node, "dim", _argument(node, "dims", None, position=position), position=position
-            )
-            if name == "flip":
-                given = node.kwargs.get("dims", node.args[1:])
-            if given is None and name in ("sort", "argsort"):
-                given = -1
-            if module is not None:
-                given = getattr(module, "dim", None)
-            along = [x % rank for x in _flat((given,)) if isinstance(x, int)]
-            return dim in along or (given is None and name in ("flip", "roll", "cumsum"))
+        given = {
+            x: (rows.dim, len(shape))
+            for x in sources
+            if (rows := self.rows[x]).dim is not None
+            and isinstance(shape := self._shapes[x][0], torch.Size)
+        }
+        if name == "as_strided" or computes_along(node, module, name, given):
+            return True
         if name in ("getitem", "__getitem__"):
             return self._picks_rows(node, dim)
         if name in (
@@ -401,6 +399,33 @@ class _Flow:
                 return is_tensor and not self._is_position(part)
             position += 1
         return False
+
+    def _writes_some_rows(self, node: fx.Node) -> bool:
+        """Does ``node`` write to rows with some numbers, as in ``x[0] = 0`` or ``x[0].zero_()``?"""
+        name, target = self._names[node], node.args[0] if node.args else None
+        if not isinstance(target, fx.Node):
+            return False
+        if name in ("setitem", "__setitem__"):
+            return self._numbers_rows(target, node.args[1])
+        in_place = name.endswith("_") and not name.endswith("__")
+        if not in_place or self._names[target] not in ("getitem", "__getitem__"):
+            return False
+        whole, index = target.args[:2]
+        return isinstance(whole, fx.Node) and self._numbers_rows(whole, index)
+
+    def _numbers_rows(self, tensor: fx.Node, index: Any) -> bool:
+        """Does ``index`` select rows of ``tensor`` by constant numbers?"""
+        dim, shape = self.rows[tensor].dim, self._shapes[tensor][0]
+        parts = [x for x in (index if isinstance(index, tuple) else (index,)) if x is not None]
+        if dim is None or not isinstance(shape, torch.Size):
+            return False
+        if ... in parts:
+            at = parts.index(...)
+            parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+        part = parts[dim] if dim < len(parts) else slice(None)
+        if isinstance(part, slice):
+            return any(isinstance(end, int) and end != 0 for end in (part.start, part.stop))
+        return isinstance(part, int)
 
     def _is_position(self, node: fx.Node) -> bool:
         """Is it the numbers of the rows, 0, 1, 2, …?"""
@@ -485,10 +510,6 @@ _LINEAR = (
 )
 _VIEWS = (
     *("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"),
-)
-_ALONG = (
-    *("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
-    *("sort", "argsort", "flip", "roll"),
 )
 _SPLITS = ("chunk", "split", "tensor_split", "unbind")
 _NUMBERING = (

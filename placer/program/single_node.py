@@ -58,6 +58,7 @@ def call_single_node(
             value = original(module, *executable(args), **executable(kwargs))
             inside = recorder.reached.end(value)
         if before is not None:
+            recorder.reached.note_replaced(module, path)
             _note_changes(recorder, path, before)
             if inside is not None:
                 inside.note_flags(before.changes())

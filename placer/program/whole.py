@@ -83,6 +83,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 with hooks.watching() if setup.is_split else nullcontext():
                     leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
+                reached.note_replaced(fake_model)
                 changes = [*snapshot.changes(), *given.changes()]
                 once = set(map(id, _made_once(setup, inputs, changes)))
                 others = [change for change in changes if id(change) not in once]

@@ -26,6 +26,15 @@ class Net(nn.Module):
         return self.function(self.layer(x))
 
 
+def _first_row(y: Tensor, *, in_place: bool) -> Tensor:
+    y = y * 2
+    if in_place:
+        y[0].zero_()
+    else:
+        y[:1] = 0
+    return y
+
+
 MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "statistic": (lambda y: y - y.mean(0), "it uses a statistic of the batch"),
     "pairs": (lambda y: y @ y.T, "it pairs the rows of the batch with each other"),
@@ -43,6 +52,26 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda y: nn.Flatten(0)(y.T).view(-1, 6),
         "it regroups the rows of the batch",
     ),
+    "strides": (
+        lambda y: y.as_strided((y.size(0), 6), (1, y.size(0))),
+        "it computes along the rows of the batch",
+    ),
+    **{
+        name: (function, "it computes along the rows of the batch")
+        for name, function in {
+            "product": lambda y: torch.eye(y.size(0)).roll(1, 0) @ y,
+            "triangle": lambda y: y.tril(),
+            "convolution": lambda y: nn.functional.conv1d(y.T[None], torch.ones(6, 6, 1))[0].T,
+            "layer norm": lambda y: nn.functional.layer_norm(y, y.shape),
+            "group norm": lambda y: nn.functional.group_norm(y.T[None], 2)[0].T,
+            "lengths": lambda y: nn.functional.normalize(y, dim=0),
+            "pooling": lambda y: nn.functional.max_pool1d(y.T, 3, 1, 1).T,
+            "largest": lambda y: y.topk(y.size(0), 0).values,
+            "frequencies": lambda y: torch.fft.fft(y, dim=0).real,
+        }.items()
+    },
+    "first row": (lambda y: _first_row(y, in_place=False), "it writes some of the rows"),
+    "first row in place": (lambda y: _first_row(y, in_place=True), "it writes some of the rows"),
     "numbers of rows": (
         lambda y: y + torch.arange(y.size(0), dtype=y.dtype)[:, None],
         "it uses the numbers of the rows, which begin anew in every slice",
@@ -112,6 +141,12 @@ SEPARATE: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda y: (y.sum(), y.square().sum(0)),
     "expanded": lambda y: y + y.new_ones(6).expand(y.size(0), 6),
     "batch second": lambda y: y.T,
+    "first column": lambda y: _first_row(y.T, in_place=False).T,
+    "own convolutions": lambda y: nn.functional.conv1d(
+        y.view(1, -1, 3), y.view(-1, 1, 3), groups=y.size(0) * 2
+    ).view(-1, 2),
+    "repeated": lambda y: y.repeat(2, 1).softmax(-1).view(2, -1, 6).mean(0),
+    "pooled": lambda y: nn.functional.avg_pool1d(y, 2),
 }
 
 
