@@ -158,3 +158,28 @@ def test_a_model_of_separate_rows_is_split(kind: str) -> None:
     placed = placer.compile(copy.deepcopy(model), SPEC, x, run_on="cpu")
     for inputs in (x, torch.randn(8, 6, dtype=torch.float64), x[:7]):
         torch.testing.assert_close(placed(inputs), model(inputs))
+
+
+class Replaces(nn.Module):
+    """Its buffer gets other data, which no operator writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.data = 0.9 * self.average.data + 0.1 * self.layer.weight.data
+        return self.layer(x) @ self.average
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_whose_data_is_replaced_is_not_set_once_per_slice(*, inside: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Replaces()) if inside else Replaces()
+    with pytest.raises(placer.CaptureError, match=r"it sets the buffer .*average"):
+        placer.compile(model, SPEC, torch.randn(8, 6), run_on="cpu")
+    whole = {**SPEC, "replicas": 1, "microbatches": 1}
+    placed = placer.compile(copy.deepcopy(model), whole, torch.randn(8, 6), run_on="cpu")
+    x = torch.randn(8, 6)
+    torch.testing.assert_close(placed(x), model(x))
+    torch.testing.assert_close(dict(placed.named_buffers()), dict(model.named_buffers()))
