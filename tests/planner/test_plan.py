@@ -23,7 +23,7 @@ from placer.planner.devices import device_slot
 from placer.program import lower
 from placer.quantities import parse_bytes
 from placer.report import verdict
-from placer.search.fewer import faster_with_fewer
+from placer.search.fewer import as_fast_with_fewer
 from placer.simulation.judge import JudgingPlanner
 
 GIB = 2**30
@@ -415,7 +415,7 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
 
     def told(**fields: object) -> str:
         spec = PlacementSpec.model_validate({"devices": _cards(3), **fields})
-        return faster_with_fewer(spec, make(spec), make)
+        return as_fast_with_fewer(spec, make(spec), make)
 
     def taken(**fields: object) -> int:
         options = {"replicas": 1, "space": 1, **fields}
@@ -431,7 +431,7 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
     assert told(objective="memory") == ""
     assert told(layers={"head": "cuda:2"}) == ""  # all are in the spec's layers
     unknown = PlacementSpec.model_validate({"devices": _cards(3, kind=None)})
-    assert faster_with_fewer(unknown, make(unknown), make) == (
+    assert as_fast_with_fewer(unknown, make(unknown), make) == (
         "Fewer devices would be faster by reference rates: with cuda:0 alone, a step would take less time."
     )
 
