@@ -149,6 +149,7 @@ def test_what_is_given_stays_and_the_answer_is_always_the_same() -> None:
     spec = placer.auto_spec(model, x, **fields)
     assert (spec.replicas, spec.microbatches) == (2, 4)
     plan = placer.auto_plan(model, x, **fields)
+    assert spec.layers and all(each.next_best for each in plan.boundaries) and plan.boundaries
     assert plan == placer.auto_plan(model, x, **fields)
     assert plan.strategy and all("2 replicas" in each.strategy for each in plan.alternatives)
     again = placer.make_plan(model, spec, x)
