@@ -61,7 +61,8 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
     if boundary.next_best is None or boundary.next_value is None:
         return [
             *lines,
-            "  the layers of the spec, the memory of the devices or the number of stages leave no other place for it",
+            "  the layers of the spec, the memory of the devices or the number of stages leave no other "
+            "place for it",
         ]
     change = describe_change(boundary.next_value, value)
     next_value = in_unit(boundary.next_value, criterion)

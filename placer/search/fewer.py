@@ -24,10 +24,10 @@ def as_fast_with_fewer(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) ->
         judged = make.judge(fewer)
         if not judged.fits or judged.starved:
             continue
-        names = ", ".join(dict.fromkeys(stage.devices[0] for stage in fewer.stages))
+        used = dict.fromkeys(d for stage in fewer.stages for d in fewer.devices_of(stage, 0))
         is_faster = fewer.rank_time * AS_GOOD < plan.rank_time
         what = "faster" if is_faster else "as fast"
-        said = f"with {names} alone, a step would take"
+        said = f"with {', '.join(used)} alone, a step would take"
         if fewer.step_seconds is None or plan.step_seconds is None:
             time = "less time" if is_faster else "as long"
             return f"Fewer devices would be {what} by reference rates: {said} {time}."

@@ -436,6 +436,19 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
     )
 
 
+@captured_once()
+def test_no_stage_in_space_only_cuts_the_input_or_gathers_the_result() -> None:
+    """A stage of the cut alone would be the cheapest: the stages wait for each other."""
+    with torch.device("meta"):
+        model, x = unet3d(width=8, depth=2), torch.empty(1, 1, 64, 64, 64)
+    spec = PlacementSpec.model_validate({"devices": _cards(4), "space": 2})
+    make = JudgingPlanner(lower(model, (x,)), [x])
+    plan = make(spec)
+    first, last = plan.stages
+    assert "encoder_0_0" in first.nodes and "head" in last.nodes
+    assert "with cuda:0, cuda:1 alone, a step would take" in as_fast_with_fewer(spec, plan, make)
+
+
 def test_gpus_of_this_machine_give_budgets_if_all_that_are_named_are_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
