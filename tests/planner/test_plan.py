@@ -214,6 +214,9 @@ def test_budget_comes_from_the_named_kind() -> None:
     assert device.budget == found
     assert device.reserve == int(0.02 * found)
     assert device.context == parse_bytes("520MiB")
+    more = [{"name": "cuda:0", "kind": "h100", "memory": "80GiB"}]
+    told = '"memory" of cuda:0 is 80.00 GiB, but the kind h100 has 79.10 GiB.'
+    assert [any(told in n for n in _small(devices=d).notes) for d in (["cuda:0"], more)] == [0, 1]
     with pytest.raises(SpecError, match="did you mean 'h100'"):
         _small(devices=[{"name": "cuda:0", "kind": "h10"}])
 
@@ -446,6 +449,8 @@ def test_no_stage_in_space_only_cuts_the_input_or_gathers_the_result() -> None:
     plan = make(spec)
     first, last = plan.stages
     assert "encoder_0_0" in first.nodes and "head" in last.nodes
+    twice = make(spec.with_devices(spec.devices[:2]).model_copy(update={"replicas": 2}))
+    assert any("1 more replica on cuda:2, cuda:3" in note for note in twice.notes)
     assert "with cuda:0, cuda:1 alone, a step would take" in as_fast_with_fewer(spec, plan, make)
 
 
