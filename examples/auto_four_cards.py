@@ -18,7 +18,7 @@ from placer.report import plan_table
 
 
 def answer(size: int = 192, memory: str | None = None, *, width: int = 32) -> Plan:
-    """The plan for two volumes of ``size`` cubed in a step, in bfloat16. Without ``memory``, a card has what its kind has."""
+    """The plan for two volumes of ``size`` cubed in a step, in bfloat16; a card has what its kind has."""
     with torch.device("meta"):
         model = unet3d(width=width)
         volumes = torch.empty(2, 1, size, size, size)

@@ -110,10 +110,11 @@ class Bounds:
         return min(found, key=lambda sums: sums.forward + sums.backward)
 
     def rows_fit(self, strategy: Strategy) -> bool:
-        """Does every replica get a row for each of its micro-batches?"""
+        """Does every replica get a row for each of its micro-batches? Idle replicas may be asked for."""
         rows = batch_rows(self._program, self._inputs) or 1
         parts = split_batch(rows, strategy.replicas, strategy.microbatches)
-        return all(len(part) == strategy.microbatches for part in parts)
+        enough = strategy.replicas in (len(parts), self._wanted.replicas)
+        return enough and all(len(part) == strategy.microbatches for part in parts)
 
     def __call__(self, strategy: Strategy) -> Bound:
         """The bound of ``strategy``, whose replicas and micro-batches all have rows."""

@@ -215,6 +215,17 @@ def test_replicas_get_rows_of_like_devices(counts: list[int], replicas: int, dev
     assert len(set(names)) == len(names)
 
 
+@captured_once()
+def test_no_replica_is_tried_that_gets_no_row() -> None:
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(1, 256)
+    plan = placer.auto_plan(model, x, devices=_cards(2))
+    assert not any(
+        "replica" in name for name in (plan.strategy, *(a.strategy for a in plan.alternatives))
+    )
+    assert placer.auto_plan(model, x, devices=_cards(2), replicas=2).replicas == 2
+
+
 def test_contradictions_are_told() -> None:
     with torch.device("meta"):
         model, x = Blocks(), torch.empty(2, 256)
