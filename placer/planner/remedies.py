@@ -432,17 +432,17 @@ def _fewest_devices(plan: Plan) -> int:
 def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
     """A remedy that gives the memory each device would need, without the spec's layers if that helps."""
     wanted = _updated(spec, objective="memory")
-    needs = []
-    for layers in dict.fromkeys((tuple(spec.layers.items()), ())):
-        needed = _memory_needed(wanted.with_layers(dict(layers)), make)
-        if needed is not None:
-            needs.append(needed)
-    if not needs:
+    needed = _memory_needed(wanted, make)
+    without = _memory_needed(wanted.with_layers({}), make) if spec.layers else None
+    budgets = [device_slot(device, spec).budget or 0 for device in spec.devices]
+    if without is not None and without > min(budgets) and without < 0.95 * (needed or math.inf):
+        least = format_bytes(without, enough=True)
+        return (
+            f"devices of {least} (reserve included) each and leave out 'layers', or a smaller input"
+        )
+    if needed is None:
         return "use a smaller input"
-    helps = spec.layers and needs[-1] < 0.95 * needs[0]
-    least = format_bytes(needs[-1] if helps else needs[0], enough=True)
-    without = " and leave out 'layers'" if helps else ""
-    return f"devices of {least} (reserve included) each{without}, or a smaller input"
+    return f"devices of {format_bytes(needed, enough=True)} (reserve included) each, or a smaller input"
 
 
 def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:

@@ -222,10 +222,10 @@ def _largest(tensors: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def crossing(shown: View) -> str:
-    """A sentence on all transfers; some are of values without bytes, such as sizes."""
+    """A sentence on all transfers to other devices; some are of values without bytes, such as sizes."""
     total = format_bytes(sum(transfer.nbytes for transfer in shown.transfers))
-    others = len(shown.plan.transfers) - len(shown.transfers)
+    others = sum(not transfer.nbytes for transfer in shown.plan.transfers)
+    if not shown.transfers and not others:
+        return "transfers: nothing crosses between devices"
     text = f"transfers: {len(shown.transfers)}, {total} per micro-batch forward"
-    if others:
-        text += f", and {others} without tensors, such as sizes"
-    return text if shown.plan.transfers else "transfers: nothing crosses between stages"
+    return f"{text}, and {others} without tensors, such as sizes" if others else text
