@@ -129,8 +129,8 @@ _SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
 def as_option(change: str) -> str:
     """Rewrite a change of a spec's fields as one of the options of ``placer auto``.
 
-    >>> as_option('cut the batch: "microbatches": 2, "schedule": "1F1B"')
-    'cut the batch: --microbatches 2 --schedule 1F1B'
+    >>> as_option('split the batch: "microbatches": 2, "schedule": "1F1B"')
+    'split the batch: --microbatches 2 --schedule 1F1B'
     >>> as_option('"checkpoint": "auto" and "offload": "auto" (recompute or wait)')
     '--checkpoint --offload (recompute or wait)'
     >>> as_option('write a smaller "reserve" into the spec')

@@ -207,7 +207,7 @@ def _expandable(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
 
 def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     if spec.layers:
-        change = "leave out 'layers': the compiler places all of them on these devices"
+        change = "leave out 'layers': all of them are placed for you on these devices"
         yield from _try(change, make, spec.with_layers({}))
 
 
@@ -237,7 +237,7 @@ def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iter
         fitting: _Change | None = None
         for schedule in _schedules(spec):
             new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
-            change = f'cut the batch: "microbatches": {count}{new}'
+            change = f'split the batch: "microbatches": {count}{new}'
             wanted = _updated(spec, microbatches=count, schedule=schedule)
             if (peak := _peak_if_far(make, wanted)) is not None:
                 far.append((peak, change, wanted))
@@ -296,7 +296,7 @@ def _in_space(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Cha
         f'"space": {count}, "chunks": {MOST_CHUNKS}'
         + f" and more devices ({more})" * bool(more)
         + " without 'layers'" * bool(spec.layers)
-        + ": every device has a part of the volume"
+        + ": every device has a part of the input"
     )
     space = spec.space.model_copy(update={"shards": count, "grid": ()})
     wanted = _updated(spec.with_layers({}).with_devices(devices), space=space)
