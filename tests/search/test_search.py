@@ -226,6 +226,18 @@ def test_no_replica_is_tried_that_gets_no_row() -> None:
     assert placer.auto_plan(model, x, devices=_cards(2), replicas=2).replicas == 2
 
 
+def test_a_loss_over_the_whole_batch_is_planned() -> None:
+    """Also one that a spec cannot name; 1F1B, which is faster, is not possible."""
+    with torch.device("meta"):
+        model, x = Blocks(), torch.empty(4096, 256)
+    fields: dict[str, Any] = {"devices": _cards(2), "replicas": 1, "stages": 2, "microbatches": 4}
+    loss_fn = lambda output: output.square().mean()  # noqa: E731
+    plan = placer.auto_plan(model, x, loss_fn=loss_fn, whole_batch=True, **fields)
+    assert plan.loss is not None and plan.loss.whole_batch and plan.schedule == "GPipe"
+    with pytest.raises(PlacerError, match="is given without a loss"):
+        placer.auto_spec(model, x, whole_batch=True, **fields)
+
+
 def test_contradictions_are_told() -> None:
     with torch.device("meta"):
         model, x = Blocks(), torch.empty(2, 256)
