@@ -100,6 +100,20 @@ def test_pinned_towers_that_do_not_fit_are_few_stages() -> None:
     assert sent == [(1, 2)]  # what stage 2 reads of stage 0 is on its device already
 
 
+def test_towers_run_at_the_same_time_unless_one_has_what_joins_them() -> None:
+    with torch.device("meta"):
+        model, x = _Towers(), torch.empty(64, 1, 256, 256)
+    seconds = {}
+    for head in ("cuda:0", "cuda:1"):
+        devices = [{"name": f"cuda:{i}", "kind": "a100"} for i in range(2)]
+        layers = {"a": "cuda:0", "b": "cuda:1", "head": head}
+        seconds[head] = placer.make_plan(
+            model, {"devices": devices, "layers": layers}, (x, x)
+        ).step_seconds
+    assert seconds["cuda:0"] is not None and seconds["cuda:1"] is not None
+    assert 1.8 < seconds["cuda:1"] / seconds["cuda:0"] < 2.1
+
+
 def test_what_needs_one_stage_per_device_gets_it() -> None:
     with torch.device("meta"):
         model, x = _unet(), torch.empty(2, 1, 16, 16, 16)
