@@ -23,7 +23,7 @@ from placer.executor.program_cache import split_rules
 from placer.executor.unplaced import warn_of_unplaced_optimizers
 from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
-from placer.planner.devices import machine_memory
+from placer.planner.devices import kind_problems, machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
 from placer.program import (
@@ -442,8 +442,9 @@ def _refuse_placed(model: nn.Module) -> None:
 
 
 def check_layers(model: nn.Module, spec: PlacementSpec) -> None:
-    """Raise ``SpecError`` for patterns of layers that ``model`` has not."""
-    if problems := layer_problems(spec, dict(model.named_modules(remove_duplicate=False))):
+    """Raise ``SpecError`` for patterns of layers that ``model`` has not, and for kinds of other devices."""
+    paths = dict(model.named_modules(remove_duplicate=False))
+    if problems := [*kind_problems(spec), *layer_problems(spec, paths)]:
         raise SpecError(SpecError.UNNAMED, problems)
 
 

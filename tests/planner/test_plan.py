@@ -230,6 +230,9 @@ def test_a_kind_of_another_type_of_device_is_refused(kinds: tuple[str, str]) -> 
     ((where, problem, remedy),) = error.value.problems
     assert where == "/devices/0/kind"
     assert kind in problem and name in problem and f"calibrate --device {name}" in remedy
+    with pytest.raises(SpecError) as error:  # together with what the model has not
+        _small(devices=[{"name": name, "kind": kind}], layers={"nothere": name})
+    assert [where for where, *_ in error.value.problems] == ["/devices/0/kind", "/layers/nothere"]
 
 
 def test_what_a_choice_of_recomputed_layers_adds_is_noted() -> None:
