@@ -65,7 +65,7 @@ def test_it_tells_the_plan(tmp_path: Path) -> None:
         'placer plan {"a": 1}',
         "kind of device h100",
         "cuda:0 stage 0 11.00 GiB 13.00 GiB of 16.00 GiB ✓ 2.00 GiB headroom",
-        "50% computing",
+        "B0 50%",
         "stage 0 cuda:0 enc, dec.up",
         "↓ 3.00 MiB enc.0, 1.00 MiB dec.up",
         "0 → 1 enc_0 enc.0 3.00 MiB",
