@@ -43,12 +43,16 @@ def _plan(shown: View) -> Iterator[RenderableType]:
         yield from ("", table)
     yield Text(f"\n{crossing(shown)}")
     if found := shown.transfers:
-        rows = [(f"{t.source} → {t.target}", t.nbytes, t.value) for t in found[:_TRANSFERS_SHOWN]]
+        rows = [
+            (f"{t.source} → {t.target}", t.nbytes, t.value, plan.node_layers.get(t.value) or "-")
+            for t in found[:_TRANSFERS_SHOWN]
+        ]
         yield Table(
-            headers=("stages", "sent", "value"),
+            headers=("stages", "sent", "value", "layer"),
             rows=rows,
             names=("stages",),
-            words=("value",),
+            words=("value", "layer"),
+            optional=("layer",),
             units={"sent": BYTES},
         )
         if len(found) > _TRANSFERS_SHOWN:
@@ -226,6 +230,6 @@ def crossing(shown: View) -> str:
     total = format_bytes(sum(transfer.nbytes for transfer in shown.transfers))
     others = sum(not transfer.nbytes for transfer in shown.plan.transfers)
     if not shown.transfers and not others:
-        return "transfers: nothing crosses between devices"
+        return "transfers: nothing crosses between stages"
     text = f"transfers: {len(shown.transfers)}, {total} per micro-batch forward"
     return f"{text}, and {others} without tensors, such as sizes" if others else text
