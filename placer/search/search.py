@@ -282,7 +282,10 @@ class _Search:
         )
 
     def _judge(self) -> list[Rated]:
-        """Judge what nearly fits by its estimate, the best first, until the next one cannot be better."""
+        """Judge what nearly fits by its estimate, the best first, until the next one cannot be chosen.
+
+        That is one which is worse than a judged one, unless it is simpler and as good.
+        """
         judged: dict[Strategy, Rated] = {}
         for column in range(2 if self._links.network is not None else 1):
             near = [rated for rated in self._rated.values() if rated.is_near]
@@ -293,8 +296,15 @@ class _Search:
                     continue
                 value = self._values_of([rated])[0][column]
                 good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]
-                if any(self._values_of([r])[0][column] <= value for r in good):
+                better = {
+                    r.strategy.complexity: least
+                    for r in good
+                    if (least := self._values_of([r])[0][column]) <= value
+                }
+                if any(value > least * AS_GOOD for least in better.values()):
                     break
+                if any(parts <= rated.strategy.complexity for parts in better):
+                    continue
                 plan = self._plan(self._make, rated.spec)
                 if plan is not None:
                     found = self._rate(self._rated.pop(rated.strategy), plan, judged=True)
