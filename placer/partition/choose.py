@@ -34,6 +34,7 @@ from placer.partition.noncontiguous import (
     NoncontiguousChains,
     find_noncontiguous,
     is_better,
+    may_be_noncontiguous,
 )
 from placer.partition.solver.problem import simple_bound
 from placer.partition.solver.search import StageOf
@@ -56,6 +57,8 @@ _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 _STARTS = 4  # best candidates from which several stages per device are tried, to minimise memory
 # To minimise a step: candidates whose step is laid out in time, and those of which boundaries are moved
 _LAID_OUT, _MOVED = 16, 5
+# A chain of more stages is only looked for along program order: tables of all stages take seconds to make.
+MANY_STAGES = 24
 
 
 def choose_partition(
@@ -81,6 +84,8 @@ def choose_partition(
     memory decides, some random orders are tried, too. `Partition.optimality` has a lower bound on all
     placements.
 
+    Of more than `MANY_STAGES` stages, the best along program order are the result.
+
     ``tables`` is a cache that searches for one model share. With ``stop_at_share``, the search ends if the
     placement along program order fills no device beyond this share of its budget, including the reserve;
     no lower bound is stated then.
@@ -99,7 +104,9 @@ def choose_partition(
     best = search.best
     assert best is not None, "a chain that follows the pins is always feasible"
     model = model_units(units, order, costs, pin_of)
-    if len(best.slots) > 1 and len(order) > len(best.slots):
+    if len(best.slots) > MANY_STAGES:
+        best = search.with_other_cuts(best)
+    elif len(best.slots) > 1 and len(order) > len(best.slots):
         search.try_solutions(model)
         search.try_noncontiguous(model)
         assert search.best is not None
@@ -319,6 +326,12 @@ class _Search:
         return best
 
     def _offer(self, found: Candidate) -> None:
+        repeated = len({slot.name for slot in found.slots}) < len(found.slots)
+        full = all(x < y for x, y in itertools.pairwise(found.cuts))
+        if repeated and full and may_be_noncontiguous(self._options, found.slots):
+            # What all stages of a device need together, not each of them
+            chains = NoncontiguousChains(found, self._costs, self.pins_of(found), self._options)
+            found = chains.candidate(found.slots, found.cuts)
         self.first = self.first or found
         if self.best is None or found.rank < self.best.rank:
             self.best = found
