@@ -96,10 +96,6 @@ WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.1], dtype=D)
 Case = tuple[Callable[..., Tensor], Callable[[int], Any], dict[str, Any]]
 
 
-def _classes_first(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda output, target: loss(output.transpose(1, 2), target)
-
-
 CASES: dict[str, Case] = {
     "mean": (F.mse_loss, lambda n: torch.randn(n, LENGTH, CLASSES, dtype=D), {}),
     "mean of labels": (_flat, lambda n: _labels(n, 0), {}),

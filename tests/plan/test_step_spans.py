@@ -179,20 +179,6 @@ def test_replicas_with_processes_of_their_own_are_alike() -> None:
     assert end_of(spans) < alone < together
 
 
-def test_1f1b_drawn_in_time() -> None:
-    spans = step_spans(plan_of(2, microbatches=3, schedule="1F1B", processes=True))
-    assert drawing(spans, "cuda:0") == "0F0@0 0F1@1 0B0@4 0F2@6 0B1@7 0B2@10"
-    assert drawing(spans, "cuda:1") == "1F0@1 1B0@2 1F1@4 1B1@5 1F2@7 1B2@8"
-
-
-def test_a_split_backward_fills_the_bubble() -> None:
-    whole, split = (
-        idle_share(step_spans(plan_of(4, microbatches=8, schedule=name, processes=True)))
-        for name in ("1F1B", "InterleavedZeroBubble")
-    )
-    assert split < whole
-
-
 def test_messages_travel_beside_computations_and_copies_do_not() -> None:
     """A message of 1 s delays only what waits for it; a copy stops both of its devices."""
     processes, one = (

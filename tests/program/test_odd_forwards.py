@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.executor import program_cache as programs
 from placer.program import fake, lower
 
 SPEC = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "objective": "memory", "reserve": 0}
@@ -161,54 +160,6 @@ def test_bins_and_sequence_losses() -> None:
     inputs = torch.randn(4, 6, 8), torch.randint(1, 8, (4, 2)), torch.tensor([2, 1, 2, 2])
     result = placer.verify(Counts().double(), SPEC, (inputs[0].double(), *inputs[1:]), run_on="cpu")
     assert result.ok, result.summary
-
-
-class Sequences(nn.Module):
-    def __init__(self, cell: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.core = cell(8, 8, batch_first=True, bidirectional=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(
-            x, lengths, batch_first=True, enforce_sorted=False
-        )
-        result, state = self.core(packed)
-        state = state[0] if isinstance(state, tuple) else state
-        padded, _ = nn.utils.rnn.pad_packed_sequence(result, batch_first=True, total_length=6)
-        return padded + torch.cat([state[0], state[1]], -1)[:, None]
-
-
-class Reader(nn.Module):
-    def __init__(self, cell: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 8, sparse=True)
-        self.core = Sequences(cell)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        return self.head(self.core(self.words(words), lengths))
-
-
-@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
-def test_packed_sequences_and_sparse_gradients(cell: type[nn.RNNBase]) -> None:
-    torch.manual_seed(0)
-    args = torch.randint(11, (4, 6)), torch.tensor([3, 6, 1, 5])
-    model = Reader(cell).double()
-    assert not lower(model, args).captured.whole_modules
-    result = placer.verify(model, SPEC, args, run_on="cpu")
-    assert result.ok, result.summary
-
-
-def test_packed_sequences_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Sequences(nn.LSTM)
-    args = torch.randn(4, 6, 8), torch.tensor([3, 6, 1, 5])
-    spec = {"devices": ["cpu:0"]}
-    for rows in (4, 2):  # the dry run captures the model again
-        report = placer.simulate(model, spec, tuple(arg[:rows] for arg in args))
-        assert report.step_ok
-    placed = placer.compile(model, spec, args)
-    monkeypatch.setattr(programs, "lower", None)  # a second capture would fail
-    assert torch.equal(placed(*args), model(*args))
 
 
 def sparse(net: Net, x: Tensor) -> Tensor:

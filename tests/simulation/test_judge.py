@@ -215,31 +215,6 @@ def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
     assert (len(runs), len(set(runs))) == (4, 3)
 
 
-def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) -> None:
-    """Also for every replica, whose devices correspond to those of the first one."""
-    program = lower(chain(), (X,))
-    spec = placer.load_spec(spec_of(int(1.2 * peak), replicas=2))
-    plain = build_plan(program, spec, [X])
-    peaks = {d.device: d.peak for d in plain.devices[:2]}
-    full = max(peaks, key=lambda name: peaks[name])
-    free = int(1.2 * peak) - peaks[full] + 1  # one byte more than it has to spare
-    corrected = build_plan(program, spec, [X], corrections={full: free})
-    assert {d.budget for d in corrected.devices} == {int(1.2 * peak)}
-    assert {stage.budget for stage in corrected.stages} == {int(1.2 * peak)}
-    assert len(corrected.devices) == 4
-    assert next(d.peak for d in corrected.devices if d.device == full) < peaks[full]
-
-
-def test_the_optimality_of_a_corrected_plan_is_that_of_whole_budgets(peak: int) -> None:
-    program, budget, beyond = lower(chain(), (X,)), int(1.5 * peak), int(0.4 * peak)
-    spec = placer.load_spec(spec_of(budget))
-    corrected = build_plan(program, spec, [X], corrections={d.name: beyond for d in spec.devices})
-    assert corrected.fits
-    needed = max(device.peak for device in corrected.devices) + beyond
-    assert corrected.optimality.value == pytest.approx(needed / budget)
-    assert corrected.optimality.lower_bound <= corrected.optimality.value <= 1
-
-
 class Sequence(nn.Module):
     """Three LSTM layers, which are one operation, have most of the bytes, so more devices hardly help."""
 
