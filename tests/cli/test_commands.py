@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from placer.plan.store import load_plan
-from placer.spec import load_spec, schema_text
+from placer.spec import load_spec
 
 Run = Callable[..., Any]
 X = ("--input", "8x64")
@@ -354,11 +354,6 @@ def test_a_callable_makes_the_arguments_of_forward(placer: Run, example: str) ->
     assert "EQUAL" in verified.stdout
 
 
-def test_tensors_of_an_example_may_be_on_meta(placer: Run) -> None:
-    inputs = ("--input", "net.py:far_scenes")
-    assert placer("plan", "net.py:Scenes", "halves.json", *inputs).exit_code == 0
-
-
 def test_check_says_how_a_model_that_stays_whole_can_be_split(placer: Run) -> None:
     result = placer("check", "net.py:Chooser", "--input", "3x4")
     assert "stays whole" in result.stdout and "the model itself" in result.stdout
@@ -456,29 +451,6 @@ def test_report(placer: Run, tmp_path: Path) -> None:
     assert "does not hold simulated peaks" in bad.stderr
 
 
-def test_schema(placer: Run) -> None:
-    assert placer("schema").stdout == schema_text()
-
-
-def test_a_model_whose_memory_is_unknown_ends_in_one_error(placer: Run) -> None:
-    checked = placer("check", "net.py:Picky", "--input", "3x4", "--json")
-    assert checked.exit_code == 0
-    data = json.loads(checked.stdout)
-    assert [whole["layer"] for whole in data["whole_modules"]] == ["inner"]
-    planned = placer("plan", "net.py:Picky", "fits.json", "--input", "3x4")
-    if planned.exit_code != 0:
-        assert planned.exit_code == 2
-        assert "net.py:" in planned.stderr
-        assert "PLACER_TRACEBACK" in planned.stderr
-
-
-def test_plan_explains_its_boundaries(placer: Run) -> None:
-    result = placer("plan", "net.py:Net", "fits.json", *X, "--explain", "--kind", "a100")
-    assert result.exit_code == 0
-    for words in ("seconds of a step", "stage 0 | stage 1: between", "next best: after"):
-        assert words in result.stdout
-
-
 def test_times_are_known_where_the_kind_is(placer: Run, tmp_path: Path) -> None:
     trace = tmp_path / "step.json"
     plan = ("plan", "net.py:Net", "fits.json", *X)
@@ -504,21 +476,6 @@ def test_auto_asks_for_the_kind_where_it_must_choose_by_time(placer: Run) -> Non
         assert "nearest by memory: rtx3060-12gb (11.63 GiB)" in asked.stderr
         assert placer(*command, *options, "--kind", "rtx3060-12gb").exit_code == 0
     assert placer(*command, "--objective", "devices").exit_code == 0  # which needs no times
-
-
-def test_what_would_fit_is_told_before_what_would_not(placer: Run, tmp_path: Path) -> None:
-    halves = {f"cpu:{i}": part for i, part in enumerate(("blocks", "head"))}
-    spec = {
-        "devices": [{"name": name, "memory": "300KiB"} for name in halves],
-        "layers": {part: name for name, part in halves.items()},
-        "reserve": 0,
-    }
-    (tmp_path / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
-    text = placer("plan", "net.py:Net", str(tmp_path / "spec.json"), *X).stdout
-    found = text.index("what would make it fit:")
-    needed, short = text.index("devices of"), text.index("tried, not enough")
-    assert found < text.index("leave out 'layers'") < needed
-    assert needed < short < text.index('"microbatches": 2') < text.index('"offload"')
 
 
 @pytest.mark.parametrize("kind", [None, "rtx3090"])

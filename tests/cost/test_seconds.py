@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.cost import CostTable, Work, estimate_costs, with_fewer_rows, with_regions
+from placer.cost import CostTable, Work, estimate_costs, with_regions
 from placer.cost.operations import Operation
 from placer.machine.catalogue import CATALOGUE
 from placer.machine.rates import CLASSES, DTYPES, Rate, Rates
@@ -62,21 +62,6 @@ def test_classes(layer: nn.Module, x: Tensor, forward: str, backward: list[str])
     assert not {name for name in _names(costs, "backward") if name.endswith("_input")}
 
 
-def test_a_convolution_has_two_gradients_with_columns_of_their_own() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3))
-    costs = _costs(model, _x(1, 3, 12, 12))
-    found = {
-        (node, o.name): o for node, o in costs.work.operations()["backward"] if "conv" in o.name
-    }
-    assert set(found) == {
-        (0, "convolution_weight"), (1, "convolution_input"), (1, "convolution_weight"),
-    }  # fmt: skip
-    assert found[1, "convolution_input"].width == 16
-    assert found[1, "convolution_weight"].width == 32
-    flops = 2 * 8 * 8 * 32 * 16 * 9
-    assert found[1, "convolution_input"].flops == found[1, "convolution_weight"].flops == flops
-
-
 @pytest.mark.parametrize("groups", [1, 4, 16])
 @pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
 def test_both_gradients_have_the_flops_of_the_forward(layer: type[nn.Module], groups: int) -> None:
@@ -110,15 +95,6 @@ def test_autocast_products_are_half_and_uneven_ones_are_apart() -> None:
         ("product", "half"), ("unaligned_product", "half"),
     ]  # fmt: skip
     assert {o.name for _, o in found if o.name == "copy"} == {"copy"}  # of weights
-
-
-def test_rows_of_normalisations() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
-    found = _costs(model, _x(3, 8, 4, 4)).work.operations()
-    width = {o.name: o.width for way in found.values() for _, o in way}
-    assert width["batch_norm"] == width["batch_norm_backward"] == 8
-    assert width["group_norm"] == 3 * 2
-    assert width["group_norm_backward"] == 3 * 8
 
 
 def _work() -> Work:
@@ -158,14 +134,6 @@ def test_what_is_recomputed_runs_again_in_backward() -> None:
     more = repeated.backward.device - plain.backward.device
     assert more == pytest.approx([plain.forward.device[0], 0, 0])
     assert again.work.seconds(H100).forward.device == pytest.approx(plain.forward.device)
-
-
-def test_fewer_rows_take_less_time() -> None:
-    costs = _costs(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), _x(8, 8, 64, 64))
-    half = with_fewer_rows(costs, 0.5).work.seconds(H100).forward.device
-    whole = costs.work.seconds(H100).forward.device
-    assert (half[:2] < whole[:2]).all()
-    assert (half[:2] > 0.4 * whole[:2]).all()
 
 
 def test_a_stage_of_a_process_takes_the_longer_of_device_and_host() -> None:

@@ -15,7 +15,6 @@ import placer
 from placer.cost import estimate_costs
 from placer.machine.catalogue import CATALOGUE
 from placer.machine.kindfile import find_kind, kind_to_json, save_kind
-from placer.machine.rates import Rate
 from placer.profiling import NodeTimes, calibration, measure_nodes
 from placer.profiling.clocks import CudaClock, time_call
 from placer.profiling.profile import _with_profile
@@ -55,26 +54,6 @@ def test_the_host_is_ahead_of_what_it_launches(
         found = time_call(clock, x.relu, ahead=3e-3, calls=calls)
         assert found.device == pytest.approx(kernel, rel=0.01)
         assert found.host == pytest.approx(LAUNCH, rel=0.06)
-
-
-def test_launches_are_measured_on_the_host(gpu: FakeGpu, clock: CudaClock) -> None:
-    gpu.kernels = {"add": KERNEL, "mm": KERNEL, "convolution": KERNEL}
-    found = calibration._launches(torch.device("cpu"))
-    around = calibration._AROUND_LAUNCH
-    assert found == pytest.approx(
-        dict.fromkeys(("light", "product", "convolution"), LAUNCH * around)
-    )
-
-
-def test_a_row_has_no_launch_in_it() -> None:
-    """The bandwidth of a block, from a small and a large normalisation of 8 rows."""
-    few = calibration._Timings()
-    nbytes = 2 * 2**19 * 4
-    few.small, few.large = [5e-6], [5e-6 + nbytes / 16e9]
-    key = ("batch_norm", "float32")
-    found = calibration._with_rows({("few_rows", "float32"): few}, {key: Rate(bandwidth=1e12)})
-    assert found[key].row_bandwidth == pytest.approx(16e9)
-    assert found[key].bandwidth == 1e12
 
 
 class Net(nn.Module):
@@ -154,12 +133,6 @@ def test_a_queue_that_is_full_is_not_taken_for_a_slow_host(gpu: FakeGpu, clock: 
             clock=clock, rounds=1, warm=1, training=False, placed_step=placed_step,
         )  # fmt: skip
     assert sum(times.forward_launch.values()) == pytest.approx(41 * (LAUNCH + 1e-6), rel=0.05)
-
-
-def test_without_training_there_is_only_forward(gpu: FakeGpu, clock: CudaClock) -> None:
-    times = _measured(gpu, clock, training=False)
-    assert times.step == pytest.approx(3 * LAUNCH, rel=0.1)
-    assert sum(times.forward.values()) == pytest.approx(3 * KERNEL, rel=0.1)
 
 
 def _plan(times: NodeTimes, path: Path, *devices: str, **fields: Any) -> placer.Plan:
