@@ -321,24 +321,3 @@ def test_plain_attributes_are_read_through_and_methods_are_not() -> None:
     assert placed.config == Config() and placed.weight == 2.0
     with pytest.raises(AttributeError, match=r"'wieght'$"):
         _ = placed.wieght
-
-
-class Counting(nn.Module):
-    """Its third call runs another program, because earlier calls changed a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(4, 4), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.layer(x) * (10 if self.calls > 2 else 1)
-
-
-def test_a_number_that_forward_changes_chooses_the_program() -> None:
-    plain = nn.Sequential(Counting(), Counting())
-    placed = placer.compile(plain, {"devices": ["cpu:0", "cpu:1"]}, torch.randn(2, 4))
-    for calls in range(1, 5):
-        x = torch.randn(2, 4)
-        torch.testing.assert_close(placed(x), plain(x))
-        assert placed[0].calls == calls

@@ -206,15 +206,6 @@ def test_a_value_goes_to_a_device_once() -> None:
     assert end_of(step_spans(other)) > end_of(step_spans(plan))
 
 
-def test_one_process_launches_for_all_devices() -> None:
-    """1 s of launching for each pass: 8 passes one after the other, however many devices compute."""
-    launching = {"forward_launch_seconds": 2.0, "backward_launch_seconds": 2.0}
-    one = end_of(step_spans(plan_of(2, microbatches=4, **launching)))
-    assert one == pytest.approx(2.0 * 2 * 2 * 4, abs=2.0)
-    several = end_of(step_spans(plan_of(2, microbatches=4, processes=True, **launching)))
-    assert several < 0.7 * one
-
-
 def test_replicas_in_one_process_wait_for_it() -> None:
     plan = plan_of(1, microbatches=2)
     two = tuple(dataclasses.replace(s, devices=("cuda:0", "cuda:1")) for s in plan.stages)
@@ -304,25 +295,6 @@ def test_copies_to_the_host_are_beside_the_computations_or_among_them(width: int
     assert beside.step_seconds == end_of(step_spans(beside)) < apart.step_seconds
     rows = [e["args"]["name"] for e in step_trace(beside)["traceEvents"] if e["ph"] == "M"]
     assert rows == ["cuda:0", *there.on, *back.on]
-
-
-def test_automatic_offloading_adds_what_copies_take_beside_the_computations() -> None:
-    """Not the sum of all copies."""
-    layers = [layer for _ in range(3) for layer in (nn.Linear(4096, 4096), nn.Tanh())]
-    with torch.device("meta"):
-        model, x = nn.Sequential(*layers), torch.empty(2**20, 4096)
-    kept = estimated_plan(model, {"devices": [{"name": "cuda:0", "kind": "h100"}]}, (x,))
-    memory = int(0.8 * kept.devices[0].peak)
-    device = {"name": "cuda:0", "kind": "h100", "memory": memory}
-    fields = {"devices": [device], "reserve": 0, "context": 0, "offload": "auto"}
-    apart, beside = (
-        estimated_plan(model, {**fields, "offload_overlap": overlap}, (x,))
-        for overlap in (False, True)
-    )
-    for plan in (apart, beside):
-        assert plan.offload
-        added = plan.step_seconds - kept.step_seconds
-        assert plan.extra_seconds == pytest.approx(added, rel=1e-6)
 
 
 def test_a_cpu_has_no_stream_for_copies() -> None:

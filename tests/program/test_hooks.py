@@ -103,19 +103,6 @@ def test_one_that_keeps_something_is_refused_with_several_slices(kind: str, slic
     assert not kept
 
 
-@pytest.mark.parametrize("kind", KEEPS)
-def test_one_slice_keeps_what_the_plain_model_keeps(kind: str) -> None:
-    hook, kept = KEEPS[kind]()
-    net, x = _net(hook)
-    placer.compile(net, SPEC, x, run_on="cpu")(x)
-    ours = dict(kept)
-    kept.clear()
-    net(x)
-    assert ours.keys() == kept.keys()
-    for name, value in kept.items():
-        torch.testing.assert_close(ours[name], value)
-
-
 @pytest.mark.parametrize("slices", SLICES)
 def test_one_that_only_reads_or_returns_runs_once_for_every_slice(slices: str) -> None:
     class Reader:

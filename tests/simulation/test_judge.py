@@ -213,30 +213,3 @@ def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
     assert len(caught.value.tried) >= 4
     # Two rows, one row, and what offloading takes; and two rows of the program that is split in space.
     assert (len(runs), len(set(runs))) == (4, 3)
-
-
-class Sequence(nn.Module):
-    """Three LSTM layers, which are one operation, have most of the bytes, so more devices hardly help."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 10)
-        self.layers = nn.LSTM(64, 64, num_layers=3, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.layers(self.first(x))[0])
-        return result
-
-
-def test_what_is_planned_again_may_use_other_devices() -> None:
-    """The first plan leaves out some of the four devices that the next plan uses."""
-    model, x = Sequence(), torch.randn(16, 64, 64)
-
-    def plan(count: int, memory: int | str) -> placer.Plan:
-        devices = [{"name": f"cuda:{i}", "memory": memory} for i in range(count)]
-        return placer.make_plan(model, {"devices": devices, "optimizer": "sgd_momentum"}, (x,))
-
-    needed = max(device.needed for device in plan(2, "16GiB").devices)
-    too_little = plan(4, int(0.95 * needed))
-    assert not too_little.fits
-    assert {s.devices[0] for s in too_little.stages} == {d.device for d in too_little.devices}
