@@ -70,18 +70,3 @@ def test_the_checker_counts_by_the_files_rules() -> None:
     solution = solve(partition_problem(workload))
     assert solution is not None and solution.proven
     assert solution.value == 8
-
-
-@pytest.mark.parametrize(
-    ("devices", "problem"),
-    [
-        ([[1], [2, 3, 4]], "colour"),
-        ([[1, 4, 2, 3], []], "holds 4"),
-        ([[1, 4, 3], [2]], "not contiguous"),
-        ([[1, 4], [2]], "not placed"),
-        ([[1, 4, 2], [2, 3]], "on devices"),
-    ],
-)
-def test_the_checker_refuses_what_breaks_a_rule(devices: list[list[int]], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        check_placement(_workload(), devices)

@@ -252,7 +252,7 @@ def test_auto_uses_as_few_devices_as_it_needs(placer: Run) -> None:
 
 
 def test_auto_says_why_nothing_fits(placer: Run) -> None:
-    command = ("auto", "net.py:Net", *X, "-d", "cpu:0=200KiB", "--reserve", "0")
+    command = ("auto", "net.py:Net", *X, "-m", "depth=1", "-d", "cpu:0=100KiB", "--reserve", "0")
     result = placer(*command, "--json")
     assert result.exit_code == 3
     data = json.loads(result.stdout)

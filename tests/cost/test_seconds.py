@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.cost import CostTable, Work, estimate_costs, with_regions
+from placer.cost import CostTable, Work, estimate_costs
 from placer.cost.operations import Operation
 from placer.machine.catalogue import CATALOGUE
 from placer.machine.rates import CLASSES, DTYPES, Rate, Rates
 from placer.partition.stage_cost.score import stage_seconds, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.program import flatten_call, lower
-from placer.regions import RegionKey
 
 H100 = CATALOGUE["h100"]
 
@@ -124,16 +123,6 @@ def test_seconds_of_nodes_are_the_sums_of_their_operations() -> None:
         for node, o in _work().operations()["forward"]:
             least = kind.rates[o.name, o.dtype].seconds(o.flops, o.nbytes, o.width)
             assert found.forward.device[node] >= least
-
-
-def test_what_is_recomputed_runs_again_in_backward() -> None:
-    costs = _costs(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), _x(4, 8))
-    key = RegionKey(label="0", recompute=True, offload=False)
-    again = with_regions(costs, [key, None])
-    plain, repeated = costs.work.seconds(H100), again.work.seconds(H100)
-    more = repeated.backward.device - plain.backward.device
-    assert more == pytest.approx([plain.forward.device[0], 0, 0])
-    assert again.work.seconds(H100).forward.device == pytest.approx(plain.forward.device)
 
 
 def test_a_stage_of_a_process_takes_the_longer_of_device_and_host() -> None:

@@ -83,7 +83,7 @@ def test_closed_forms_come_out_exactly(devices: int, schedule: str) -> None:
         "Interleaved1F1B": lambda count: count % devices == 0,
         "InterleavedZeroBubble": lambda count: count >= devices,
     }.get(schedule, lambda count: True)
-    for count in filter(apply, range(1, 65)):
+    for count in filter(apply, (1, 2, 3, 5, 8, 12, 16, 30, 64)):
         found = seconds_of(dataclasses.replace(plan, microbatches=count), forward, backward)
         assert found == closed_form(devices, count, per_device, forward, backward)
 

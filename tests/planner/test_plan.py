@@ -263,15 +263,6 @@ def test_a_plan_of_given_stages_needs_no_memory_and_says_that_its_fit_is_unknown
     assert least.devices[0].budget is None  # down to the least peak: no budget decides
 
 
-def test_batch_norm_under_micro_batches_is_noted() -> None:
-    plan = placer.make_plan(
-        models.InPlace(),
-        {"devices": ["cpu"], "microbatches": 2},
-        (torch.randn(4, 2, 5, 5),),
-    )
-    assert any("BatchNorm" in note for note in plan.notes)
-
-
 class _Shared(nn.Module):
     """``last`` is ``first`` under another name."""
 

@@ -372,28 +372,3 @@ def test_nothing_is_recorded_for_tensors_that_only_the_constructor_sets(
     )
     lower(net(Fixed()), (batch(4, 6, 8),))
     assert len(runs) == 2  # for the batch, and for twice the batch
-
-
-class OtherFirst(nn.Module):
-    """Its first call also computes something else than the later ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.scale is None:
-            self.scale = torch.arange(x.shape[-1]) * 2.0
-            return x[:, None].repeat(1, 3, 1, 1)
-        return (x * self.scale)[:, None].repeat(1, 3, 1, 1)
-
-
-@pytest.mark.parametrize("calls", [0, 1, 2])
-def test_a_model_whose_first_call_computes_something_else(calls: int) -> None:
-    model, x = net(OtherFirst()), batch(4, 6, 8)
-    for _ in range(calls):
-        model(x)
-    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, x)
-    for _ in range(3):
-        assert_equal(placed, model, batch(4, 6, 8))
-    assert placer.verify(model, {"devices": ["cpu:0", "cpu:1"]}, x).ok

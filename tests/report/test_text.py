@@ -14,10 +14,9 @@ from torch import nn
 
 import placer
 from placer.plan.store import plan_from_json, plan_to_json
-from placer.plan.types import Plan, Transfer
+from placer.plan.types import Plan
 from placer.report import plan_table, simulation_table, verdict
-from placer.report.html import page
-from placer.report.layers import compact_layers, stage_layers
+from placer.report.layers import compact_layers
 from placer.report.view import memory_parts, relative_difference, view
 
 
@@ -44,16 +43,6 @@ def test_the_table_says_what_a_reader_asks() -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
-def test_values_without_bytes_are_counted_and_not_listed() -> None:
-    plan = make_plan()
-    sizes = [Transfer(value=name, source=0, target=1, nbytes=0) for name in ("size", "size_1")]
-    plan = dataclasses.replace(plan, transfers=(sizes[0], *plan.transfers, sizes[1]))
-    for text in (render(plan), page(plan)):
-        assert "size_1" not in text and " 0 B" not in text
-        assert "and 2 without tensors, such as sizes" in text
-        assert "transfers: 2, 4.00 MiB" in text
-
-
 def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:
     plan = make_plan(budget=11 * GIB)
     assert verdict(plan) == [
@@ -75,10 +64,6 @@ def test_simulated_peaks_stand_beside_the_predicted_ones() -> None:
     text = render(simulation_table(make_plan(), simulation))
     assert "simulated" in text
     assert "13.00      12.00" in text and "+8.3%" in text
-
-
-def test_layers_that_are_whole_on_a_stage() -> None:
-    assert stage_layers(make_plan()) == [("enc", "dec.up"), ("dec.conv", "head")]
 
 
 @pytest.mark.parametrize(
