@@ -42,7 +42,7 @@ def make_plan() -> Plan:
                 boundary=5,
                 transient=6,
                 peak=90,
-            ),  # fmt: skip
+            ),
             budget=2**34 if stage.index else None,
             reserve=2**30 * stage.index,
         )
