@@ -83,26 +83,26 @@ _BIAS = ("--loss", "losses.py:bias", "--target", "y=8")
 def test_the_loss_is_counted_by_every_command(placer: Run, tmp_path: Path) -> None:
     Path("losses.py").write_text(_LOSS, encoding="utf-8")
     spec, plan = tmp_path / "spec.json", tmp_path / "plan.json"
+    net = ("net.py:Net", *X, "-m", "depth=1")
     device = ("-d", "cpu:0=6MiB", "--microbatches", "1", "--no-checkpoint")
-    result = placer("auto", "net.py:Net", *X, *device, *_BIAS, "-o", str(spec), "--plan", str(plan))
+    result = placer("auto", *net, *device, *_BIAS, "-o", str(spec), "--plan", str(plan))
     assert (
         result.exit_code == 3
         and "the largest single node, head (head) with the loss" in " ".join(result.stdout.split())
     )
-    assert placer("auto", "net.py:Net", *X, *device, "-o", str(spec)).exit_code == 0
+    assert placer("auto", *net, *device, "-o", str(spec)).exit_code == 0
     device = ("-d", "cpu:0=9MiB", *device[2:])
-    result = placer("auto", "net.py:Net", *X, *device, *_BIAS, "-o", str(spec), "--plan", str(plan))
+    result = placer("auto", *net, *device, *_BIAS, "-o", str(spec), "--plan", str(plan))
     assert result.exit_code == 0
     assert "note: The loss losses.py:bias takes" in " ".join(result.stdout.split())
     assert json.loads(spec.read_text())["loss"] == {"function": "losses.py:bias", "target": "y=8"}
     peak = load_plan(plan).devices[0].peak
+    Path("free.json").write_text('{"devices": ["cpu:0"]}')
     for command, source, options in (
-        ("plan", spec, ()), ("plan", "free.json", _BIAS), ("check", spec, ()),
-        ("check", "free.json", _BIAS), ("simulate", spec, ()), ("simulate", plan, ()),
-        ("simulate", "free.json", _BIAS),
+        ("plan", spec, ()), ("plan", "free.json", _BIAS), ("check", "free.json", _BIAS),
+        ("simulate", plan, ()), ("simulate", "free.json", _BIAS),
     ):  # fmt: skip
-        Path("free.json").write_text('{"devices": ["cpu:0"]}')
-        result = placer(command, "net.py:Net", str(source), *X, *options, "--json")
+        result = placer(command, *net, str(source), *options, "--json")
         assert result.exit_code == 0, result.output
         assert "losses.py:bias" in result.stderr
         data = json.loads(result.stdout)
@@ -110,13 +110,12 @@ def test_the_loss_is_counted_by_every_command(placer: Run, tmp_path: Path) -> No
             assert data["devices"]["cpu:0"]["peak"] == peak
         elif command == "plan":
             assert data["devices"][0]["peak"] == peak
-    result = placer("simulate", "net.py:Net", str(plan), *X, "--loss", "mean_square", "--json")
+    result = placer("simulate", *net, str(plan), "--loss", "mean_square", "--json")
     assert json.loads(result.stdout)["devices"]["cpu:0"]["peak"] < peak / 2
-    result = placer("verify", "net.py:Net", str(spec), *X)
-    assert result.exit_code == 0
-    result = placer("check", "net.py:Net", *X, *_BIAS, "--json")
+    assert placer("verify", *net, str(spec)).exit_code == 0
+    result = placer("check", *net, *_BIAS, "--json")
     assert json.loads(result.stdout)["loss"]["function"] == "losses.py:bias"
-    result = placer("check", "net.py:Net", *X, "--json")
+    result = placer("check", *net, "--json")
     assert json.loads(result.stdout)["loss"]["assumed"] is True
 
 

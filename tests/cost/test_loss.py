@@ -56,7 +56,7 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def segmenter(classes: int = CLASSES, depth: int = 4) -> tuple[nn.Module, Tensor]:
+def segmenter(classes: int = CLASSES, depth: int = 1) -> tuple[nn.Module, Tensor]:
     def convolution(before: int, after: int) -> nn.Module:
         return nn.Sequential(nn.Conv3d(before, after, 3, padding=1), nn.ReLU())
 

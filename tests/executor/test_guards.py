@@ -156,7 +156,7 @@ def _compare(placed: placer.PlacedModule, model: nn.Module, x: Tensor) -> None:
             assert_close(named[name].grad, parameter.grad, f"{name}, step")
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("block", [Block, Whole])
 @pytest.mark.parametrize("change", _CHANGES)
 def test_changes_after_compile(change: str, block: type[Block]) -> None:

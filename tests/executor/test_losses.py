@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("rows", [8, 5])
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),
@@ -162,7 +162,7 @@ LABEL_LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("name", LABEL_LOSSES)
 def test_torchs_losses_of_labels_are_known(name: str, replicas: int) -> None:
@@ -665,7 +665,7 @@ def _clip_target(rows: int) -> dict[str, Any]:
     return {"weights": weights, "smoothing": placer.Whole(torch.tensor([0.1]))}
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("rows", [8, 5, 1])
 @pytest.mark.parametrize(("replicas", "microbatches"), [(1, 4), (2, 1), (2, 3), (3, 2)])
 def test_a_loss_over_the_whole_batch(replicas: int, microbatches: int, rows: int) -> None:

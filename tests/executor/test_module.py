@@ -287,7 +287,7 @@ def test_batches_of_other_sizes(pair: tuple[PlacedModule, nn.Module]) -> None:
         assert_close(placed(x[:rows]), plain(x[:rows]), f"{rows} rows")
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_step_gives_the_gradient_of_the_whole_batch(schedule: str, reduction: Any) -> None:

@@ -102,7 +102,7 @@ def test_the_known_step_in_one_process(schedule: str, stages: int, microbatches:
     assert idle_share(spans) == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
-@pytest.mark.matrix(12)
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])

@@ -164,7 +164,7 @@ def test_the_reserve_counts() -> None:
 
 @captured_once()
 def test_auto_uses_as_few_devices_as_it_needs() -> None:
-    blocks = (layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh()))
+    blocks = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))
     model, x = nn.Sequential(*blocks), torch.randn(256, 64)
 
     def least(count: int) -> int:

@@ -149,12 +149,13 @@ def _assert_refused(kind: type[nn.Module], function: Function, reason: str = "it
         placer.compile(net, {**SPEC, **SLICES}, x, run_on="cpu")
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", MIXES)
 def test_a_whole_module_that_mixes_rows_is_refused(name: str) -> None:
     _assert_refused(Checked, MIXES[name])
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     "name", ["statistic", "softmax", "sum of rows", "numbers of rows", "count in a division"]
 )
@@ -162,7 +163,7 @@ def test_it_is_refused_for_the_reason_for_which_recorded_code_is(name: str) -> N
     _assert_refused(Checked, *MIXING[name])
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", [Hooked, Applied])
 @pytest.mark.parametrize("name", ["mean", "written", "distances"])
 def test_hooks_and_autograd_functions_are_refused_too(kind: type[nn.Module], name: str) -> None:
