@@ -66,7 +66,7 @@ def test_a_batch_that_does_not_divide_evenly_has_a_smaller_last_micro_batch() ->
 
 def test_what_waits_on_the_host_is_on_the_device_only_while_it_is_read() -> None:
     """Parts of a projection are fetched one by one; a pooling's input is freed before gradients are added."""
-    check(unet3d(width=8, depth=3), (torch.randn(4, 1, 32, 32, 32),), stages=1, offload=["*"])
+    check(unet3d(width=4, depth=2), (torch.randn(4, 1, 16, 16, 16),), stages=1, offload=["*"])
     model = models.TiedTransformer(width=64, length=32, vocabulary=100)
     ids = torch.randint(0, 100, (16, 32))
     for stages, microbatches in ((1, 1), (2, 2)):
