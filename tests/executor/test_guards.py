@@ -277,23 +277,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_tensor_of_two_names_of_which_one_is_looked_at_costs_no_capture(
-    captured: list[int],
-) -> None:
-    class TwoNames(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.same = self.choice
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.same[1]  # and super() looks at self.choice
-
-    placed, x = _place(TwoNames().double(), {})
-    for _ in range(2):
-        placed(x)
-    assert not captured
-
-
 def test_what_forward_does_not_read_costs_no_capture(captured: list[int]) -> None:
     placed, x = _place(Net().double(), {})
     placed(x)

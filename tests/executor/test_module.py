@@ -264,22 +264,6 @@ def test_frozen_parameters_get_no_gradient(pair: tuple[PlacedModule, nn.Module])
     assert_close(placed.conv2.weight.grad, plain.conv2.weight.grad, "after the frozen layer")
 
 
-def test_train_and_eval_switch_dropout() -> None:
-    torch.manual_seed(0)
-    model = models.ConvNet(p=0.5).double()
-    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "replicas": 2}, _data()[0])
-    x, _ = _data()
-    assert placed.training
-    assert not torch.equal(placed(x), placed(x))
-    assert placed.eval() is placed and not placed.conv1.training
-    assert_close(placed(x), model.eval()(x), "eval")
-    placed.train()
-    torch.manual_seed(3)
-    first = placed(x)
-    torch.manual_seed(3)
-    assert torch.equal(placed(x), first)
-
-
 def test_batches_of_other_sizes(pair: tuple[PlacedModule, nn.Module]) -> None:
     placed, plain = pair
     x, _ = _data(30)

@@ -351,24 +351,3 @@ def test_a_hook_of_the_user_keeps_its_module_whole() -> None:
     model[0][1].layers[1].register_forward_hook(lambda module, args, result: result * 0.5)
     whole = lower(model, (batch(4, 6, 8),)).captured.whole_modules
     assert "0.1" in [module.layer for module in whole]
-
-
-def test_nothing_is_recorded_for_tensors_that_only_the_constructor_sets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("positions", torch.arange(8.0), persistent=False)
-            self.scales = [torch.ones(8)]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.positions * self.scales[0])[:, None].repeat(1, 3, 1, 1)
-
-    runs: list[None] = []
-    run_once = placer.program.record.run_once
-    monkeypatch.setattr(
-        placer.program.record, "run_once", lambda *a, **k: runs.append(None) or run_once(*a, **k)
-    )
-    lower(net(Fixed()), (batch(4, 6, 8),))
-    assert len(runs) == 2  # for the batch, and for twice the batch

@@ -15,7 +15,6 @@ from torch import nn
 
 import placer
 from placer import api
-from placer.cost import estimate
 from placer.errors import BudgetError
 from placer.executor.distributed.job.assignment import Job
 from placer.planner.build import build_plan
@@ -194,22 +193,3 @@ def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:
     for wanted in (spec(between), estimates):
         with pytest.raises(BudgetError, match="cuda:0"):
             api._plan_or_refuse(wanted, program, [X], job)
-
-
-def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
-    monkeypatch: pytest.MonkeyPatch, peak: int
-) -> None:
-    runs: list[tuple[Any, ...]] = []
-    record_run = estimate.record_run
-
-    def counted(graph: Any, order: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        runs.append((inputs[0].shape, kwargs["offloads"]))
-        return record_run(graph, order, model, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(estimate, "record_run", counted)
-    with pytest.raises(BudgetError) as caught:
-        # A model of its own, of which no other test has the costs.
-        placer.compile(chain.__wrapped__(), spec_of(peak // 3), (X,))
-    assert len(caught.value.tried) >= 4
-    # Two rows, one row, and what offloading takes; and two rows of the program that is split in space.
-    assert (len(runs), len(set(runs))) == (4, 3)
