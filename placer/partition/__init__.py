@@ -18,7 +18,7 @@ describe, types             the result, with the best alternative for each bound
 ==========================  ======================================================================
 """
 
-from placer.partition.choose import choose_partition, rate_partition
+from placer.partition.choose import MANY_STAGES, choose_partition, rate_partition
 from placer.partition.solver.problem import (
     PartitionProblem,
     SharedValue,
@@ -31,6 +31,7 @@ from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Optimality
 
 __all__ = [
+    "MANY_STAGES",
     "DeviceSlot",
     "Optimality",
     "Partition",

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from placer.cost import CostTable, with_regions
 from placer.machine.devices import device_type
-from placer.partition import DeviceSlot, Partition, PlanningOptions, rate_partition
+from placer.partition import MANY_STAGES, DeviceSlot, Partition, PlanningOptions, rate_partition
 from placer.partition.candidate import in_flight_at
 from placer.partition.policy.cheapest import (
     StagePolicy,
@@ -93,7 +93,8 @@ def choose_policy(
     whole model as one stage. In each, a policy is then chosen for every stage separately
     (`placer.partition.policy.cheapest`); without a budget and with the objective "memory", it is the policy
     with the least peak. If there is no budget, or neither partition fits, a local search follows: give every
-    stage of the best partition its least peak, choose the boundaries again under these costs, and repeat.
+    stage of the best partition its least peak, choose the boundaries again under these costs, and repeat. Of
+    more than `MANY_STAGES` stages, all get the policy of least peak that was chosen for the whole model.
 
     ``first`` is the partition for the plain costs, if it is known. With ``at_once``, the search ends with the
     first placement that fits, whatever extra time it takes.
@@ -118,6 +119,11 @@ def choose_policy(
             )
     kept = search.made(plain, first, [])
     start = search.found([choose_stage_policy(whole, choices, unlimited)], unpinned)
+    if len(first.slots) > MANY_STAGES:  # one policy for all of them
+        best = min([kept, start], key=_rank)
+        return PolicyChoice(
+            costs=best.costs, partition=best.partition, extra_seconds=best.extra_seconds
+        )
     found = [search.improve(first), start, search.improve(start.partition)]
     moved: set[object] = set()
     for _ in range(_MAX_MOVES):

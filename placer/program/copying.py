@@ -95,6 +95,11 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
             _keep_without_state(value, owned, known, found)
 
 
+def has_callables(model: nn.Module) -> bool:
+    """Has any module hooks, or an attribute that stands for its ``forward``?"""
+    return any(value is not None for value in _callables(model))
+
+
 def _callables(model: nn.Module) -> Iterator[Any]:
     """The hooks of all modules, and what stands for a ``forward``."""
     for module in model.modules():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from placer.schedule.order import linearize, merge_backward
 from placer.schedule.types import Action, Schedule
@@ -50,48 +52,57 @@ def in_flight_by_stage(schedule: Schedule, *, last_share: float = 1.0) -> tuple[
     >>> [stage.most for stage in in_flight_by_stage(make_schedule("1F1B", 4, 8))]
     [4.0, 3.0, 2.0, 1.0]
     """
-    order = linearize(merge_backward(schedule))
-    stages = range(schedule.num_stages)
-    return tuple(_in_flight(order, schedule, stage, last_share) for stage in stages)
-
-
-def _in_flight(
-    order: Sequence[Action], schedule: Schedule, stage_index: int, last_share: float
-) -> InFlight:
     last = schedule.num_microbatches - 1
-    # For each earlier stage, gradients it has not used
-    unused = dict.fromkeys(range(stage_index), 0.0)
-    running: dict[int, float] = {}  # the share of each micro-batch in flight
-    forwards: list[set[tuple[float, ...]]] = [set(), set()]  # before the first backward, and after
-    backwards: list[set[tuple[float, ...]]] = [set(), set()]
-    pending: dict[str, set[tuple[float, ...]]] = {"F": set(), "B": set()}
-    later = False
-    for action in order:
+    stages = [_Stage() for _ in range(schedule.num_stages)]
+    backwards = np.zeros(schedule.num_stages)  # of each stage, so far
+    for action in linearize(merge_backward(schedule)):
+        index = action.stage_index
         share = last_share if action.microbatch_index == last else 1.0
-        if action.stage_index < stage_index and action.kind == "B":
-            unused[action.stage_index] -= share
-        if action.stage_index != stage_index:
-            continue
-        pending[action.kind].add(tuple(unused.values()))
-        if action.kind == "F":
-            forwards[later].add((sum(running.values()), share))
-            running[action.microbatch_index] = share
-        else:
-            unused = {stage: count + share for stage, count in unused.items()}
-            del running[action.microbatch_index]
-            backwards[later].add((sum(running.values()), share))
-            later = True
-    return InFlight(
-        microbatches=schedule.num_microbatches,
-        last_share=last_share,
-        most=max(others + share for others, share in (*forwards[0], *forwards[1])),
-        forwards=_moments(forwards[0]),
-        first_backward=max(others for others, _ in backwards[0]),
-        later_forwards=_moments(forwards[1]),
-        later_backwards=_moments(backwards[1]),
-        pending_at_forwards=_largest(pending["F"]),
-        pending_at_backwards=_largest(pending["B"]),
+        # For each earlier stage, gradients that it has not used
+        stages[index].pending[action.kind].add(
+            tuple((backwards[index] - backwards[:index]).tolist())
+        )
+        stages[index].do(action, share)
+        backwards[index] += share * (action.kind == "B")
+    return tuple(
+        stage.in_flight(schedule.num_microbatches, last_share=last_share) for stage in stages
     )
+
+
+class _Stage:
+    """Records the moments of one stage."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, set[tuple[float, ...]]] = {"F": set(), "B": set()}
+        # Before the first backward, and after
+        self._forwards: list[set[tuple[float, ...]]] = [set(), set()]
+        self._backwards: list[set[tuple[float, ...]]] = [set(), set()]
+        self._running: dict[int, float] = {}  # the share of each micro-batch in flight
+        self._later = False
+
+    def do(self, action: Action, share: float) -> None:
+        """Count ``action``, of this stage."""
+        if action.kind == "F":
+            self._forwards[self._later].add((sum(self._running.values()), share))
+            self._running[action.microbatch_index] = share
+        else:
+            del self._running[action.microbatch_index]
+            self._backwards[self._later].add((sum(self._running.values()), share))
+            self._later = True
+
+    def in_flight(self, microbatches: int, *, last_share: float) -> InFlight:
+        """What was in flight in all actions."""
+        return InFlight(
+            microbatches=microbatches,
+            last_share=last_share,
+            most=max(others + share for part in self._forwards for others, share in part),
+            forwards=_moments(self._forwards[0]),
+            first_backward=max(others for others, _ in self._backwards[0]),
+            later_forwards=_moments(self._forwards[1]),
+            later_backwards=_moments(self._backwards[1]),
+            pending_at_forwards=_largest(self.pending["F"]),
+            pending_at_backwards=_largest(self.pending["B"]),
+        )
 
 
 def _moments(counts: Iterable[tuple[float, ...]]) -> Moments:
@@ -100,6 +111,10 @@ def _moments(counts: Iterable[tuple[float, ...]]) -> Moments:
 
 def _largest(counts: Iterable[tuple[float, ...]]) -> Counts:
     """The Pareto front of ``counts``, without rows of zeros: no row is covered by another one."""
-    found = sorted(set(counts))
-    covers = lambda a, b: a != b and all(x >= y for x, y in zip(a, b, strict=True))  # noqa: E731
-    return tuple(row for row in found if any(row) and not any(covers(o, row) for o in found))
+    found = sorted(row for row in set(counts) if any(row))
+    rows = np.array(found)
+    return tuple(
+        row
+        for number, row in enumerate(found)
+        if np.count_nonzero((rows >= rows[number]).all(axis=1)) == 1  # only by itself
+    )

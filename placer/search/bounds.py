@@ -9,16 +9,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from placer.cost import CostTable, Estimate, Loss, batch_rows
+from placer.cost import CostTable, Estimate, Loss
 from placer.machine.devices import device_type
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.planner.devices import device_slot, likely_kernels, links_of
 from placer.planner.resolve import microbatch_inputs
 from placer.program import Program
-from placer.schedule import in_flight_by_stage, make_schedule, split_batch
 from placer.search.strategy import Strategy
 from placer.spec import PlacementSpec
 from placer.state_layout import StateLayout, layout_of
+
+# Up to so many stages, other orders than the program's may balance better; beyond, the size of operations
+# decides how evenly they can be divided.
+_FEW = 16
+_PRECISION = 1e-3  # relative, of the slowest stage's share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class Bounds:
         self._parameters = sum(t.nbytes for t in costs.state)
         self._trained = costs.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
+        self._largest_share = functools.lru_cache(maxsize=None)(self._find_largest_share)
 
     @property
     def room(self) -> float:
@@ -109,12 +114,6 @@ class Bounds:
             )
         return min(found, key=lambda sums: sums.forward + sums.backward)
 
-    def rows_fit(self, strategy: Strategy) -> bool:
-        """Does every replica get a row for each of its micro-batches?"""
-        rows = batch_rows(self._program, self._inputs) or 1
-        parts = split_batch(rows, strategy.replicas, strategy.microbatches)
-        return all(len(part) == strategy.microbatches for part in parts)
-
     def __call__(self, strategy: Strategy) -> Bound:
         """The bound of ``strategy``, whose replicas and micro-batches all have rows."""
         sums = self._sums(strategy.replicas, strategy.microbatches)
@@ -132,7 +131,8 @@ class Bounds:
         if self._serial:
             work = strategy.replicas * count * strategy.shards * (forward + backward)
         else:
-            slot = max((forward + backward) / stages, sums.longest / strategy.shards)
+            even = 1 / stages if stages <= _FEW else self._largest_share(stages)
+            slot = max((forward + backward) * even, sums.longest / strategy.shards)
             launch = strategy.shards * sums.launch
             if self._processes:
                 slot, launch = max(slot, sums.launch / stages), 0.0
@@ -145,6 +145,24 @@ class Bounds:
         piece = own / self._layout(strategy).optimizer
         update = min(optimizer_seconds(piece, self._optimizer, slot.kind) for slot in self._slots)
         return work + update
+
+    def _find_largest_share(self, stages: int) -> float:
+        """The least share of all time that the slowest of ``stages`` along program order can have.
+
+        By bisection; a greedy pass tells whether no stage needs more than a limit.
+        """
+        seconds = self._costs(1, 1).work.seconds(self._slots[0].kind)
+        ends = np.cumsum(seconds.forward.device + seconds.backward.device * self._wanted.training)
+        low, high = 1 / stages, 1.0
+        while high - low > _PRECISION * low:
+            limit, start, used = (low + high) / 2, 0.0, 0
+            while start < ends[-1] and used < stages:
+                end = ends[np.searchsorted(ends, start + limit * ends[-1], side="right") - 1]
+                if end <= start:
+                    break
+                start, used = float(end), used + 1
+            low, high = (low, limit) if start >= ends[-1] else (limit, high)
+        return low
 
     def _layout(self, strategy: Strategy) -> StateLayout:
         chosen = "optimizer" if strategy.shard_state else self._wanted.shard_state
@@ -176,11 +194,12 @@ class Bounds:
         return max(self._state(strategy), self._state(strategy) - gradients + activations)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _saved_room(schedule: str, stages: int, microbatches: int) -> float:
-    """The sum over stages of 1 / (micro-batches in flight)."""
+    """The sum over stages of 1 / (micro-batches in flight): with 1F1B as many as stages follow, and one.
+
+    A zero-bubble schedule keeps as many (Qi et al. 2024, ZB-H1).
+    """
     if schedule == "GPipe":
         return stages / microbatches
-    enough = min(microbatches, 2 * stages)  # more are in flight at no stage
-    found = in_flight_by_stage(make_schedule(schedule, stages, enough))
-    return sum(1 / stage.most for stage in found)
+    return sum(1 / min(microbatches, following) for following in range(1, stages + 1))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from placer.program import Program
+from placer.schedule import split_batch
 from placer.search.strategy import SEARCHED, Strategy, degrees
 from placer.space import CONVOLUTIONS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
@@ -26,18 +27,23 @@ def free_fields(wanted: PlacementSpec) -> frozenset[str]:
 
 
 def list_strategies(
-    program: Program, wanted: PlacementSpec, pool: Sequence[DeviceSpec], *, processes: bool
+    program: Program,
+    wanted: PlacementSpec,
+    pool: Sequence[DeviceSpec],
+    rows: int,
+    *,
+    processes: bool,
 ) -> Iterator[Strategy]:
-    """Every strategy that is tried, in a fixed order.
+    """Every strategy that is tried for a batch of ``rows``, in a fixed order.
 
-    A batch whose rows depend on each other is not split. Offloading is tried only if the spec says "auto": it
-    needs host memory that nobody counted. Each number of micro-batches has one schedule without a split
-    backward, and under ``processes`` one with it.
+    Every replica has a row for each of its micro-batches. A batch whose rows depend on each other is not
+    split. Offloading is tried only if the spec says "auto": it needs host memory that nobody counted. Each
+    number of micro-batches has one schedule without a split backward, and under ``processes`` one with it.
     """
     free = free_fields(wanted)
     if program.captured.mixing:
         free -= {"replicas", "microbatches"}
-    most = len(pool)
+    most, operations = len(pool), len(program.order)
     spatial = "space" in free and not wanted.compile
     spatial = spatial and any(isinstance(m, CONVOLUTIONS) for m in program.model.modules())
 
@@ -52,14 +58,16 @@ def list_strategies(
     for shard in shards:
         if shard > most:
             continue
-        replicas = choices("replicas", _count(wanted.replicas), list(degrees(most, most // shard)))
+        useful = [n for n in range(1, most // shard + 1) if _all_have_rows(rows, n, 1)]
+        replicas = choices("replicas", _count(wanted.replicas), useful)
         for replica in replicas:
             left = most // (shard * replica)
-            stages = choices("stages", _count(wanted.stages), list(degrees(left, left)))
-            for stage in stages:
-                if not 0 < stage <= left:
+            counts = choices("microbatches", _count(wanted.microbatches), _MICROBATCHES)
+            counts = [count for count in counts if _all_have_rows(rows, replica, count)]
+            stages = choices("stages", _count(wanted.stages), list(degrees(left)))
+            for stage in stages if counts else ():
+                if not 0 < stage <= min(left, operations):
                     continue
-                counts = choices("microbatches", _count(wanted.microbatches), _MICROBATCHES)
                 state = _ways(
                     "shard_state",
                     free,
@@ -80,6 +88,13 @@ def list_strategies(
                             chunks=chunked,
                             shard_state=divided,
                         )
+
+
+def _all_have_rows(rows: int, replicas: int, microbatches: int) -> bool:
+    if replicas * microbatches > rows:
+        return False
+    parts = split_batch(rows, replicas, microbatches)
+    return len(parts) == replicas and all(len(part) == microbatches for part in parts)
 
 
 def _count(value: int | str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from placer.cost import batch_rows
 from placer.errors import PlacerError, SpecError
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
@@ -12,7 +13,7 @@ from placer.planner.devices import links_of, with_known_memory
 from placer.quantities import format_count
 from placer.search.bounds import Bound, Bounds
 from placer.search.candidates import list_strategies
-from placer.search.strategy import SEARCHED, Family, Strategy
+from placer.search.strategy import SEARCHED, Family, Pool, Strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 from placer.timeline import end_of
@@ -98,7 +99,7 @@ def find_strategy(
 class _Search:
     def __init__(self, wanted: PlacementSpec, make: JudgingPlanner) -> None:
         self._wanted, self._make = wanted, make
-        self._links = links_of(wanted)
+        self._links, self._pool = links_of(wanted), Pool(wanted.devices)
         self._bounds = Bounds(
             make.program,
             make.inputs,
@@ -143,25 +144,34 @@ class _Search:
 
     def _list_families(self) -> list[Rated]:
         """Fill in the strategies that may fit by their bounds. Returns the smallest of all other families."""
-        smallest: dict[Family, Rated] = {}
+        smallest: dict[Family, tuple[Strategy, Bound]] = {}
+        pinned = bool(self._wanted.layers)
         for strategy in list_strategies(
-            self._make.program, self._wanted, self._wanted.devices, processes=self._make.processes
+            self._make.program,
+            self._wanted,
+            self._wanted.devices,
+            batch_rows(self._make.program, self._make.inputs) or 1,
+            processes=self._make.processes,
         ):
-            spec = strategy.spec(self._wanted, self._wanted.devices)
-            if spec is None or not self._bounds.rows_fit(strategy):
+            if not self._pool.has_rows(strategy.replicas, strategy.stages * strategy.shards):
+                continue
+            if pinned and strategy.spec(self._wanted, self._pool) is None:
                 continue
             bound = self._bounds(strategy)
             if bound.nbytes <= self._bounds.room:
                 self._left.setdefault(strategy.family, []).append((strategy, bound))
                 continue
             self._too_large.add(strategy)
-            rated = Rated(strategy=strategy, bound=bound, spec=spec)
-            before = smallest.setdefault(strategy.family, rated)
-            if bound.nbytes < before.bound.nbytes:
-                smallest[strategy.family] = rated
+            _, least = smallest.setdefault(strategy.family, (strategy, bound))
+            if bound.nbytes < least.nbytes:
+                smallest[strategy.family] = strategy, bound
         for members in self._left.values():
             members.sort(key=lambda pair: self._values(pair[0], pair[1].seconds, pair[1].nbytes))
-        return [rated for family, rated in smallest.items() if family not in self._left]
+        return [
+            Rated(strategy=strategy, bound=bound, spec=spec)
+            for family, (strategy, bound) in smallest.items()
+            if family not in self._left and (spec := strategy.spec(self._wanted, self._pool))
+        ]
 
     def _values(self, strategy: Strategy, seconds: float, nbytes: float) -> tuple[float, ...]:
         """What the objective minimises, then what decides among equals."""
@@ -206,7 +216,7 @@ class _Search:
 
     def _estimate(self, strategy: Strategy, bound: Bound) -> bool:
         """Estimate a strategy; False if the model cannot be placed so."""
-        spec = strategy.spec(self._wanted, self._wanted.devices)
+        spec = strategy.spec(self._wanted, self._pool)
         plan = None if spec is None else self._plan(self._make.rough_estimate, spec)
         if spec is None or plan is None:
             return False
@@ -218,7 +228,7 @@ class _Search:
         given = isinstance(self._wanted.stages, int)
         if plan.grid.devices < strategy.stages and not given:  # no more pieces, or fewer are faster
             fewer = replace(rated.strategy, stages=plan.grid.devices)
-            spec = fewer.spec(self._wanted, self._wanted.devices) or spec
+            spec = fewer.spec(self._wanted, self._pool) or spec
             rated = replace(rated, strategy=fewer, spec=spec)
         self._rated.setdefault(rated.strategy, rated)
         return True

@@ -114,11 +114,9 @@ class Strategy:
         parts += [word for word, is_so in words.items() if is_so]
         return ", ".join(parts)
 
-    def spec(self, wanted: PlacementSpec, pool: Sequence[DeviceSpec]) -> PlacementSpec | None:
+    def spec(self, wanted: PlacementSpec, pool: Pool) -> PlacementSpec | None:
         """``wanted`` with this strategy, on devices of ``pool``; None if these are too few or too unlike."""
-        rows = replica_rows(
-            pool, self.replicas, self.stages * self.shards, list(wanted.layers.values())
-        )
+        rows = pool.rows(self.replicas, self.stages * self.shards, list(wanted.layers.values()))
         if rows is None:
             return None
         names = [[device.name for device in row] for row in rows]
@@ -146,31 +144,50 @@ class Strategy:
         return wanted.model_copy(update=fields)
 
 
-def replica_rows(
-    pool: Sequence[DeviceSpec], replicas: int, devices: int, pinned: Sequence[str] = ()
-) -> list[list[DeviceSpec]] | None:
-    """The devices of each replica, which are alike in all of them; None if ``pool`` has too few such.
+class Pool:
+    """The devices that strategies may use. Those of one kind and memory form a group."""
 
-    Devices of one kind and memory follow one another. All ``pinned`` devices must be in the first row.
+    def __init__(self, devices: Sequence[DeviceSpec]) -> None:
+        self._devices = devices
+        groups: dict[tuple[object, ...], list[DeviceSpec]] = {}
+        for device in devices:
+            alike = tuple(value for field, value in device if field != "name")
+            groups.setdefault(alike, []).append(device)
+        self._groups = list(groups.values())
+
+    def has_rows(self, replicas: int, devices: int) -> bool:
+        """Are there so many replicas with so many devices each, alike in all of them?"""
+        if replicas == 1:
+            return devices <= len(self._devices)
+        return devices <= sum(len(alike) // replicas for alike in self._groups)
+
+    def rows(
+        self, replicas: int, devices: int, pinned: Sequence[str] = ()
+    ) -> list[list[DeviceSpec]] | None:
+        """The devices of each replica, which are alike in all of them; None if there are too few such.
+
+        Devices of one group follow one another. All ``pinned`` devices must be in the first row.
+        """
+        if not self.has_rows(replicas, devices):
+            return None
+        if replicas == 1:
+            rows = [list(self._devices[:devices])]
+        else:
+            rows = [[] for _ in range(replicas)]
+            for alike in self._groups:
+                each = min(len(alike) // replicas, devices - len(rows[0]))
+                for index, row in enumerate(rows):
+                    row += alike[index * each : (index + 1) * each]
+        return rows if set(pinned) <= {device.name for device in rows[0]} else None
+
+
+def degrees(most: int) -> Iterator[int]:
+    """The numbers of stages up to ``most`` that are tried: all small ones, and larger ones a sixteenth apart.
+
+    >>> list(degrees(20)), len(list(degrees(10_000)))
+    ([20, 18, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1], 110)
     """
-    if replicas == 1:
-        rows = [list(pool[:devices])]
-    else:
-        groups: dict[DeviceSpec, list[DeviceSpec]] = {}
-        for device in pool:
-            groups.setdefault(device.model_copy(update={"name": pool[0].name}), []).append(device)
-        rows = [[] for _ in range(replicas)]
-        for alike in groups.values():
-            each = min(len(alike) // replicas, devices - len(rows[0]))
-            for index, row in enumerate(rows):
-                row += alike[index * each : (index + 1) * each]
-    if len(rows[0]) < devices or not set(pinned) <= {device.name for device in rows[0]}:
-        return None
-    return rows
-
-
-def degrees(total: int, most: int) -> Iterator[int]:
-    """The numbers up to ``most`` that are tried: all that are small, and those that divide ``total`` well."""
-    for number in range(1, most + 1):
-        if number <= 8 or number == total // max(1, total // number):
-            yield number
+    number = most
+    while number > 0:
+        yield number
+        number = min(number - 1, number * 15 // 16)

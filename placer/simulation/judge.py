@@ -35,6 +35,7 @@ _MAX_ROUNDS = 3  # of planning with corrections
 # dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
 _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
+_FAR_SHARE = 0.05  # a plan that overflows by more is not made to fit by corrections
 _ROOMY = 4
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.
@@ -298,6 +299,8 @@ class JudgingPlanner:
             judged.append(found)
             if run is None or (found.fits and (starving or not found.starved)):
                 break
+            if not plan.fits and found.overflow_bytes > _FAR_SHARE * found.tightest.needed:
+                break  # estimate and dry run agree, so corrections do not help
             if any(
                 d.headroom is not None and d.headroom < 0
                 for d in plan.devices

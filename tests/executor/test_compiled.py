@@ -202,7 +202,7 @@ def test_auto_tries_nothing_that_cannot_be_compiled() -> None:
 
     def tried(on: bool) -> list[Strategy]:
         spec = placer.PlacementSpec(devices=["cpu:0", "cpu:1"], compile=on)
-        return list(list_strategies(program, spec, spec.devices, processes=True))
+        return list(list_strategies(program, spec, spec.devices, 8, processes=True))
 
     def needs_uncompiled(strategy: Strategy) -> bool:
         split = strategy.schedule == "InterleavedZeroBubble"

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from unet3d import UNet3D
 
 import placer
-from placer.search.strategy import Strategy
+from placer.search.strategy import Pool, Strategy
 from placer.spec import DeviceSpec, PlacementSpec
 
 POOL = [DeviceSpec(name=f"cpu:{i}") for i in range(8)]
@@ -37,7 +37,7 @@ def test_a_step_of_every_family_is_the_plain_step(
     )
     fields = {"checkpoint": ["encoder.*"]} if recompute else {}  # "auto" finds no need of it here
     wanted = PlacementSpec.model_validate({"devices": POOL, **fields})
-    spec = strategy.spec(wanted, POOL)
+    spec = strategy.spec(wanted, Pool(wanted.devices))
     assert spec is not None and spec.replicas * len(spec.devices) == strategy.devices
     if recompute:
         spec = spec.model_copy(update=fields)

@@ -16,12 +16,13 @@ from unet3d import unet3d
 
 import placer
 from placer.api import lower_call
+from placer.cost import batch_rows
 from placer.errors import PlacerError
 from placer.plan.types import Plan
 from placer.search.bounds import Bounds
 from placer.search.candidates import list_strategies
 from placer.search.search import AS_GOOD, find_strategy
-from placer.search.strategy import Strategy, replica_rows
+from placer.search.strategy import Pool, Strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec
 
@@ -66,8 +67,9 @@ def _all_plans(
     plan: Callable[[PlacementSpec], Plan],
     most: int,
 ) -> Iterator[tuple[Strategy, Plan]]:
-    for strategy in list_strategies(program, spec, spec.devices, processes=make.processes):
-        found = strategy.spec(spec, spec.devices)
+    rows = batch_rows(program, make.inputs) or 1
+    for strategy in list_strategies(program, spec, spec.devices, rows, processes=make.processes):
+        found = strategy.spec(spec, Pool(spec.devices))
         if found is None or strategy.microbatches > most:
             continue
         try:
@@ -114,7 +116,7 @@ def test_no_plan_is_better_than_its_bound(processes: bool) -> None:
     )
     seen = set()
     for strategy, plan in _all_plans(program, spec, make, make.estimate, most=2):
-        if strategy.lighter or not bounds.rows_fit(strategy):
+        if strategy.lighter:
             continue
         bound = bounds(strategy)
         assert plan.rank_time >= bound.seconds * (1 - 1e-6), strategy
@@ -178,7 +180,7 @@ def test_replicas_get_rows_of_like_devices(counts: list[int], replicas: int, dev
         for i, count in enumerate(counts)
         for j in range(count)
     ]
-    rows = replica_rows(pool, replicas, devices)
+    rows = Pool(pool).rows(replicas, devices)
     if rows is None:
         most = len(pool) if replicas == 1 else sum(count // replicas for count in counts)
         assert most < devices
