@@ -255,27 +255,6 @@ def test_the_default_type_counts() -> None:
             torch.set_default_dtype(torch.float32)
 
 
-def test_an_optimizer_step_asks_torch_of_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    ask = FakeTensorMode.dispatch
-
-    def dispatch(mode: Any, func: Any, *rest: Any) -> Any:
-        asked.append(str(func))
-        return ask(mode, func, *rest)
-
-    monkeypatch.setattr(FakeTensorMode, "dispatch", dispatch)
-    with FakeMode(allow_non_fake_inputs=True):
-        weights = [torch.empty(3, n, requires_grad=True) for n in range(1, 9)]
-        for weight in weights:
-            weight.grad = torch.empty(weight.shape)
-        optimizer = torch.optim.Adam(weights, foreach=True)
-        asked.clear()
-        for _ in range(2):
-            optimizer.step()
-        assert all(state["step"].item() == 2 for state in optimizer.state.values())
-    assert len(asked) < len(weights), asked
-
-
 def test_what_is_written_to_is_no_longer_known() -> None:
     with FakeMode(allow_non_fake_inputs=True):
         number = torch.tensor(4.0)
