@@ -411,3 +411,11 @@ def test_what_a_placed_model_cannot_do_is_said(pair: tuple[PlacedModule, nn.Modu
     for device, said in (("gpu", "not a torch device"), ("meta", "nothing can run on meta")):
         with pytest.raises(placer.DeviceError, match=said):
             placer.compile(plain, placed.plan, (x,), run_on=device)
+
+
+def test_a_call_unlike_the_captured_one_is_one_clear_error(
+    pair: tuple[PlacedModule, nn.Module],
+) -> None:
+    placed, _ = pair
+    with pytest.raises(placer.CaptureError, match="mask"):
+        placed(_data()[0], mask=torch.ones(3))
