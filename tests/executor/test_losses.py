@@ -335,32 +335,6 @@ def test_a_target_that_torch_broadcasts_is_refused() -> None:
         placed.step(x, target=torch.randn(6), loss_fn=F.mse_loss)
 
 
-CALLS: list[int] = []
-
-
-def test_how_often_the_loss_function_is_called() -> None:
-    """Once per cut; some more when it, or a label, is new; a lambda of every step is not new."""
-    placed, _ = _pair()
-    target = _labels(8, 0)
-
-    def step(**options: Any) -> int:
-        CALLS.clear()
-
-        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-            CALLS.append(len(output))  # a global one: what it holds would be put back
-            return _flat(output, target)
-
-        placed.step(_input(8), target=target, loss_fn=loss_fn, **options)
-        return len(CALLS)
-
-    first = step()
-    assert first == 4 + 3
-    assert step() == 4
-    for said in ({"reduction": "mean"}, {"normalizer": _kept}):
-        assert step(**said) == 4 + 2 * 3  # tried, and tried again with other random numbers
-        assert step(**said) == 4
-
-
 class Counting(nn.Module):
     """A loss with state: a buffer, a counter and a list."""
 

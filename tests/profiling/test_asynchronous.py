@@ -15,6 +15,7 @@ import placer
 from placer.cost import estimate_costs
 from placer.machine.catalogue import CATALOGUE
 from placer.machine.kindfile import find_kind, kind_to_json, save_kind
+from placer.machine.rates import Rate
 from placer.profiling import NodeTimes, calibration, measure_nodes
 from placer.profiling.clocks import CudaClock, time_call
 from placer.profiling.profile import _with_profile
@@ -42,6 +43,26 @@ def test_a_kernel_takes_as_long_as_the_kernel(clock: CudaClock) -> None:
     assert took
     assert took == pytest.approx([KERNEL] * len(took), rel=0.05)
     assert time_call(clock, x.relu).device > LAUNCH  # what it was
+
+
+def test_launches_are_measured_on_the_host(gpu: FakeGpu, clock: CudaClock) -> None:
+    gpu.kernels = {"add": KERNEL, "mm": KERNEL, "convolution": KERNEL}
+    found = calibration._launches(torch.device("cpu"))
+    around = calibration._AROUND_LAUNCH
+    assert found == pytest.approx(
+        dict.fromkeys(("light", "product", "convolution"), LAUNCH * around)
+    )
+
+
+def test_a_row_has_no_launch_in_it() -> None:
+    """The bandwidth of a block, from a small and a large normalisation of 8 rows."""
+    few = calibration._Timings()
+    nbytes = 2 * 2**19 * 4
+    few.small, few.large = [5e-6], [5e-6 + nbytes / 16e9]
+    key = ("batch_norm", "float32")
+    found = calibration._with_rows({("few_rows", "float32"): few}, {key: Rate(bandwidth=1e12)})
+    assert found[key].row_bandwidth == pytest.approx(16e9)
+    assert found[key].bandwidth == 1e12
 
 
 class Net(nn.Module):

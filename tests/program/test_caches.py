@@ -201,3 +201,20 @@ def assert_one_fingerprint(model: nn.Module, inputs: tuple[Tensor, ...]) -> None
     model(*inputs)
     fingerprints.append(lower(model, inputs).fingerprint)
     assert len(set(fingerprints)) == 1
+
+
+class Remembering(nn.Module):
+    last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.last is None else x + self.last
+        self.last = x.detach()
+        return y
+
+
+def test_what_changes_the_next_call_does_so_in_the_placed_model() -> None:
+    plain = nn.Sequential(Remembering(), nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    placed = placer.compile(plain, DEVICES, torch.randn(2, 4, dtype=torch.float64), run_on="cpu")
+    for _ in range(4):
+        x = torch.randn(2, 4, dtype=torch.float64)
+        torch.testing.assert_close(placed(x), plain(x), rtol=1e-10, atol=1e-12)
