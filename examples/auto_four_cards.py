@@ -1,4 +1,4 @@
-"""A 3D U-Net on four cards of 12 GiB: which way of training it is the fastest that fits?
+"""A 3D U-Net on four cards of 12 GB: which way of training it is the fastest that fits?
 
 Replicas, stages, shards in space, micro-batches and recomputation are compared, without a GPU. Prints the
 answer, and why each other way lost.
@@ -17,8 +17,8 @@ from placer.plan.types import Plan
 from placer.report import plan_table
 
 
-def answer(size: int = 192, memory: str = "12GiB", *, width: int = 32) -> Plan:
-    """The plan for two volumes of ``size`` cubed in a step, in bfloat16."""
+def answer(size: int = 192, memory: str | None = None, *, width: int = 32) -> Plan:
+    """The plan for two volumes of ``size`` cubed in a step, in bfloat16; a card has what its kind has."""
     with torch.device("meta"):
         model = unet3d(width=width)
         volumes = torch.empty(2, 1, size, size, size)

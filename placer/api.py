@@ -23,7 +23,7 @@ from placer.executor.program_cache import split_rules
 from placer.executor.unplaced import warn_of_unplaced_optimizers
 from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
-from placer.planner.devices import machine_memory
+from placer.planner.devices import kind_problems, machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
 from placer.program import (
@@ -180,6 +180,7 @@ def auto_spec(
     devices: Iterable[Any] | str | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
+    whole_batch: bool = False,
     processes: bool = False,
     ignore_device_moves: bool = False,
     **options: Any,
@@ -193,6 +194,7 @@ def auto_spec(
         devices=devices,
         loss_fn=loss_fn,
         target=target,
+        whole_batch=whole_batch,
         processes=processes,
         ignore_device_moves=ignore_device_moves,
     ).spec
@@ -206,6 +208,7 @@ def auto_plan(
     devices: Iterable[Any] | str | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
+    whole_batch: bool = False,
     processes: bool = False,
     ignore_device_moves: bool = False,
     **options: Any,
@@ -217,7 +220,7 @@ def auto_plan(
 
     ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or a single
     one of them, all of which may be used; ``machine="dgx-a100:2"`` stands for all devices of a machine.
-    ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``processes`` and
+    ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``whole_batch``, ``processes`` and
     ``ignore_device_moves`` are as for `make_plan`. ``options`` are other fields of the spec, and stay as they
     are given. Raises ``SpecError`` if the memory or the kind of a device is not known, and ``BudgetError`` if
     nothing fits.
@@ -230,6 +233,7 @@ def auto_plan(
         devices=devices,
         loss_fn=loss_fn,
         target=target,
+        whole_batch=whole_batch,
         processes=processes,
         ignore_device_moves=ignore_device_moves,
     ).plan
@@ -244,13 +248,15 @@ def _auto(
     devices: Iterable[Any] | str | None,
     loss_fn: Callable[..., Tensor] | None,
     target: Any,
+    whole_batch: bool,
     processes: bool,
     ignore_device_moves: bool,
 ) -> Answer:
     spec = _wanted(devices, options)
-    loss = _given_loss(loss_fn, target)
+    loss = _given_loss(loss_fn, target, whole_batch=whole_batch)
     if loss is not None:
-        spec = spec.model_copy(update={"loss": loss.spec})
+        over_batch = {} if not whole_batch or "schedule" in options else {"schedule": "GPipe"}
+        spec = spec.model_copy(update={"loss": loss.spec, **over_batch})
     program, leaves = lower_call(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
     return choose_spec(spec, make)
@@ -436,8 +442,9 @@ def _refuse_placed(model: nn.Module) -> None:
 
 
 def check_layers(model: nn.Module, spec: PlacementSpec) -> None:
-    """Raise ``SpecError`` for patterns of layers that ``model`` has not."""
-    if problems := layer_problems(spec, dict(model.named_modules(remove_duplicate=False))):
+    """Raise ``SpecError`` for patterns of layers that ``model`` has not, and for kinds of other devices."""
+    paths = dict(model.named_modules(remove_duplicate=False))
+    if problems := [*kind_problems(spec), *layer_problems(spec, paths)]:
         raise SpecError(SpecError.UNNAMED, problems)
 
 

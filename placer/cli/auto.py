@@ -17,12 +17,10 @@ from placer.cli.options import (
     AsJson,
     Explain,
     Kind,
-    Loss,
+    LossOptions,
     ModelOptions,
     Page,
     Processes,
-    Target,
-    loss_option,
 )
 from placer.cli.output import human_console, origin_of, print_json, print_text
 from placer.cli.progress import progress
@@ -73,10 +71,9 @@ EXAMPLE = "placer auto net.py:Net --input 8x64 --machine dgx-a100"
 def auto(
     model_options: ModelOptions,
     devices: Devices,
-    target: Target,
+    loss_options: LossOptions,
     fields: Fields,
     machine: Machine = None,
-    loss: Loss = None,
     output: Output = None,
     plan_output: PlanOutput = None,
     html: Page = None,
@@ -94,7 +91,7 @@ def auto(
     """
     from placer.files import check_spec_path, check_writable, writing
 
-    wanted = wanted_spec(devices, machine, kind, fields, loss, target)
+    wanted = wanted_spec(devices, machine, kind, fields, loss_options)
     model_options.check()
     check_spec_path(output)
     check_writable(plan_output, html)
@@ -144,14 +141,13 @@ def wanted_spec(
     machine: str | None,
     kind: str | None,
     fields: Mapping[str, Any],
-    loss: str | None,
-    target: Sequence[str],
+    loss_options: LossOptions,
 ) -> PlacementSpec:
     """The spec of all devices that may be used, with the fields that options give. Raises ``PlacerError``."""
     if machine and (devices or kind):
         raise PlacerError("--machine", "is given, and devices too", "leave out --device and --kind")
     where = {"machine": machine} if machine else {"devices": _devices(devices, kind)}
-    return spec_of_options(devices, **fields, **where, loss=loss_option(loss, target))
+    return spec_of_options(devices, **fields, **where, loss=loss_options.spec())
 
 
 def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:

@@ -15,11 +15,8 @@ from placer.cli.options import (
     REPEATABLE,
     AsJson,
     Kind,
-    Loss,
+    LossOptions,
     ModelOptions,
-    Target,
-    loss_option,
-    with_loss,
 )
 from placer.cli.output import human_console, print_json
 from placer.cli.progress import progress
@@ -67,9 +64,8 @@ EXAMPLE = "placer check net.py:Net spec.json --input 8x64"
 def check(
     model_options: ModelOptions,
     memory: Memory,
-    target: Target,
+    loss_options: LossOptions,
     fields: Fields,
-    loss: Loss = None,
     spec: Spec = None,
     kind: Kind = None,
     form: Form = "text",
@@ -92,12 +88,12 @@ def check(
     if spec is None:
         sizes = _sizes(memory)
         device = {"name": "cuda:0"} if kind is None else {"name": "cuda:0", "kind": kind}
-        counted = {**fields, "loss": loss_option(loss, target), "objective": "memory"}
+        counted = {**fields, "loss": loss_options.spec(), "objective": "memory"}
         assumed = spec_of_options(devices=[device], **counted)
         model_options.check()
         _check_model(console, model_options.load(console), assumed, sizes, form)
         return
-    wanted = with_loss(load_spec(spec), loss, target)
+    wanted = loss_options.added_to(load_spec(spec))
     for option in ("memory",) * bool(memory) + tuple(fields):
         remedy = "leave it out, or leave out the spec to see how many devices the model needs"
         raise PlacerError(f"--{option}", f"cannot be given with a spec: {spec} has its own", remedy)

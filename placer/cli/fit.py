@@ -6,16 +6,19 @@ import json
 import string
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from placer.cli.auto import Devices, Fields, Machine, Output, wanted_spec
 from placer.cli.fields import errors_name_options
-from placer.cli.options import AsJson, Kind, Loss, ModelOptions, Processes, Target
+from placer.cli.options import AsJson, Kind, LossOptions, ModelOptions, Processes
 from placer.cli.output import human_console, print_json, print_text
 from placer.cli.progress import progress
 from placer.errors import PlacerError
+
+if TYPE_CHECKING:
+    from placer.spec import PlacementSpec
 
 Multiple = Annotated[
     int,
@@ -40,13 +43,12 @@ EXAMPLE = "placer fit net.py:Net --input '{b}x64' -d cuda:0 --kind t4"
 def fit(
     model_options: ModelOptions,
     devices: Devices,
-    target: Target,
+    loss_options: LossOptions,
     fields: Fields,
     multiple: Multiple = 1,
     like: Like = None,
     most: Most = 64,
     machine: Machine = None,
-    loss: Loss = None,
     output: Output = None,
     processes: Processes = False,
     kind: Kind = None,
@@ -55,19 +57,26 @@ def fit(
     """Find the largest input with which the model can be trained on the devices.
 
     Names in braces are the sizes that are looked for: {b}x3x224x224 asks for the batch, 1x1x{z}x{y}x{x} for a
-    volume. The strategy is chosen anew for every size, as by auto.
+    volume; --target may have them too. The strategy is chosen anew for every size, as by auto.
     """
     from placer.files import check_spec_path, writing
 
-    wanted = wanted_spec(devices, machine, kind, fields, loss, target)
-    names = free_names(model_options.inputs)
+    names = free_names(model_options.inputs, loss_options.target)
     unit = proportions(names, like, multiple)
     check_spec_path(output)
 
-    def options_for(size: int) -> ModelOptions:
+    def filled(texts: Sequence[str], size: int) -> list[str]:
         sizes = dict(zip(names, sizes_of(unit, multiple, size), strict=True))
-        return replace(model_options, inputs=[t.format_map(sizes) for t in model_options.inputs])
+        return [text.format_map(sizes) for text in texts]
 
+    def options_for(size: int) -> ModelOptions:
+        return replace(model_options, inputs=filled(model_options.inputs, size))
+
+    def wanted_for(size: int) -> PlacementSpec:
+        loss = replace(loss_options, target=filled(loss_options.target, size))
+        return wanted_spec(devices, machine, kind, fields, loss)
+
+    wanted_for(1)
     options_for(1).check()
     console = human_console(as_json=as_json or output is None)
     loaded = options_for(1).load(console)
@@ -84,6 +93,7 @@ def fit(
         def case_of(size: int) -> Case:
             told.doing(f"{_shape(size)}, recording the model")
             args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
+            wanted = wanted_for(size)
             program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
             make = JudgingPlanner(program, leaves, processes=processes)
             make.watcher = told.about(_shape(size))
@@ -130,25 +140,33 @@ def fit(
         print_text(text)
 
 
-def free_names(inputs: Sequence[str]) -> list[str]:
-    """The names in braces, in order. Raises ``PlacerError`` if there is none.
+def free_names(inputs: Sequence[str], target: Sequence[str] = ()) -> list[str]:
+    """The names in braces, in order. Raises ``PlacerError`` if no input has one, or ``target`` has others.
 
-    >>> free_names(["2x1x{z}x{y}x{x}", "mask={z}x4"])
+    >>> free_names(["2x1x{z}x{y}x{x}", "mask={z}x4"], ["2x{z}x{y}x{x}"])
     ['z', 'y', 'x']
     """
-    try:
-        found = [
-            name for text in inputs for _, name, _, _ in string.Formatter().parse(text) if name
-        ]
-    except ValueError as error:
-        raise PlacerError("--input", str(error), "write {z} for a size") from None
+    found, others = (
+        dict.fromkeys(name for text in texts for name in _in_braces(option, text))
+        for option, texts in (("--input", inputs), ("--target", target))
+    )
     if not found:
         raise PlacerError(
             "--input",
             "has no size in braces",
             "write the sizes to look for as names: 1x1x{z}x{y}x{x}",
         )
-    return list(dict.fromkeys(found))
+    if more := [name for name in others if name not in found]:
+        known = ", ".join(f"{{{name}}}" for name in found)
+        raise PlacerError("--target", f"has {{{more[0]}}}, which no --input has", f"write {known}")
+    return list(found)
+
+
+def _in_braces(option: str, text: str) -> list[str]:
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(text) if name]
+    except ValueError as error:
+        raise PlacerError(option, str(error), "write {z} for a size") from None
 
 
 def proportions(names: Sequence[str], like: str | None, multiple: int) -> list[float]:

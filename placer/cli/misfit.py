@@ -26,14 +26,14 @@ from placer.planner.remedies import (
 )
 from placer.program import Program
 from placer.quantities import format_bytes
-from placer.search.fewer import faster_with_fewer
+from placer.search.fewer import as_fast_with_fewer
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 
 
 def with_comparisons(plan: Plan, spec: PlacementSpec, make: JudgingPlanner) -> Plan:
     """``plan`` for ``spec`` with notes on what else would be faster, or have another verdict."""
-    compared = (faster_with_fewer(spec, plan, make), make.elsewhere(spec, plan))
+    compared = (as_fast_with_fewer(spec, plan, make), make.elsewhere(spec, plan))
     return replace(plan, notes=(*plan.notes, *filter(None, compared)))
 
 
@@ -129,8 +129,8 @@ _SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
 def as_option(change: str) -> str:
     """Rewrite a change of a spec's fields as one of the options of ``placer auto``.
 
-    >>> as_option('cut the batch: "microbatches": 2, "schedule": "1F1B"')
-    'cut the batch: --microbatches 2 --schedule 1F1B'
+    >>> as_option('split the batch: "microbatches": 2, "schedule": "1F1B"')
+    'split the batch: --microbatches 2 --schedule 1F1B'
     >>> as_option('"checkpoint": "auto" and "offload": "auto" (recompute or wait)')
     '--checkpoint --offload (recompute or wait)'
     >>> as_option('write a smaller "reserve" into the spec')

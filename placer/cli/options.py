@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
@@ -112,6 +112,14 @@ Target = Annotated[
         **REPEATABLE,
     ),
 ]
+WholeBatch = Annotated[
+    bool,
+    typer.Option(
+        "--whole-batch",
+        help="The loss is computed once, over all micro-batches and replicas, as with "
+        "placed.step(…, whole_batch=True).",
+    ),
+]
 Profile = Annotated[
     Path | None,
     typer.Option(
@@ -134,45 +142,52 @@ AsJson = Annotated[
 ]
 
 
-def loss_option(
-    loss: str | None, target: Sequence[str], default: LossSpec | None = None
-) -> LossSpec | None:
-    """The loss that --loss and --target name, or ``default``; its function is not imported here.
-
-    Raises ``PlacerError`` if it is no loss.
-    """
-    from pydantic import ValidationError
-
-    from placer.spec.loss import LossSpec
-
-    if target and loss is None and default is None:
-        raise PlacerError("--target", "is given without a loss", "give --loss too")
-    if target or loss is not None:
-        function = loss if loss is not None or default is None else default.function
-        try:
-            default = LossSpec.model_validate({"function": function, "target": target})
-        except ValidationError as error:
-            (detail, *_) = error.errors()
-            option = "--target" if "target" in detail["loc"] else f"--loss {loss}"
-            raise PlacerError(option, str(detail["ctx"]["error"])) from None
-    return default
-
-
 _SpecOrPlan = TypeVar("_SpecOrPlan", bound="PlacementSpec | Plan")
 
 
-def with_loss(wanted: _SpecOrPlan, loss: str | None, target: Sequence[str]) -> _SpecOrPlan:
-    """A spec or plan with the loss that --loss and --target name, if they are given."""
-    from placer.plan.types import Plan, PlannedLoss
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """The options that name the loss whose memory is counted. Its function is not imported here."""
 
-    named = wanted.loss.spec if isinstance(wanted.loss, PlannedLoss) else wanted.loss
-    found = loss_option(loss, target, named)
-    if found is None or found == named:
-        return wanted
-    if isinstance(wanted, Plan):
-        counted = PlannedLoss(function=found.function, target=found.target)
-        return cast("_SpecOrPlan", replace(wanted, loss=counted))
-    return cast("_SpecOrPlan", wanted.model_copy(update={"loss": found}))
+    loss: Loss = None
+    target: Target
+    whole_batch: WholeBatch = False
+
+    def spec(self, default: LossSpec | None = None) -> LossSpec | None:
+        """The loss that the options name, or ``default``. Raises ``PlacerError`` if it is no loss."""
+        from pydantic import ValidationError
+
+        from placer.spec.loss import LossSpec
+
+        given = {"function": self.loss, "target": self.target, "whole_batch": self.whole_batch}
+        given = {name: value for name, value in given.items() if value}
+        if not given:
+            return default
+        if self.loss is None and default is None:
+            option = "--target" if self.target else "--whole-batch"
+            raise PlacerError(option, "is given without a loss", "give --loss too")
+        named = {} if default is None or self.loss is not None else dict(default)
+        try:
+            return LossSpec.model_validate({**named, **given})
+        except ValidationError as error:
+            (detail, *_) = error.errors()
+            option = "--target" if "target" in detail["loc"] else f"--loss {self.loss}"
+            raise PlacerError(option, str(detail["ctx"]["error"])) from None
+
+    def added_to(self, wanted: _SpecOrPlan) -> _SpecOrPlan:
+        """A spec or plan with the loss that the options name, if they are given."""
+        from placer.plan.types import Plan, PlannedLoss
+
+        named = wanted.loss.spec if isinstance(wanted.loss, PlannedLoss) else wanted.loss
+        found = self.spec(named)
+        if found is None or found == named:
+            return wanted
+        if isinstance(wanted, Plan):
+            counted = PlannedLoss(
+                function=found.function, target=found.target, whole_batch=found.whole_batch
+            )
+            return cast("_SpecOrPlan", replace(wanted, loss=counted))
+        return cast("_SpecOrPlan", wanted.model_copy(update={"loss": found}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +272,9 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 def _group(parameter: inspect.Parameter) -> OptionGroup | None:
     """The options that ``parameter`` stands for; None if it is one option."""
-    if parameter.annotation is ModelOptions:
-        hints = get_type_hints(ModelOptions, include_extras=True)
-        parts = inspect.signature(ModelOptions).parameters.values()
-        return OptionGroup([p.replace(annotation=hints[p.name]) for p in parts], ModelOptions)
+    if (kind := parameter.annotation) in (ModelOptions, LossOptions):
+        hints = get_type_hints(kind, include_extras=True)
+        parts = inspect.signature(kind).parameters.values()
+        return OptionGroup([p.replace(annotation=hints[p.name]) for p in parts], kind)
     marks = getattr(parameter.annotation, "__metadata__", ())
     return next((mark for mark in marks if isinstance(mark, OptionGroup)), None)

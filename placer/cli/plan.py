@@ -11,14 +11,12 @@ from placer.cli.options import (
     AsJson,
     Explain,
     Kind,
-    Loss,
+    LossOptions,
     ModelOptions,
     Page,
     Processes,
     Profile,
     Spec,
-    Target,
-    with_loss,
 )
 from placer.cli.output import human_console, origin_of, print_json
 from placer.cli.progress import progress
@@ -42,8 +40,7 @@ EXAMPLE = "placer plan net.py:Net spec.json --input 8x64 -o plan.json"
 def plan(
     model_options: ModelOptions,
     spec: Spec,
-    target: Target,
-    loss: Loss = None,
+    loss_options: LossOptions,
     output: Output = None,
     html: Page = None,
     trace: Trace = None,
@@ -57,7 +54,7 @@ def plan(
     from placer.files import check_writable
     from placer.spec import load_spec
 
-    wanted = with_loss(load_spec(spec), loss, target)
+    wanted = loss_options.added_to(load_spec(spec))
     model_options.check()
     check_writable(output, html, trace)
     console = human_console(as_json=as_json)

@@ -9,12 +9,10 @@ import typer
 
 from placer.cli.options import (
     AsJson,
-    Loss,
+    LossOptions,
     ModelOptions,
     Processes,
     SpecOrPlan,
-    Target,
-    with_loss,
 )
 from placer.cli.output import human_console, print_json
 from placer.cli.progress import progress
@@ -34,8 +32,7 @@ EXAMPLE = "placer simulate net.py:Net spec.json --input 8x64"
 def simulate(
     model_options: ModelOptions,
     spec: SpecOrPlan,
-    target: Target,
-    loss: Loss = None,
+    loss_options: LossOptions,
     processes: Processes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -46,7 +43,7 @@ def simulate(
     from placer.plan.types import Plan
     from placer.report import simulation_table, with_simulation
 
-    wanted = with_loss(load_spec_or_plan(spec), loss, target)
+    wanted = loss_options.added_to(load_spec_or_plan(spec))
     model_options.check()
     console = human_console(as_json=as_json)
     loaded = model_options.load(console)

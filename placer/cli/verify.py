@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson, Loss, ModelOptions, SpecOrPlan, Target, with_loss
+from placer.cli.options import AsJson, LossOptions, ModelOptions, SpecOrPlan
 from placer.cli.output import human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import PlacerError, first_few
@@ -51,8 +51,7 @@ EXAMPLE = "placer verify net.py:Net spec.json --input 8x64 --double"
 def verify(
     model_options: ModelOptions,
     spec: SpecOrPlan,
-    target: Target,
-    loss: Loss = None,
+    loss_options: LossOptions,
     double: Double = False,
     run_on: RunOn = None,
     seed: Seed = 0,
@@ -71,7 +70,7 @@ def verify(
     """
     from placer.cli.sources import load_spec_or_plan
 
-    wanted = with_loss(load_spec_or_plan(spec), loss, target)
+    wanted = loss_options.added_to(load_spec_or_plan(spec))
     _check_run_on(run_on)
     model_options.check()
     console = human_console(as_json=as_json)

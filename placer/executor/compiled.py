@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -32,11 +33,38 @@ def compiled_forward(segment: SegmentCode, device: torch.device) -> Callable[...
         assert isinstance(given, FunctionType)
         copied = FunctionType(given.__code__.replace(), given.__globals__, given.__name__)
         compiled = torch.compile(copied, **_OPTIONS)
+        told: set[bool] = set()  # with gradients, without
 
         def run(tree: Any, device: torch.device, inputs: list[Any]) -> tuple[Any, ...]:
+            is_first = torch.is_grad_enabled() not in told
+            told.add(torch.is_grad_enabled())
+            if is_first:
+                _tell(segment, device)
             with following_hooks():
                 made: tuple[Any, ...] = compiled(tree, device, inputs)
+            if is_first:
+                _tell_of_backward(segment, device, made)
             return made
 
         found[device] = run
     return found[device]
+
+
+def _tell(segment: SegmentCode, device: torch.device, what: str = "") -> None:
+    """Say on stderr what is compiled, which may take minutes."""
+    names = dict.fromkeys((*segment.modules[:1], *segment.modules[-1:]) or segment.outputs[-1:])
+    text = f"placer: compiling {what}{' … '.join(names)} for {device} …"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _tell_of_backward(segment: SegmentCode, device: torch.device, made: tuple[Any, ...]) -> None:
+    """Say the same where the backward of ``made`` begins, which is compiled then."""
+    told: list[bool] = []
+
+    def tell(gradients: Any) -> None:
+        if not told:
+            _tell(segment, device, "the backward of ")
+        told.append(True)
+
+    for node in {x.grad_fn for x in made if isinstance(x, torch.Tensor) and x.grad_fn is not None}:
+        node.register_prehook(tell)

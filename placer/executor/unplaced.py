@@ -34,7 +34,7 @@ def warn_of_unplaced_optimizers(model: nn.Module, placed: nn.Module) -> None:
                 f"{type(optimizer).__name__} has parameters of the model that was placed, and the gradients "
                 "are those of the placed module, which has its own parameters: nothing is trained. Make "
                 "the optimizer with placed.parameters()",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     handle = register_optimizer_step_pre_hook(check)

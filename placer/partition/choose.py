@@ -34,6 +34,7 @@ from placer.partition.noncontiguous import (
     NoncontiguousChains,
     find_noncontiguous,
     is_better,
+    may_be_noncontiguous,
 )
 from placer.partition.solver.problem import simple_bound
 from placer.partition.solver.search import StageOf
@@ -325,6 +326,12 @@ class _Search:
         return best
 
     def _offer(self, found: Candidate) -> None:
+        repeated = len({slot.name for slot in found.slots}) < len(found.slots)
+        full = all(x < y for x, y in itertools.pairwise(found.cuts))
+        if repeated and full and may_be_noncontiguous(self._options, found.slots):
+            # What all stages of a device need together, not each of them
+            chains = NoncontiguousChains(found, self._costs, self.pins_of(found), self._options)
+            found = chains.candidate(found.slots, found.cuts)
         self.first = self.first or found
         if self.best is None or found.rank < self.best.rank:
             self.best = found

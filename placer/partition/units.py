@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import networkx as nx
 
 from placer.program import SELECTS, Program
+from placer.space import CutWhole, GatherParts
 
 _SEED = 20_260_101
 
@@ -20,7 +21,8 @@ def unit_graph(program: Program) -> nx.DiGraph:
     A vertex is the position of the unit's first node; its attribute ``nodes`` has the positions of all its
     nodes. These are put into one unit: nodes that share memory that is written (``program.colocated``); a
     node that returns several values and the calls that select them (`placer.program.SELECTS`); a parameter
-    or constant and its first reader. Units with random operations depend on each other in program order.
+    or constant and its first reader; in space, the cut of an input and its first reader, and a result and
+    its gather. Units with random operations depend on each other in program order.
     Units on a cycle are merged (the condensation of the graph). Vertices and edges are sorted.
     """
     position = {name: i for i, name in enumerate(program.order)}
@@ -33,8 +35,11 @@ def unit_graph(program: Program) -> nx.DiGraph:
         here = position[node.name]
         readers = [position[user.name] for user in node.users if user.name in position]
         depends += [(here, reader) for reader in readers]
-        if node.op == "get_attr" and readers:
+        cuts_input = isinstance(node.target, CutWhole) and node.args[0].op == "placeholder"
+        if readers and (node.op == "get_attr" or cuts_input):
             joined.add_edge(here, min(readers))
+        if isinstance(node.target, GatherParts) and not node.target.reason:
+            joined.add_edge(here, position[node.args[0].name])
         for user in node.users:
             if user.op == "call_function" and user.target in SELECTS:
                 joined.add_edge(here, position[user.name])

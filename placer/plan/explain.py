@@ -17,6 +17,7 @@ _NEAR = 0.25  # a lower bound that is further off says little
 def explain_plan(plan: Plan) -> str:
     """The criterion that was minimised, how far it may be from the least, and the reasons for each boundary.
 
+    Of stages that are split in space, what their shards exchange, and what cannot be split.
     Per boundary: the loads on both sides, the bytes that cross it per micro-batch in forward, and the
     value of the criterion if the boundary were at the next best place and all others free to move.
     """
@@ -31,6 +32,13 @@ def explain_plan(plan: Plan) -> str:
         lines.append(f"extra seconds of a micro-batch, recomputing and offloading: {extra}")
     if not plan.boundaries:
         lines.append("There is one stage, and no boundary.")
+    if plan.shards > 1:
+        sent = format_bytes(sum(stage.exchanged_nbytes for stage in plan.stages))
+        lines.append(
+            f"Each of the {plan.shards} shards of a stage has a part of every value, and sends {sent} to the "
+            "others per micro-batch, forward and backward."
+        )
+        lines += [note for note in plan.notes if note.startswith("Gathered")]
     for boundary in plan.boundaries:
         lines += _boundary(plan, boundary, optimality.criterion, optimality.value)
     return "\n".join(lines)
@@ -61,7 +69,8 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
     if boundary.next_best is None or boundary.next_value is None:
         return [
             *lines,
-            "  your layers, the memory of the devices or the number of stages leave no other place for it",
+            "  the layers of the spec, the memory of the devices or the number of stages leave no other "
+            "place for it",
         ]
     change = describe_change(boundary.next_value, value)
     next_value = in_unit(boundary.next_value, criterion)

@@ -354,6 +354,12 @@ class Plan:
         return stage.devices[replica * self.shards : (replica + 1) * self.shards]
 
     @property
+    def sent(self) -> tuple[Transfer, ...]:
+        """The transfers of tensors from one device to another."""
+        device = self.device_of
+        return tuple(t for t in self.transfers if t.nbytes and device[t.source] != device[t.target])
+
+    @property
     def tightest(self) -> DevicePeak:
         """The device with the least headroom."""
         return min(self.devices, key=lambda device: device.headroom or 0)

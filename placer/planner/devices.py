@@ -85,22 +85,32 @@ def with_lead_devices(spec: PlacementSpec) -> PlacementSpec:
     return spec.with_devices(leads).with_layers(layers)
 
 
-def check_kinds(spec: PlacementSpec, fingerprint: str) -> None:
-    """Raise ``SpecError`` for devices whose kind is of another type of device, or of another model.
+def kind_problems(spec: PlacementSpec) -> list[tuple[str, str, str]]:
+    """Devices of ``spec`` whose kind is of another type of device.
 
-    A CPU's kind has no context and no reserve, so a plan for a GPU would seem to fit. A profile is of one
-    model, whose ``fingerprint`` is compared, and of one precision.
+    A CPU's kind has no context and no reserve, so a plan for a GPU would seem to fit.
     """
     problems = []
     for index, device in enumerate(spec.devices):
         kind, given = device_kind(device.name, device.kind), device.kind
         if given and (kind.device_type == "cpu") != device.name.startswith("cpu"):
-            wrong: tuple[str, str] | None = (
-                f"is the kind of a {kind.device_type} device, and this is {device.name}",
-                f"leave it out, or measure: placer calibrate --device {device.name} -o FILE",
+            problem = (
+                f"{given} is the kind of a {kind.device_type} device, and this is {device.name}"
             )
-        else:
-            wrong = profile_problem(kind, fingerprint, spec.precision)
+            remedy = f"leave it out, or measure: placer calibrate --device {device.name} -o FILE"
+            problems.append((f"/devices/{index}/kind", problem, remedy))
+    return problems
+
+
+def check_kinds(spec: PlacementSpec, fingerprint: str) -> None:
+    """Raise ``SpecError`` for `kind_problems`, and for profiles of another model or precision.
+
+    A model is known by its ``fingerprint``.
+    """
+    problems = kind_problems(spec)
+    for index, device in enumerate(spec.devices):
+        kind, given = device_kind(device.name, device.kind), device.kind
+        wrong = profile_problem(kind, fingerprint, spec.precision)
         if wrong is not None:
             problem, remedy = wrong
             problems.append((f"/devices/{index}/kind", f"{given} {problem}", remedy))

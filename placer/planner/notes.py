@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from placer.partition import PlanningOptions
+from placer.planner.devices import device_slot
 from placer.program import Program
-from placer.quantities import format_count
+from placer.quantities import format_bytes, format_count
 from placer.schedule import split_batch
 from placer.space import count_chunked, count_windows, cuts_of, find_gathered
 from placer.spec import PlacementSpec, resolve_layers
-from placer.spec.rows import shifted_rows
 
 _NAMED = 3  # layers that a note names
 _COMPILED = (
@@ -60,17 +62,19 @@ def placement_notes(
     spec: PlacementSpec,
     options: PlanningOptions,
     *,
-    replicas: int,
+    rows: Sequence[Sequence[str]],
     microbatches: int,
 ) -> tuple[str, ...]:
     """The notes for ``program`` under ``spec`` that do not depend on the stages.
 
-    ``replicas`` and ``microbatches`` are the numbers asked for; ``options.microbatches`` is at most the
-    number of rows.
+    ``rows`` are the devices of each replica. ``microbatches`` is the number asked for;
+    ``options.microbatches`` is at most the number of rows of the batch.
     """
+    replicas = len(rows)
     notes = [
         *_cut_notes(program, replicas, microbatches),
-        *_replica_notes(spec, replicas),
+        *_replica_notes(spec, rows),
+        *_memory_notes(spec),
         *_shared_notes(program, spec),
         *_chunk_notes(program, spec),
         *_space_notes(program, spec),
@@ -134,16 +138,28 @@ def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:
     return notes
 
 
-def _replica_notes(spec: PlacementSpec, replicas: int) -> list[str]:
+def _replica_notes(spec: PlacementSpec, rows: Sequence[Sequence[str]]) -> list[str]:
     """A note on the devices of replicas that the spec does not name."""
-    if replicas == 1 or spec.replica_devices:
+    if len(rows) == 1 or spec.replica_devices:
         return []
-    rows = shifted_rows([device.name for device in spec.devices], replicas)
     first, *others = [", ".join(row) for row in rows]
     return [
-        f"{format_count(replicas - 1, 'more replica')} on {'; '.join(others[:3])}{' …' * (len(others) > 3)}: "
+        f"{format_count(len(others), 'more replica')} on {'; '.join(others[:3])}{' …' * (len(others) > 3)}: "
         f"these devices are taken to be like {first}."
     ]
+
+
+def _memory_notes(spec: PlacementSpec) -> list[str]:
+    """A note on devices to which the spec gives more memory than their kind has."""
+    notes: dict[str, str] = {}  # one for each kind
+    for device in spec.devices:
+        has = device_slot(device.model_copy(update={"memory": None}), spec).budget
+        if device.kind and device.memory and has and device.memory > has:
+            notes[device.kind] = (
+                f'"memory" of {device.name} is {format_bytes(device.memory)}, but the kind {device.kind} has '
+                f'{format_bytes(has)}. Leave "memory" out to plan with that.'
+            )
+    return list(notes.values())
 
 
 def _shared_notes(program: Program, spec: PlacementSpec) -> list[str]:

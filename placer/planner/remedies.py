@@ -207,7 +207,7 @@ def _expandable(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
 
 def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     if spec.layers:
-        change = "leave out 'layers': the compiler places all of them on these devices"
+        change = "leave out 'layers': all of them are placed for you on these devices"
         yield from _try(change, make, spec.with_layers({}))
 
 
@@ -237,7 +237,7 @@ def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iter
         fitting: _Change | None = None
         for schedule in _schedules(spec):
             new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
-            change = f'cut the batch: "microbatches": {count}{new}'
+            change = f'split the batch: "microbatches": {count}{new}'
             wanted = _updated(spec, microbatches=count, schedule=schedule)
             if (peak := _peak_if_far(make, wanted)) is not None:
                 far.append((peak, change, wanted))
@@ -296,7 +296,7 @@ def _in_space(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Cha
         f'"space": {count}, "chunks": {MOST_CHUNKS}'
         + f" and more devices ({more})" * bool(more)
         + " without 'layers'" * bool(spec.layers)
-        + ": every device has a part of the volume"
+        + ": every device has a part of the input"
     )
     space = spec.space.model_copy(update={"shards": count, "grid": ()})
     wanted = _updated(spec.with_layers({}).with_devices(devices), space=space)
@@ -432,17 +432,17 @@ def _fewest_devices(plan: Plan) -> int:
 def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
     """A remedy that gives the memory each device would need, without the spec's layers if that helps."""
     wanted = _updated(spec, objective="memory")
-    needs = []
-    for layers in dict.fromkeys((tuple(spec.layers.items()), ())):
-        needed = _memory_needed(wanted.with_layers(dict(layers)), make)
-        if needed is not None:
-            needs.append(needed)
-    if not needs:
+    needed = _memory_needed(wanted, make)
+    without = _memory_needed(wanted.with_layers({}), make) if spec.layers else None
+    budgets = [device_slot(device, spec).budget or 0 for device in spec.devices]
+    if without is not None and without > min(budgets) and without < 0.95 * (needed or math.inf):
+        least = format_bytes(without, enough=True)
+        return (
+            f"devices of {least} (reserve included) each and leave out 'layers', or a smaller input"
+        )
+    if needed is None:
         return "use a smaller input"
-    helps = spec.layers and needs[-1] < 0.95 * needs[0]
-    least = format_bytes(needs[-1] if helps else needs[0], enough=True)
-    without = " and leave out 'layers'" if helps else ""
-    return f"devices of {least} (reserve included) each{without}, or a smaller input"
+    return f"devices of {format_bytes(needed, enough=True)} (reserve included) each, or a smaller input"
 
 
 def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:

@@ -18,7 +18,7 @@ from placer.program import Program, is_inside, rows_of
 from placer.regions import RegionKey, region_keys
 from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
-from placer.spec.check import Problem, compile_problems
+from placer.spec.check import Problem, execution_problems
 from placer.spec.layers import match_paths
 from placer.state_layout import layout_of
 
@@ -27,7 +27,7 @@ _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # the numbers tried for "auto"
 
 def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
     """Raise ``PlacerError`` for a spec that asks for something unsupported, with ``processes`` or without."""
-    if problems := compile_problems(dict(spec)):  # of a spec that was made by `model_copy`
+    if problems := execution_problems(dict(spec)):  # of a spec that was made by `model_copy`
         raise SpecError(SpecError.UNNAMED, problems)
     if spec.space.number > 1 and spec.offload and not processes:
         raise PlacerError(
@@ -37,12 +37,6 @@ def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
         )
     if spec.shard_state != "none" and not processes:
         raise one_copy()
-    if spec.batch_norm == "sync" and spec.microbatches != 1:
-        raise PlacerError(
-            "/batch_norm",
-            "'sync' takes statistics over the whole batch, but micro-batches run one after the other",
-            "use \"microbatches\": 1, or 'per_microbatch'",
-        )
 
 
 def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:

@@ -94,7 +94,7 @@ def profile_model(
         raise DeviceError(
             device,
             f"is too small for a step of the whole model ({str(error).splitlines()[0]})",
-            "profile a smaller batch or volume: its times are scaled to others",
+            "profile a smaller batch or input: its times are scaled to others",
         ) from error
     costs = estimate_costs(
         program, leaves, training=training, precision=precision, kernels=device_type(device)

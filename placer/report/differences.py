@@ -63,7 +63,7 @@ def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
     step = describe_step(after) + _share(before.step_seconds, after.step_seconds)
     yield Change("step", describe_step(before), step)
     yield Change("stages", str(len(before.stages)), str(len(after.stages)))
-    sent = [sum(transfer.nbytes for transfer in plan.transfers) for plan in (before, after)]
+    sent = [sum(transfer.nbytes for transfer in plan.sent) for plan in (before, after)]
     yield _bytes("sent per micro-batch", *sent)
     yield from _devices(_first_replica(before), _first_replica(after))
     yield from _moved(layers_of(before), layers_of(after))

@@ -55,7 +55,7 @@ _LANES = {
     "forward": "forward",
     "backward": "backward",
     "transfer": "transfer",
-    "sum": "gradients and weights over replicas and shards",
+    "sum": "gradients or weights sent between replicas or shards",
     "optimizer": "optimizer",
 }
 

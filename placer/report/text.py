@@ -43,12 +43,16 @@ def _plan(shown: View) -> Iterator[RenderableType]:
         yield from ("", table)
     yield Text(f"\n{crossing(shown)}")
     if found := shown.transfers:
-        rows = [(f"{t.source} → {t.target}", t.nbytes, t.value) for t in found[:_TRANSFERS_SHOWN]]
+        rows = [
+            (f"{t.source} → {t.target}", t.nbytes, t.value, plan.node_layers.get(t.value) or "-")
+            for t in found[:_TRANSFERS_SHOWN]
+        ]
         yield Table(
-            headers=("stages", "sent", "value"),
+            headers=("stages", "sent", "value", "layer"),
             rows=rows,
             names=("stages",),
-            words=("value",),
+            words=("value", "layer"),
+            optional=("layer",),
             units={"sent": BYTES},
         )
         if len(found) > _TRANSFERS_SHOWN:
@@ -222,10 +226,10 @@ def _largest(tensors: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def crossing(shown: View) -> str:
-    """A sentence on all transfers; some are of values without bytes, such as sizes."""
+    """A sentence on all transfers to other devices; some are of values without bytes, such as sizes."""
     total = format_bytes(sum(transfer.nbytes for transfer in shown.transfers))
-    others = len(shown.plan.transfers) - len(shown.transfers)
+    others = sum(not transfer.nbytes for transfer in shown.plan.transfers)
+    if not shown.transfers and not others:
+        return "transfers: nothing crosses between stages"
     text = f"transfers: {len(shown.transfers)}, {total} per micro-batch forward"
-    if others:
-        text += f", and {others} without tensors, such as sizes"
-    return text if shown.plan.transfers else "transfers: nothing crosses between stages"
+    return f"{text}, and {others} without tensors, such as sizes" if others else text

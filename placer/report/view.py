@@ -88,8 +88,8 @@ class View:
 
     ``plan`` has the needs that the simulation found. ``headline`` says in a few words each what holds for the
     whole plan, and ``facts`` the same by name, without the seconds of a ``step`` (as text) and the share of
-    them in which devices are idle (None if times are not known). ``transfers`` are those of tensors, the
-    largest first. ``end`` is the end of the step in seconds, or of the simulation in tasks, 0 without both.
+    them in which devices are idle (None if times are not known). ``transfers`` are `Plan.sent`, the largest
+    first. ``end`` is the end of the step in seconds, or of the simulation in tasks, 0 without both.
     ``remedies`` are changes that were tried because the plan does not fit.
     """
 
@@ -127,10 +127,7 @@ def view(
     idle = idle_share(spans) if spans else None
     state: Literal["good", "slow", "bad"] = "slow" if judged.starved else "good"
     devices = _devices(plan, judged, simulation, spans)
-    transfers = sorted(
-        (transfer for transfer in plan.transfers if transfer.nbytes),
-        key=lambda t: (-t.nbytes, t.source, t.target, t.value),
-    )
+    transfers = sorted(plan.sent, key=lambda t: (-t.nbytes, t.source, t.target, t.value))
     return View(
         plan=judged,
         origin=origin or Origin(),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from placer.cost import CostTable, Estimate, Loss
 from placer.machine.devices import device_type
+from placer.partition import MANY_STAGES
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.planner.devices import device_slot, likely_kernels, links_of
 from placer.planner.resolve import microbatch_inputs
@@ -19,9 +20,6 @@ from placer.search.strategy import Strategy
 from placer.spec import PlacementSpec
 from placer.state_layout import StateLayout, layout_of
 
-# Up to so many stages, other orders than the program's may balance better; beyond, the size of operations
-# decides how evenly they can be divided.
-_FEW = 16
 _PRECISION = 1e-3  # relative, of the slowest stage's share
 
 
@@ -29,6 +27,7 @@ _PRECISION = 1e-3  # relative, of the slowest stage's share
 class Bound:
     """No plan with a strategy takes fewer ``seconds``, or fewer ``nbytes`` on its fullest device.
 
+    For more than `MANY_STAGES` stages the seconds are those along program order, as plans of them are.
     ``state`` is the part of the bytes that parameters, gradients and the optimizer's state take.
     """
 
@@ -131,7 +130,10 @@ class Bounds:
         if self._serial:
             work = strategy.replicas * count * strategy.shards * (forward + backward)
         else:
-            even = 1 / stages if stages <= _FEW else self._largest_share(stages)
+            even = 1 / stages
+            if stages > MANY_STAGES:
+                even = self._largest_share(stages)
+                backward += forward * strategy.recompute  # they recompute all that they can
             slot = max((forward + backward) * even, sums.longest / strategy.shards)
             launch = strategy.shards * sums.launch
             if self._processes:

@@ -1,4 +1,4 @@
-"""Says where a plan would be faster with fewer of its devices."""
+"""Says where fewer of its devices would be as fast as a plan, or faster."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 
 
-def faster_with_fewer(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> str:
-    """A sentence: with fewer of its devices, ``plan`` for ``spec`` would be faster; "" if it would not.
+def as_fast_with_fewer(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> str:
+    """A sentence: ``plan`` for ``spec`` would be faster, or as fast, with fewer of its devices; else "".
 
     Nothing is said of plans that do not fit or may not, or were not chosen by time.
     """
     known = plan.fits and all(device.budget is not None for device in plan.devices)
     if not known or spec.objective == "memory" or spec.replica_devices:
         return ""
-    specs = [spec.with_devices(spec.devices[:count]) for count in _counts(spec)[:-1]]
-    made = [make.estimate(fewer) for fewer in specs]
-    fast = [p for p in made if p.fits and p.rank_time * AS_GOOD < plan.rank_time]
+    counts = [count for count in _counts(spec) if count < plan.num_devices]
+    made = [make.estimate(spec.with_devices(spec.devices[:count])) for count in counts]
+    fast = [p for p in made if p.fits and p.rank_time <= plan.rank_time * AS_GOOD]
     for fewer in sorted(fast, key=lambda plan: plan.rank_time):
         judged = make.judge(fewer)
         if not judged.fits or judged.starved:
             continue
-        names = ", ".join(dict.fromkeys(stage.devices[0] for stage in fewer.stages))
-        said = f"with {names} alone, a step would take"
+        used = dict.fromkeys(d for stage in fewer.stages for d in fewer.devices_of(stage, 0))
+        is_faster = fewer.rank_time * AS_GOOD < plan.rank_time
+        what = "faster" if is_faster else "as fast"
+        said = f"with {', '.join(used)} alone, a step would take"
         if fewer.step_seconds is None or plan.step_seconds is None:
-            return f"Fewer devices would be faster by reference rates: {said} less time."
+            time = "less time" if is_faster else "as long"
+            return f"Fewer devices would be {what} by reference rates: {said} {time}."
         before, now = (format_seconds(p.step_seconds or 0.0) for p in (plan, fewer))
-        return f"Fewer devices would be faster: {said} {now} instead of {before}."
+        return f"Fewer devices would be {what}: {said} {now} instead of {before}."
     return ""
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from placer.cost import batch_rows
 from placer.errors import PlacerError, SpecError
+from placer.partition import MANY_STAGES
 from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
 from placer.planner.devices import links_of, with_known_memory
@@ -57,8 +58,8 @@ class Rated:
 
     @property
     def is_near(self) -> bool:
-        """Whether a plan was made, and fits or nearly so."""
-        return self.plan is not None and all(
+        """Whether it fits or nearly so, as far as is known."""
+        return self.plan is None or all(
             device.room is None or device.peak <= _FAR * device.room for device in self.plan.devices
         )
 
@@ -215,26 +216,35 @@ class _Search:
         )
 
     def _estimate(self, strategy: Strategy, bound: Bound) -> bool:
-        """Estimate a strategy; False if the model cannot be placed so."""
+        """Estimate a strategy; False if the model cannot be placed so.
+
+        One of many stages, which take long to plan, keeps its bound until it is judged.
+        """
         spec = strategy.spec(self._wanted, self._pool)
-        plan = None if spec is None else self._plan(self._make.rough_estimate, spec)
-        if spec is None or plan is None:
+        if spec is None:
             return False
-        rated = self._rate(Rated(strategy=strategy, bound=bound, spec=spec), plan)
-        if not plan.fits and bound.nbytes:
-            self._factor[strategy.family] = max(1.0, rated.peak / bound.nbytes)
-        if strategy.recompute and not plan.checkpoint:  # there was no need
-            rated = replace(rated, strategy=replace(strategy, recompute=False))
-        given = isinstance(self._wanted.stages, int)
-        if plan.grid.devices < strategy.stages and not given:  # no more pieces, or fewer are faster
-            fewer = replace(rated.strategy, stages=plan.grid.devices)
-            spec = fewer.spec(self._wanted, self._pool) or spec
-            rated = replace(rated, strategy=fewer, spec=spec)
+        rated = Rated(strategy=strategy, bound=bound, spec=spec, worst_time=bound.seconds)
+        if strategy.stages <= MANY_STAGES:
+            plan = self._plan(self._make.rough_estimate, spec)
+            if plan is None:
+                return False
+            rated = self._rate(rated, plan)
+            if not plan.fits and bound.nbytes:
+                self._factor[strategy.family] = max(1.0, rated.peak / bound.nbytes)
         self._rated.setdefault(rated.strategy, rated)
         return True
 
     def _rate(self, rated: Rated, plan: Plan, *, judged: bool = False) -> Rated:
-        """``rated`` with ``plan``, and its time at worst."""
+        """``rated`` with ``plan``, its time at worst, and the strategy that the plan has."""
+        strategy = rated.strategy
+        if strategy.recompute and not plan.checkpoint:  # there was no need
+            strategy = replace(strategy, recompute=False)
+        given = isinstance(self._wanted.stages, int)
+        if plan.grid.devices < strategy.stages and not given:  # no more pieces, or fewer are faster
+            strategy = replace(strategy, stages=plan.grid.devices)
+            spec = strategy.spec(self._wanted, self._pool) or rated.spec
+            rated = replace(rated, spec=spec)
+        rated = replace(rated, strategy=strategy)
         worst = plan.rank_time
         if self._links.network is not None and plan.processes and plan.step_seconds is not None:
             ranks = plan.replicas * plan.shards
@@ -272,7 +282,10 @@ class _Search:
         )
 
     def _judge(self) -> list[Rated]:
-        """Judge what nearly fits by its estimate, the best first, until the next one cannot be better."""
+        """Judge what nearly fits by its estimate, the best first, until the next one cannot be chosen.
+
+        That is one which is worse than a judged one, unless it is simpler and as good.
+        """
         judged: dict[Strategy, Rated] = {}
         for column in range(2 if self._links.network is not None else 1):
             near = [rated for rated in self._rated.values() if rated.is_near]
@@ -283,12 +296,19 @@ class _Search:
                     continue
                 value = self._values_of([rated])[0][column]
                 good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]
-                if any(self._values_of([r])[0][column] <= value for r in good):
+                better = {
+                    r.strategy.complexity: least
+                    for r in good
+                    if (least := self._values_of([r])[0][column]) <= value
+                }
+                if any(value > least * AS_GOOD for least in better.values()):
                     break
+                if any(parts <= rated.strategy.complexity for parts in better):
+                    continue
                 plan = self._plan(self._make, rated.spec)
                 if plan is not None:
-                    judged[rated.strategy] = self._rate(rated, plan, judged=True)
-                    self._rated[rated.strategy] = judged[rated.strategy]
+                    found = self._rate(self._rated.pop(rated.strategy), plan, judged=True)
+                    judged[rated.strategy] = self._rated[rated.strategy] = found
         return list(judged.values())
 
     def _values_of(self, rated: Sequence[Rated]) -> list[tuple[float, float]]:

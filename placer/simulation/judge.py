@@ -35,7 +35,7 @@ _MAX_ROUNDS = 3  # of planning with corrections
 # dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
 _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
-_FAR_SHARE = 0.05  # a plan that overflows by more is not made to fit by corrections
+_FAR_SHARE = 0.1  # a plan that overflows by more is not made to fit by corrections
 _ROOMY = 4
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.

@@ -17,7 +17,7 @@ chunks                     convolutions of a concatenation in chunks of planes, 
 from placer.space.chunks import CONVOLUTIONS, MOST_CHUNKS, count_chunked, find_joins
 from placer.space.exchange import Alone, Exchange, Pieces, exchanging, innermost_exchange
 from placer.space.layout import Cuts
-from placer.space.nodes import GatherParts, InSpace
+from placer.space.nodes import CutWhole, GatherParts, InSpace
 from placer.space.queries import (
     count_windows,
     cuts_of,
@@ -32,6 +32,7 @@ __all__ = [
     "CONVOLUTIONS",
     "MOST_CHUNKS",
     "Alone",
+    "CutWhole",
     "Cuts",
     "Exchange",
     "GatherParts",

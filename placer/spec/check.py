@@ -31,8 +31,8 @@ def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
         problems += _rows(data, names)
     if not {"devices", "space"}.intersection(wrong):
         problems += _shards(data, names) + _stages(data, names)
-    if not {"compile", *_UNCOMPILED}.intersection(wrong):
-        problems += compile_problems(data)
+    if not {"compile", "microbatches", *_UNCOMPILED}.intersection(wrong):
+        problems += execution_problems(data)
     return problems
 
 
@@ -117,11 +117,15 @@ _UNCOMPILED: Mapping[str, tuple[Any, str]] = {
 }
 
 
-def compile_problems(data: Mapping[str, Any]) -> list[Problem]:
-    """Problems of ``compile`` with other fields of a spec."""
+def execution_problems(data: Mapping[str, Any]) -> list[Problem]:
+    """Problems of ``batch_norm`` and ``compile`` with other fields of a spec."""
+    problems = []
+    if data.get("batch_norm") == "sync" and data.get("microbatches", 1) != 1:
+        problem = "'sync' takes statistics over the whole batch, but micro-batches run one after the other"
+        problems = [("/batch_norm", problem, "use \"microbatches\": 1, or 'per_microbatch'")]
     if data.get("compile") is not True:
-        return []
-    problems = [
+        return problems
+    problems += [
         ("/compile", f'cannot be combined with "{name}": {why}', f'leave out "{name}" or "compile"')
         for name, (only, why) in _UNCOMPILED.items()
         if name in data and data[name] != only and (name != "space" or _is_cut(data))

@@ -99,10 +99,19 @@ def _without_last_dot(regex: str) -> str:
 
 
 def _unmatched(pattern: str, paths: Sequence[str]) -> tuple[str, str]:
+    problem = f"no layer matches {pattern!r}"
+    parent, _, name = pattern.rpartition(".")
+    inside = match_paths(parent, paths) if parent else []
+    if (
+        inside
+        and not name.isdigit()
+        and nearest(name, {path.rpartition(".")[2] for path in inside}) is None
+    ):
+        return f"{problem} (a layer is a module, not a parameter)", f"did you mean {parent!r}?"
     near = _nearest_pattern(pattern, paths)
     tops = dict.fromkeys(path.partition(".")[0] for path in paths)
     hint = f"did you mean {near!r}?" if near else f"top-level layers: {', '.join(tops)}"
-    return f"no layer matches {pattern!r}", hint
+    return problem, hint
 
 
 def _nearest_pattern(pattern: str, paths: Sequence[str]) -> str | None:

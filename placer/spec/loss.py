@@ -34,7 +34,8 @@ _CALLABLE = r"[^:\s]+:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 def _function(value: Any) -> str:
     if isinstance(value, str) and (value in LOSSES or re.fullmatch(_CALLABLE, value)):
         return value
-    near = nearest(value.rpartition(".")[2].lower(), LOSSES) if isinstance(value, str) else None
+    name = value.rpartition(".")[2].lower() if isinstance(value, str) else ""
+    near = nearest(name, LOSSES) or nearest(f"{name}_loss", LOSSES)
     known = f"did you mean {near!r}?" if near else f"known are {', '.join(LOSSES)}."
     raise ValueError(
         f"{value!r} is not a loss; {known} Or name a function of yours: path/file.py:callable"

@@ -62,7 +62,7 @@ CASES = [
         "needs its values",
     ),
     # --loss and --target
-    ((*PLAN, *X, "--loss", "mse"), "--loss mse: 'mse' is not a loss"),
+    ((*PLAN, *X, "--loss", "mse"), "--loss mse: 'mse' is not a loss; did you mean 'mse_loss'?"),
     ((*PLAN, *X, "--loss", "net.py:Nett"), "did you mean net.py:Net?"),
     ((*PLAN, *X, "--target", "8x2"), "--target: is given without a loss\n  -> give --loss too"),
     ((*PLAN, *X, "--loss", "mse_loss", "--target", "8y2"), "--target: '8y2': '8y2' is not a shape"),

@@ -53,9 +53,15 @@ def test_fit_finds_the_largest_batch(placer: Run, tmp_path: Path) -> None:
 
 
 def test_fit_says_where_it_stopped(placer: Run) -> None:
-    result = placer("fit", "net.py:Net", "--input", "{b}x64", "--most", "2", "-d", "cpu:0=1GiB")
+    loss = ("--loss", "mse_loss", "--target", "{b}x2", "--whole-batch")
+    result = placer(
+        "fit", "net.py:Net", "--input", "{b}x64", "--most", "2", "-d", "cpu:0=1GiB", *loss
+    )
     assert result.exit_code == 0, result.stderr
     assert "no larger size was tried (--most 2)" in " ".join(result.stderr.split())
+    assert json.loads(result.stdout)["loss"] == {
+        "function": "mse_loss", "target": "2x2", "whole_batch": True
+    }  # fmt: skip
 
 
 def test_fit_explains_what_it_needs(placer: Run) -> None:
@@ -63,6 +69,7 @@ def test_fit_explains_what_it_needs(placer: Run) -> None:
         (("--input", "8x64"), "no size in braces"),
         (("--input", "{b}x64", "--like", "2x3"), "--like 2x3"),
         (("--input", "{bx64"), "--input"),
+        (("--input", "{b}x64", "--loss", "mse_loss", "--target", "{c}x2"), "no --input has"),
     ):
         result = placer("fit", "net.py:Net", *arguments, "-d", "cpu:0=1GiB")
         assert result.exit_code == 2 and problem in result.stderr

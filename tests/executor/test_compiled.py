@@ -87,6 +87,21 @@ def test_a_size_is_compiled_once(compilations: CompileCounterWithBackend) -> Non
     assert counts[2:] == [counts[2]] * 4  # the second size is compiled for all others
 
 
+def test_what_is_compiled_is_told(
+    compilations: CompileCounterWithBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it begins, because it may take minutes; nothing is told of later calls."""
+    x = torch.randn(4, 8)
+    placed = placer.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), TWO, x)
+    for _ in range(2):
+        placed(x).sum().backward()
+    assert capsys.readouterr().err.splitlines() == [
+        f"placer: compiling {what}{layer} for cpu …"
+        for what, layers in (("", "01"), ("the backward of ", "10"))
+        for layer in layers
+    ]
+
+
 def test_copies_and_pickles_are_compiled_too(compilations: CompileCounterWithBackend) -> None:
     model, x = models.ConvNet(0.0).double(), torch.randn(4, 1, 8, 8, dtype=D)
     placed = placer.compile(model, TWO, x)

@@ -719,3 +719,12 @@ def test_what_a_loss_over_the_whole_batch_cannot_have() -> None:
         placed.step(_input(8), loss_fn=lambda output: output.max(), whole_batch=True)
     with pytest.raises(PlacerError, match="there is one loss"):
         placed.step(_input(8), loss_fn=F.mse_loss, normalizer=_kept, whole_batch=True)
+
+
+def test_a_failing_loss_says_what_it_was_called_with() -> None:
+    model, x = nn.Linear(4, 2), torch.randn(8, 4)
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 2}, x)
+    with pytest.raises(KeyError, match="labels") as raised:
+        placed.step(x, target={"label": torch.randn(8, 2)}, loss_fn=lambda y, t: y - t["labels"])
+    (note,) = raised.value.__notes__
+    assert note.endswith("for a slice of the batch: a result of 4x2 and a target of 4x2")

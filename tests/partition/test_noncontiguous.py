@@ -47,6 +47,53 @@ def test_a_unet_is_folded_and_peaks_lower_as_predicted(monkeypatch: pytest.Monke
     assert max(device.peak for device in found) < 0.99 * least
 
 
+class _Towers(nn.Module):
+    """Two towers that run level by level, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.ModuleList(nn.Conv2d(1 if i == 0 else 8, 8, 3, padding=1) for i in range(6))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for a, b in zip(self.a, self.b, strict=True):
+            x, y = a(x).relu(), b(y).relu()
+        both: torch.Tensor = self.head(torch.cat([x.mean((2, 3)), y.mean((2, 3))], 1))
+        return both
+
+
+def test_pinned_towers_that_do_not_fit_are_few_stages() -> None:
+    """The stages of a device count together: short ones are not smaller."""
+    with torch.device("meta"):
+        model, x = _Towers(), torch.empty(2, 1, 64, 64)
+    layers = {"a": "cpu:0", "b": "cpu:1", "head": "cpu:0"}
+
+    def plan(memory: str) -> placer.Plan:
+        devices = [{"name": f"cpu:{i}", "memory": memory} for i in range(2)]
+        return placer.make_plan(model, {"devices": devices, "layers": layers}, (x, x))
+
+    assert not plan("2MiB").fits and len(plan("2MiB").stages) == 3
+    sent = [(transfer.source, transfer.target) for transfer in plan("1GiB").sent]
+    assert sent == [(1, 2)]  # what stage 2 reads of stage 0 is on its device already
+
+
+def test_towers_run_at_the_same_time_unless_one_has_what_joins_them() -> None:
+    with torch.device("meta"):
+        model, x = _Towers(), torch.empty(64, 1, 256, 256)
+    seconds = {}
+    for head in ("cuda:0", "cuda:1"):
+        devices = [{"name": f"cuda:{i}", "kind": "a100"} for i in range(2)]
+        layers = {"a": "cuda:0", "b": "cuda:1", "head": head}
+        seconds[head] = placer.make_plan(
+            model, {"devices": devices, "layers": layers}, (x, x)
+        ).step_seconds
+    assert seconds["cuda:0"] is not None and seconds["cuda:1"] is not None
+    assert 1.8 < seconds["cuda:1"] / seconds["cuda:0"] < 2.1
+
+
 def test_what_needs_one_stage_per_device_gets_it() -> None:
     with torch.device("meta"):
         model, x = _unet(), torch.empty(2, 1, 16, 16, 16)

@@ -22,7 +22,7 @@ from placer.planner.devices import device_slot
 from placer.program import lower
 from placer.quantities import parse_bytes
 from placer.report import verdict
-from placer.search.fewer import faster_with_fewer
+from placer.search.fewer import as_fast_with_fewer
 from placer.simulation.judge import JudgingPlanner
 
 GIB = 2**30
@@ -198,6 +198,9 @@ def test_budget_comes_from_the_named_kind() -> None:
     assert device.budget == found
     assert device.reserve == int(0.02 * found)
     assert device.context == parse_bytes("520MiB")
+    more = [{"name": "cuda:0", "kind": "h100", "memory": "80GiB"}]
+    told = '"memory" of cuda:0 is 80.00 GiB, but the kind h100 has 79.10 GiB.'
+    assert [any(told in n for n in _small(devices=d).notes) for d in (["cuda:0"], more)] == [0, 1]
     with pytest.raises(SpecError, match="did you mean 'h100'"):
         _small(devices=[{"name": "cuda:0", "kind": "h10"}])
 
@@ -211,6 +214,9 @@ def test_a_kind_of_another_type_of_device_is_refused(kinds: tuple[str, str]) -> 
     ((where, problem, remedy),) = error.value.problems
     assert where == "/devices/0/kind"
     assert kind in problem and name in problem and f"calibrate --device {name}" in remedy
+    with pytest.raises(SpecError) as error:  # together with what the model has not
+        _small(devices=[{"name": name, "kind": kind}], layers={"nothere": name})
+    assert [where for where, *_ in error.value.problems] == ["/devices/0/kind", "/layers/nothere"]
 
 
 def test_what_a_choice_of_recomputed_layers_adds_is_noted() -> None:
@@ -353,7 +359,7 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
 
     def told(**fields: object) -> str:
         spec = PlacementSpec.model_validate({"devices": _cards(3), **fields})
-        return faster_with_fewer(spec, make(spec), make)
+        return as_fast_with_fewer(spec, make(spec), make)
 
     def taken(**fields: object) -> int:
         options = {"replicas": 1, "space": 1, **fields}
@@ -369,9 +375,25 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
     assert told(objective="memory") == ""
     assert told(layers={"head": "cuda:2"}) == ""  # all are in the spec's layers
     unknown = PlacementSpec.model_validate({"devices": _cards(3, kind=None)})
-    assert faster_with_fewer(unknown, make(unknown), make) == (
+    assert as_fast_with_fewer(unknown, make(unknown), make) == (
         "Fewer devices would be faster by reference rates: with cuda:0 alone, a step would take less time."
     )
+
+
+@captured_once()
+def test_no_stage_in_space_only_cuts_the_input_or_gathers_the_result() -> None:
+    """A stage of the cut alone would be the cheapest: the stages wait for each other."""
+    with torch.device("meta"):
+        model, x = unet3d(width=8, depth=2), torch.empty(1, 1, 64, 64, 64)
+    spec = PlacementSpec.model_validate({"devices": _cards(4), "space": 2})
+    make = JudgingPlanner(lower(model, (x,)), [x])
+    plan = make(spec)
+    first, last = plan.stages
+    assert "encoder_0_0" in first.nodes and "head" in last.nodes
+    assert "Each of the 2 shards of a stage has a part of every value, and sends" in plan.explain()
+    twice = make(spec.with_devices(spec.devices[:2]).model_copy(update={"replicas": 2}))
+    assert any("1 more replica on cuda:2, cuda:3" in note for note in twice.notes)
+    assert "with cuda:0, cuda:1 alone, a step would take" in as_fast_with_fewer(spec, plan, make)
 
 
 def test_gpus_of_this_machine_give_budgets_if_all_that_are_named_are_here(

@@ -128,6 +128,15 @@ def test_the_memory_that_is_said_to_be_needed_suffices(reserve: str) -> None:
     assert placer.make_plan(ConvNet(), _two_devices(match[1], reserve=reserve), x).fits
 
 
+def test_no_less_memory_is_asked_for_than_there_is() -> None:
+    """Without layers the model fits as it is, which is a remedy of its own."""
+    x = torch.randn(4, 1, 8, 8)
+    spec = placer.load_spec(_two_devices("60KiB", layers={"**": "cpu:0"}))
+    make = JudgingPlanner(lower(ConvNet(), (x,)), [x])
+    assert not make(spec).fits and make(spec.with_layers({})).fits
+    assert "leave out 'layers'" not in memory_needed(spec, make)
+
+
 def test_replicas_may_divide_the_optimizers_state() -> None:
     """With a process each, where a device has room for half of Adam's state, but not for all of it."""
     model, x = nn.Linear(1024, 1024), torch.randn(4, 1024)

@@ -61,11 +61,11 @@ def test_it_tells_the_plan(tmp_path: Path) -> None:
     for words in (
         "✓ Fits: cuda:0 has the least headroom, 2.00 GiB",
         "net.py:Net with 4x8, on 2 devices: a step takes ~ 6.00 s by estimate",
-        "devices are idle 50% of it",
+        "a bubble of 50%",
         'placer plan {"a": 1}',
         "kind of device h100",
         "cuda:0 stage 0 11.00 GiB 13.00 GiB of 16.00 GiB ✓ 2.00 GiB headroom",
-        "50% busy",
+        "B0 50%",
         "stage 0 cuda:0 enc, dec.up",
         "↓ 3.00 MiB enc.0, 1.00 MiB dec.up",
         "0 → 1 enc_0 enc.0 3.00 MiB",

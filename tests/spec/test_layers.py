@@ -64,6 +64,11 @@ def test_a_name_that_only_shares_letters_is_not_guessed() -> None:
     assert remedy == "top-level layers: stem, down, dec"
 
 
+def test_a_parameter_is_no_layer() -> None:
+    _, ((_, problem, remedy),) = resolve_layers({"encoder.*.conv.weight": "a"}, PATHS)
+    assert "not a parameter" in problem and remedy == "did you mean 'encoder.*.conv'?"
+
+
 def test_pattern_lists() -> None:
     covered, problems = resolve_patterns("checkpoint", ["encoder.*", "hed"], PATHS)
     assert covered == {p for p in PATHS if p.startswith("encoder.")}

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from placer.errors import PlacerError
+from placer.operands import tensors_of_tree
+from placer.program.call import describe_shapes
 
 
 def without_graph() -> PlacerError:
@@ -38,9 +40,19 @@ def require_function(loss_fn: Any) -> None:
 def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tensor:
     """``loss_fn(output, target)``, or ``loss_fn(output)`` where there is no target (None).
 
-    Raises ``PlacerError`` if it does not return a tensor with one element.
+    Raises ``PlacerError`` if it does not return a tensor with one element. What it raises itself gets a note
+    of what it was called with.
     """
-    loss = loss_fn(output) if target is None else loss_fn(output, target)
+    given = (output,) if target is None else (output, target)
+    try:
+        loss = loss_fn(*given)
+    except Exception as error:
+        shapes = [describe_shapes(tensors_of_tree(each)) for each in given]
+        with_target = f" and a target of {shapes[1]}" if target is not None else ""
+        error.add_note(
+            f"placer: loss_fn raised this, for a slice of the batch: a result of {shapes[0]}{with_target}"
+        )
+        raise
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     kind = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
