@@ -93,7 +93,7 @@ def around(inside: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(8, 8), inside(), nn.Linear(8, 3))
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [around(Ode), AtTheTop], ids=["inside", "top"])
 def test_a_module_that_backward_calls(make: Callable[[], nn.Module], way: str) -> None:

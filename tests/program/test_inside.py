@@ -149,7 +149,7 @@ def _assert_refused(kind: type[nn.Module], function: Function, reason: str = "it
         placer.compile(net, {**SPEC, **SLICES}, x, run_on="cpu")
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("name", MIXES)
 def test_a_whole_module_that_mixes_rows_is_refused(name: str) -> None:
     _assert_refused(Checked, MIXES[name])
