@@ -11,16 +11,13 @@ the context, as it was measured in the first process; the plan counts with the s
     python -m benchmarks.fits_gpu [CASE ...] [--resume]    # a GPU of 80 GB
     python -m benchmarks.fits_gpu kept                     # those that keep everything; "auto": the others
     python -m benchmarks.fits_gpu --device cpu             # tries it out, without a limit
-    python -m benchmarks.fits_gpu --recorded FOLDER        # no GPU: the runs of fits_16GiB.json, predicted
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -325,13 +322,6 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _recorded(folder: Path) -> None:
-    from benchmarks.reserved import compare_fits, fit_lines
-
-    rows = list(compare_fits(json.loads((folder / "fits_16GiB.json").read_text())))
-    print("\n".join(fit_lines(rows)))
-
-
 def _job(values: Mapping[str, Any]) -> Row:
     if values["case"] == _CONTEXT:
         return {"context": measured_context()}
@@ -352,14 +342,10 @@ def _job(values: Mapping[str, Any]) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("cases", nargs="*", default=[], help=", ".join([*GROUPS, *CASES]))
-    parser.add_argument("--recorded", type=Path, metavar="FOLDER", help="of fits_16GiB.json")
     parser.add_argument("--together", action="store_true",
                         help="several at once on the GPU: no seconds, no contexts")  # fmt: skip
     add_options(parser)
     given = parser.parse_args()
-    if given.recorded is not None:
-        _recorded(given.recorded)
-        return
     if given.job is not None:
         answer(given.job, lambda: _job(given.job))
         return

@@ -1,11 +1,7 @@
-"""Peak memory three ways: predicted by the plan, simulated by the ledger, measured in a real step.
+"""Peak memory two ways: predicted by the plan, and simulated by the ledger.
 
-The first table plans models too large for this machine: nothing is allocated, and prediction and
-simulation are compared device by device. The second (`memory_measured`) runs real steps on the CPU,
-where the peak is read from the allocator's own events (``torch.profiler``), which share no code with
-the ledger; all stages are on the same CPU, so it has one device.
-With ``--matrix``: prediction against simulation over the equivalence suite (`memory_matrix`);
-``--simulated`` and ``--measured`` make one of the two tables.
+Models too large for this machine are planned: nothing is allocated, and both are compared device by device.
+With ``--matrix``: the same over the equivalence suite (`memory_matrix`).
 """
 
 from __future__ import annotations
@@ -85,28 +81,20 @@ def predicted_and_simulated() -> Iterator[list[object]]:
 
 
 def main() -> None:
-    from benchmarks import memory_matrix, memory_measured
+    from benchmarks import memory_matrix
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    for flag, pages, models in (
-        ("--measured", "the second table", memory_measured.MODELS),
-        ("--matrix", "the equivalence suite", memory_matrix.MODELS),
-    ):
-        parser.add_argument(
-            flag,
-            nargs="*",
-            metavar="MODEL",
-            choices=[*models],
-            help=f"{pages}, these models anew or all: {', '.join(models)}",
-        )
-    parser.add_argument("--simulated", action="store_true", help="the first table")
+    parser.add_argument(
+        "--matrix",
+        nargs="*",
+        metavar="MODEL",
+        choices=[*memory_matrix.MODELS],
+        help=f"the equivalence suite, these models anew or all: {', '.join(memory_matrix.MODELS)}",
+    )
     given = parser.parse_args()
-    every = given.measured is None and given.matrix is None and not given.simulated
-    if given.simulated or every:
+    if given.matrix is None:
         write_simulated()
-    if given.measured is not None or every:
-        memory_measured.main(given.measured or ())
-    if given.matrix is not None:
+    else:
         memory_matrix.main(given.matrix)
 
 
@@ -114,7 +102,7 @@ def write_simulated() -> None:
     write_result(
         "memory_simulated",
         "Peak bytes per device, predicted by the plan and simulated by the ledger",
-        "python -m benchmarks.memory --simulated",
+        "python -m benchmarks.memory",
         ["model", "devices", "predicted, GiB", "simulated, GiB", "largest difference"],
         predicted_and_simulated(),
         "Training, fp32. Nothing is allocated: models and inputs are on meta.",

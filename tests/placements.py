@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from captured import captured_once
@@ -12,18 +11,7 @@ from torch import Tensor, nn
 import placer
 from placer import api
 from placer.planner.build import build_plan
-from placer.program import lower
 from placer.spec import PlacementSpec, resolve_layers
-
-
-def pinned_plan(
-    model: nn.Module, x: Tensor, devices: Sequence[str], device_of: Callable[[int, str], str]
-) -> placer.Plan:
-    """The plan, for least memory, with nodes pinned by ``device_of(position, name)``."""
-    spec = PlacementSpec.model_validate({"devices": devices, "objective": "memory"})
-    program = lower(model, (x,))
-    pins = {node: device_of(i, node) for i, node in enumerate(program.order)}
-    return build_plan(program, spec, [x], pins=pins)
 
 
 def estimated_plan(model: nn.Module, spec: Any, args: Any = (), kwargs: Any = None) -> placer.Plan:

@@ -37,17 +37,6 @@ def test_old_garbage_stays_until_the_block_ends() -> None:
     assert old() is None
 
 
-def test_what_a_process_froze_stays_frozen() -> None:
-    old = _Loop()
-    gc.freeze()
-    frozen = weakref.ref(old)
-    del old
-    with only_new_garbage():
-        pass
-    gc.collect()
-    assert frozen() is not None
-
-
 def test_planning_unfreezes_also_when_it_fails() -> None:
     model, spec = nn.Linear(4, 4), {"devices": ["cpu"], "stages": ["nowhere"]}
     with pytest.raises(placer.PlacerError):

@@ -15,13 +15,6 @@ def test_columns_are_padded_to_a_tile() -> None:
     assert rate.seconds(129e9, 0, width=129) == pytest.approx(0.256)
 
 
-def test_few_rows_leave_a_device_idle() -> None:
-    rate = Rate(bandwidth=1e12, row_bandwidth=1e10)
-    assert rate.seconds(0, 1e9, width=8) == pytest.approx(1e9 / 8e10)
-    assert rate.seconds(0, 1e9, width=1000) == pytest.approx(1e9 / 1e12)
-    assert rate.seconds(0, 1e9) == pytest.approx(1e9 / 1e12)
-
-
 def test_every_class_has_a_rate_where_few_were_measured() -> None:
     peaks = Peaks(fp32=1e12, tensor=4e12, half=8e12, fp64=5e11, bandwidth=1e11)
     measured = {
@@ -94,9 +87,3 @@ def test_a_card_has_the_memory_that_torch_finds_which_is_less_than_its_name_says
     }  # fmt: skip
     for name, size in sizes.items():
         assert 0.9 * size < (CATALOGUE[name].memory or 0) / 2**30 < size, name
-
-
-def test_more_work_takes_no_less_time() -> None:
-    for rate in H100_RATES.table.values():
-        small, large = rate.seconds(1e9, 1e6, 64), rate.seconds(2e9, 2e6, 64)
-        assert 0 < small <= large

@@ -83,26 +83,6 @@ def test_segments(sizes: tuple[int, ...], default: int, expandable: int) -> None
     assert device_usage(timeline, "cuda:0", expandable=True).reserved == expandable * MIB
 
 
-def test_a_rest_of_up_to_one_mib_of_a_large_block_is_not_split_off() -> None:
-    allocator = CachingAllocator()
-    piece = allocator.allocate(64 * MIB)
-    allocator.free(piece)
-    assert allocator.allocate(63 * MIB).nbytes == 64 * MIB
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(64 * MIB))
-    assert allocator.allocate(63 * MIB - 512).nbytes == 63 * MIB - 512
-
-
-def test_neighbours_become_one_again() -> None:
-    allocator = CachingAllocator()
-    parts = [allocator.allocate(4 * MIB) for _ in range(5)]  # one segment of 20 MiB
-    for part in (parts[1], parts[3], parts[2], parts[0], parts[4]):
-        allocator.free(part)
-    allocator.allocate(9 * MIB)
-    allocator.allocate(9 * MIB)
-    assert allocator.reserved == 20 * MIB
-
-
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_cache_is_given_back_before_it_is_out_of_memory(*, expandable: bool) -> None:
     allocator = CachingAllocator(expandable=expandable, limit=100 * MIB)

@@ -61,7 +61,7 @@ class DropsLayers(nn.Module):
 
 @pytest.mark.parametrize("spec", [{"devices": ["cpu:0"]}, HALVES])
 def test_random_numbers_of_python_and_numpy_are_the_same_for_both(spec: dict[str, object]) -> None:
-    for seed in range(3):
+    for seed in range(2):
         assert placer.verify(DropsLayers(), spec, X, seed=seed).ok
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import placer
 from placer.executor import runtime, scatter
-from placer.program import copying, fake, targets
+from placer.program import copying, targets
 
 Patch = pytest.MonkeyPatch
 TWO = {"devices": ["cpu:0", "cpu:1"]}
@@ -58,20 +58,6 @@ def stored_values(patch: Patch) -> Case:
     return _case(act, loss=None)
 
 
-def lists(patch: Patch) -> Case:
-    _without(patch, lambda each: each.kind == "extend")
-    return _case(lambda self, x, y: self.seen.append(y), seen=[])
-
-
-def counters(patch: Patch) -> Case:
-    _without(patch, lambda each: each.path[-1] == "calls")
-
-    def act(self: Any, x: Tensor, y: Tensor) -> None:
-        self.calls += 1
-
-    return _case(act, calls=0)
-
-
 def written_inputs(patch: Patch) -> Case:
     _without(patch, lambda each: each.kind == "write")
 
@@ -81,15 +67,6 @@ def written_inputs(patch: Patch) -> Case:
 
     case = _case(act)
     return Case(case.model, lambda n: (rows(n), rows(n)))
-
-
-def keys_of_inputs(patch: Patch) -> Case:
-    _without(patch, lambda each: each.root == "call")
-
-    def act(self: Any, x: Tensor, y: Tensor, found: dict[str, Tensor]) -> None:
-        found["features"] = y * 2
-
-    return _case(act, {"old": torch.ones(())})
 
 
 def modes(patch: Patch) -> Case:
@@ -160,28 +137,6 @@ class Turned(nn.Module):
         return self.b(self.a(x).tanh()).t()
 
 
-class Difference(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh() - self.a(y).relu())
-
-
-def tensors_given_twice(patch: Patch) -> Case:
-    copies = fake.FakeConverter.copies
-
-    def one_copy_each(self: Any, fakes: Any) -> list[Tensor]:
-        made = dict(zip(map(id, fakes), copies(self, fakes), strict=True))
-        return [made[id(x)] for x in fakes]
-
-    patch.setattr(fake.FakeConverter, "inputs", lambda self, given: [*map(self.tensor, given)])
-    patch.setattr(fake.FakeConverter, "copies", one_copy_each)
-    x = rows(6)
-    return Case(Difference().to(D), lambda n: (x, x))
-
-
 def buffers(patch: Patch) -> Case:
     _without(patch, lambda each: "_buffers" in each.path)
 
@@ -195,16 +150,12 @@ def buffers(patch: Patch) -> Case:
 
 MENDS = {
     (stored_values, "attribute of layers.2.loss"),
-    (lists, "attribute of layers.2.seen"),
-    (counters, "attribute of layers.2.calls"),
     (written_inputs, "input of others[0]"),
-    (keys_of_inputs, "input of others[0].features"),
     (modes, "mode of layers.2.norm"),
     (frozen_parameters, "requires_grad of layers.2.last.weight"),
     (hooks_of_the_user, "hook of layers.0.forward_hooks[0].self.calls"),
     (backward_of_a_function, "gradient of layers.2.linear.bias"),
     (results_along_their_rows, "output"),
-    (tensors_given_twice, "output"),
     (buffers, "buffer of layers.2.mean"),
 }
 CUT = {results_along_their_rows: 2}  # micro-batches

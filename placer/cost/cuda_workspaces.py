@@ -1,8 +1,8 @@
 """Workspaces of CUDA kernels: memory that they use while they run, beyond arguments and results.
 
 A dispatch mode does not see this memory. The rules below describe one H100 (torch 2.11, cuDNN 9.19, and
-TF32 for convolutions, which is the default). Other GPUs may differ. `benchmarks/reserved.py` compares the
-rules with measurements.
+TF32 for convolutions, which is the default). Other GPUs may differ. They are compared with the measurements
+that they were made from in benchmarks/results/reserved.md, and with those of another GPU in memory_gpu.md.
 
 Convolutions: cuDNN's fast kernels need channels-last tensors, so cuDNN copies input, output and weights
 into its workspace unless a kernel can use the tensors as they are. These workspaces are elastic: with less

@@ -73,7 +73,7 @@ _CONTEXT = parse_bytes("520MiB")
 _CONTEXTS = {"h200": parse_bytes("769MiB")}  # 619 before the first kernel, 130 are cuBLAS's
 _EFFICIENCY = 0.5  # assumed, not measured: share of their peaks that links reach
 # The same for links to the host, from two steps of a U-Net with offloading on an H100
-# (benchmarks/gpu_times.py)
+# (benchmarks/results/gpu_times.md)
 _HOST_EFFICIENCY = 0.65
 
 _SHEETS = {

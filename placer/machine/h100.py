@@ -1,8 +1,8 @@
 """Rates of an NVIDIA H100 80GB HBM3, fitted to measurements of one (driver 580, torch 2.11, cuDNN 9.19).
 
-`benchmarks/gpu_times.py` fitted the numbers to the times of every operation of 8 models and of 141 single
-convolutions; benchmarks/results/gpu_times.md shows how well they fit these, and steps of models kept out of
-the fit. Convolutions in fp32 run on TF32 tensor cores (torch's default).
+The numbers were fitted to the times of every operation of 8 models and of 141 single convolutions;
+benchmarks/results/gpu_times.md shows how well they fit these, and steps of models kept out of the fit.
+Convolutions in fp32 run on TF32 tensor cores (torch's default).
 """
 
 from __future__ import annotations

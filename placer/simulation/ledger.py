@@ -70,18 +70,8 @@ class Ledger(TimelineMode):
                 if found.after == made:
                     block = self._block(found.nbytes, place, str(func), "workspace")
                     self._count_briefly(replace(block, elastic=found.elastic))
-        if kernels == "cpu":
-            nbytes = self.temporary_nbytes(func, args, kwargs, result)
-            self._count_briefly(self._block(nbytes, place, str(func), "temporary"))
         self._latest = place
         return result
-
-    def temporary_nbytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """Bytes that a CPU's kernel allocates and frees within its call: none is counted.
-
-        They are less than a percent of most peaks. `benchmarks.cpu_workspaces` has formulas for them.
-        """
-        return 0
 
     def _open_blas(self, place: str, operation: str) -> None:
         """Count cuBLAS's workspace, which it takes once in the forward thread and once in backward's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 
 from benchmarks import fits_gpu
 from benchmarks.fits_gpu import FitCase
-from benchmarks.gpu_cases import GPUCase, gpu_kind
+from benchmarks.gpu_cases import GPUCase
 
 MIB, GIB = 2**20, 2**30
 
@@ -27,18 +26,6 @@ TIGHT = FitCase(
     subject=GPUCase(family="", build=_network, fields={"context": 0, "checkpoint": "auto"}),
     gib=0.07,
 )
-
-
-def test_an_edge_is_found_by_bisection() -> None:
-    asked = []
-
-    def fits(budget: int) -> bool:
-        asked.append(budget)
-        return budget >= 777_777
-
-    enough, too_little = fits_gpu.edge_of(fits, 0, 2**20)
-    assert too_little < 777_777 <= enough <= too_little / 0.99
-    assert len(asked) < 12
 
 
 @pytest.mark.parametrize("allocator", fits_gpu.ALLOCATORS)
@@ -108,28 +95,3 @@ def test_out_of_memory_is_an_answer_and_other_errors_are_not(
     gpu.synchronized, error = 0, RuntimeError("cuDNN error")
     with pytest.raises(RuntimeError, match="cuDNN error"):
         _train(CASE, "fits")
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
-    ],
-)
-def test_a_gpu_is_of_the_kind_that_its_name_says(name: str, kind: str) -> None:
-    assert gpu_kind(name) == kind
-
-
-def test_a_gpu_that_is_not_in_the_catalogue_is_said() -> None:
-    with pytest.raises(ValueError, match="no kind for NVIDIA GeForce GTX 970"):
-        gpu_kind("NVIDIA GeForce GTX 970")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["fits_gpu"])
-    with pytest.raises(SystemExit, match="needs a CUDA device, and this machine has none"):
-        fits_gpu.main()

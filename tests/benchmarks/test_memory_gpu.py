@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from fake_cuda import FakeCuda
@@ -57,20 +55,6 @@ def test_measured_bytes_are_the_most_of_three_steps(monkeypatch: pytest.MonkeyPa
     assert found == {"allocated": 600, "reserved": 900, "context": 50}
 
 
-def test_the_page_says_how_near_reserved_bytes_are() -> None:
-    row = {
-        "model": "a", "device": "cuda", "layers": "all", "allocator": "default",
-        "tensors": 80 * 2**20, "workspaces": 20 * 2**20, "reserved": 200 * 2**20,
-        "context": 500 * 2**20,
-        "measured": {"allocated": 125 * 2**20, "reserved": 200 * 2**20, "context": 400 * 2**20},
-    }  # fmt: skip
-    off = {**row, "reserved": 210 * 2**20}
-    text = "\n".join(memory_gpu.lines_of([row, row, off]))
-    assert "| 80 | 20 | 45 | -20.0% | 125 | 200 | 200 | +0.00% | 500 | 400 |" in text
-    assert "Reserved: 2 of 3 within 3 % (goal: all), median 0.00% off" in text
-    assert "Context: off by +25.0%" in text
-
-
 def test_whole_models_run_in_both_modes_of_the_allocator() -> None:
     name = "SwinUNETR 96^3"
     found = [*memory_gpu.jobs([name], memory_gpu.CASES, "cuda")]
@@ -81,10 +65,3 @@ def test_whole_models_run_in_both_modes_of_the_allocator() -> None:
         ("second half", "expandable"),
     ]
     assert len({job.key for job in found}) == len(found)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["memory_gpu"])
-    with pytest.raises(SystemExit, match="needs a CUDA device, and this machine has none"):
-        memory_gpu.main()

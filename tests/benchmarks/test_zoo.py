@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo.compare import Failed, compare, train
 from benchmarks.zoo.judge import judge
-from benchmarks.zoo.subject import Subject, positional, with_rows
+from benchmarks.zoo.subject import Subject, positional
 
 
 class Net(nn.Module):
@@ -59,11 +59,6 @@ def test_one_wrong_tensor_is_seen(kind: str) -> None:
     found[kind] = value.roll(1, 0)
     with pytest.raises(Failed, match=f"{kind} differs from eager"):
         compare(found, expected, 1e-9)
-
-
-def test_rows_are_added_to_batched_tensors_only() -> None:
-    (x, scale), _ = with_rows(((torch.zeros(2, 3), torch.ones(4)), {}), 3)
-    assert (x.shape, scale.shape) == ((3, 3), (4,))
 
 
 def test_only_a_gradient_that_is_rounding_may_be_off_as_much_as_eager_is() -> None:

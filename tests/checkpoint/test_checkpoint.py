@@ -209,13 +209,6 @@ def test_errors_say_what_does_not_go_together(tmp_path: Path) -> None:
         placer.load(model, None, tmp_path / "good")
 
 
-def test_first_save_killed_leaves_no_checkpoint(tmp_path: Path) -> None:
-    folders.begin(tmp_path / "c")
-    with pytest.raises(placer.PlacerError, match="no such checkpoint"):
-        placer.load(nn.Linear(2, 2), None, tmp_path / "c")
-    assert placer.load(nn.Linear(2, 2), None, tmp_path / "c", missing_ok=True) == {}
-
-
 def test_an_empty_parameter_of_the_optimizer_has_nothing_to_save(tmp_path: Path) -> None:
     """A rank whose stages have no parameters gives its optimizer one, for optimizers want one."""
     model = nn.Linear(2, 2)

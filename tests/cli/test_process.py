@@ -38,15 +38,6 @@ def test_python_m_placer(tmp_path: Path) -> None:
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("text", ["1x2:", "1x2:float32<3<4", "x:y:z", "a b=3"])
-def test_odd_inputs_are_refused(text: str) -> None:
-    from placer.errors import PlacerError
-    from placer.inputs import parse_input
-
-    with pytest.raises(PlacerError):
-        parse_input(text)
-
-
 WRONG = [
     ("plan", "net.py:Net", "nothing.json", "--input", "8x64"),
     ("plan", "net.py:Net", "fits.json", "--input", "8y64"),

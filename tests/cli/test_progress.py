@@ -48,14 +48,6 @@ def test_in_a_pipe_it_writes_lines_when_something_is_new(
     assert capsys.readouterr().err == "  working: half (0 s)\n"
 
 
-def test_on_a_terminal_it_stands_beside_a_spinner() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with progress(console, "working") as told:
-        told.doing("half [2]")
-        time.sleep(0.3)
-    assert "working: half [2] (0 s)" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_a_planner_tells_what_it_does() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.empty(4, 8)

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.cost import CostTable, Work, estimate_costs, with_fewer_rows, with_regions
+from placer.cost import CostTable, Work, estimate_costs
 from placer.cost.operations import Operation
 from placer.machine.catalogue import CATALOGUE
 from placer.machine.rates import CLASSES, DTYPES, Rate, Rates
 from placer.partition.stage_cost.score import stage_seconds, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.program import flatten_call, lower
-from placer.regions import RegionKey
 
 H100 = CATALOGUE["h100"]
 
@@ -62,21 +61,6 @@ def test_classes(layer: nn.Module, x: Tensor, forward: str, backward: list[str])
     assert not {name for name in _names(costs, "backward") if name.endswith("_input")}
 
 
-def test_a_convolution_has_two_gradients_with_columns_of_their_own() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3))
-    costs = _costs(model, _x(1, 3, 12, 12))
-    found = {
-        (node, o.name): o for node, o in costs.work.operations()["backward"] if "conv" in o.name
-    }
-    assert set(found) == {
-        (0, "convolution_weight"), (1, "convolution_input"), (1, "convolution_weight"),
-    }  # fmt: skip
-    assert found[1, "convolution_input"].width == 16
-    assert found[1, "convolution_weight"].width == 32
-    flops = 2 * 8 * 8 * 32 * 16 * 9
-    assert found[1, "convolution_input"].flops == found[1, "convolution_weight"].flops == flops
-
-
 @pytest.mark.parametrize("groups", [1, 4, 16])
 @pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
 def test_both_gradients_have_the_flops_of_the_forward(layer: type[nn.Module], groups: int) -> None:
@@ -112,15 +96,6 @@ def test_autocast_products_are_half_and_uneven_ones_are_apart() -> None:
     assert {o.name for _, o in found if o.name == "copy"} == {"copy"}  # of weights
 
 
-def test_rows_of_normalisations() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
-    found = _costs(model, _x(3, 8, 4, 4)).work.operations()
-    width = {o.name: o.width for way in found.values() for _, o in way}
-    assert width["batch_norm"] == width["batch_norm_backward"] == 8
-    assert width["group_norm"] == 3 * 2
-    assert width["group_norm_backward"] == 3 * 8
-
-
 def _work() -> Work:
     product = Operation("product", "float32", 4 * 10**9, 10**6, 64)
     copy = Operation("copy", "half", 0, 10**9, 0)
@@ -148,24 +123,6 @@ def test_seconds_of_nodes_are_the_sums_of_their_operations() -> None:
         for node, o in _work().operations()["forward"]:
             least = kind.rates[o.name, o.dtype].seconds(o.flops, o.nbytes, o.width)
             assert found.forward.device[node] >= least
-
-
-def test_what_is_recomputed_runs_again_in_backward() -> None:
-    costs = _costs(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), _x(4, 8))
-    key = RegionKey(label="0", recompute=True, offload=False)
-    again = with_regions(costs, [key, None])
-    plain, repeated = costs.work.seconds(H100), again.work.seconds(H100)
-    more = repeated.backward.device - plain.backward.device
-    assert more == pytest.approx([plain.forward.device[0], 0, 0])
-    assert again.work.seconds(H100).forward.device == pytest.approx(plain.forward.device)
-
-
-def test_fewer_rows_take_less_time() -> None:
-    costs = _costs(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), _x(8, 8, 64, 64))
-    half = with_fewer_rows(costs, 0.5).work.seconds(H100).forward.device
-    whole = costs.work.seconds(H100).forward.device
-    assert (half[:2] < whole[:2]).all()
-    assert (half[:2] > 0.4 * whole[:2]).all()
 
 
 def test_a_stage_of_a_process_takes_the_longer_of_device_and_host() -> None:

@@ -52,28 +52,27 @@ def test_three_steps_equal_the_plain_model(
     check(job_of, name, shape, SCHEDULES)
 
 
-@pytest.mark.parametrize("shape", [(2, 2)])
-def test_three_steps_in_chunks(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
-    check(job_of, "3D U-Net", shape, ("1F1B", SPLIT), chunks=3)
+def test_three_steps_in_chunks(job_of: Callable[[int], Job]) -> None:
+    check(job_of, "3D U-Net", (2, 1), ("1F1B", SPLIT), batches=(8, 3), chunks=3)
 
 
 def test_three_steps_compiled(job_of: Callable[[int], Job]) -> None:
     model, args, kwargs = cases.make_case("convnet", 8)
-    plan = placer.make_plan(model, cases.make_spec(2, 2, 2, compile=True), args, kwargs)
-    job_of(4).run(cases.check_compiled, "convnet", plan, ("1F1B",), (8, 5))
+    plan = placer.make_plan(model, cases.make_spec(2, 1, 2, compile=True), args, kwargs)
+    job_of(2).run(cases.check_compiled, "convnet", plan, ("1F1B",), (8, 5))
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
 def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
     # Fewer, larger cuts: BatchNorm over a row or two amplifies rounding.
-    check(job_of, "resnet18", shape, SCHEDULES, microbatches=2, batches=(8, 8, 6))
+    check(job_of, "resnet18", shape, ("1F1B", SPLIT), microbatches=2, batches=(8, 6))
 
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: str) -> None:
-    check(job_of, name, (2, 2), SCHEDULES)
+    check(job_of, name, (2, 2), ("GPipe", SPLIT))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_a_device_may_have_any_stages(
     model, args, kwargs = cases.make_case("3D U-Net", 8)
     spec = cases.make_spec(2, 1, 4, layers=layers)
     plan = placer.make_plan(model, spec, args, kwargs, processes=True)
-    found = job_of(2).run(cases.check_equality, "3D U-Net", plan, SCHEDULES, (8, 5, 3))
+    found = job_of(2).run(cases.check_equality, "3D U-Net", plan, SCHEDULES, (8, 3))
     if stages is not None:
         assert [rank["stages"] for rank in found] == stages
     assert sum(len(rank["stages"]) for rank in found) == len(plan.stages) > 2

@@ -87,10 +87,10 @@ def test_in_a_job_a_plan_fits_when_its_ranks_do(job_of: Callable[[int], Job]) ->
 
     All layers are pinned, and no plan takes less memory.
     """
-    model, x = cases.memory_case()
-    layers = {"**": "cpu:0", "up*": "cpu:1", "head": "cpu:1"}
+    model, x = cases.pinned_case()
+    layers = {"**": "cpu:1", **{str(number): "cpu:0" for number in range(4)}}
     fields = {"layers": layers, "reserve": 0, "objective": "memory", "loss": "mean_square"}
-    spec = cases.make_spec(2, 1, 4, "InterleavedZeroBubble", **fields)
+    spec = cases.make_spec(2, 1, 2, "InterleavedZeroBubble", **fields)
     ranks = placer.make_plan(model, spec, x, processes=True).devices[1].peak
     assert ranks > 1.5 * estimated_plan(model, spec, x).devices[1].peak
 

@@ -14,8 +14,8 @@ SHAPES = [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2)]  # stages, replicas, shard
 
 
 @pytest.mark.matrix(4)
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}sp{s[2]}")
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble"])
 @pytest.mark.parametrize("name", ["3D U-Net", "3D U-Net, batch norm", "2D U-Net"])
 def test_three_steps_equal_the_plain_model(
     job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], schedule: str

@@ -14,13 +14,6 @@ import torch
 from jobs import Job
 
 import placer
-from placer.schedule import SCHEDULES
-
-
-@pytest.mark.matrix(2)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_stages_per_device(job_of: Callable[[int], Job], schedule: str) -> None:
-    assert job_of(2).run(cases.train_interleaved, schedule) == [(0, 2), (1, 3)]
 
 
 @pytest.mark.matrix(1)

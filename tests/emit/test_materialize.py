@@ -147,20 +147,3 @@ def test_frozen_parameters_stay_frozen() -> None:
     made = materialize(meta, _homes(meta))
     assert not made.conv1.weight.requires_grad
     assert made.conv2.weight.requires_grad
-
-
-class KeepsItsResult(nn.Linear):
-    """Stores its result on itself, as many models with deep supervision or attention maps do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = [super().forward(x)]
-        return self.last[0]
-
-
-def test_a_model_that_was_run_and_keeps_a_result_can_be_copied() -> None:
-    model = KeepsItsResult(3, 2)
-    result = model(torch.randn(4, 3))
-    copied = materialize(model, _homes(model))
-    assert isinstance(copied.last, list)
-    assert torch.equal(copied.last[0], result) and not copied.last[0].requires_grad
-    assert model.last[0] is result

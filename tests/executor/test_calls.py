@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_flatten_with_path
 import placer
 from placer import PlacedModule
 
-D = torch.float64
-
 
 class Reader(nn.Module):
     """Attends over what it has seen before (a cache), under a mask, and may compute its own loss."""
@@ -167,26 +165,3 @@ def test_hooks_come_back_with_a_pickled_module() -> None:
     for module in (loaded.read[0], loaded.head):
         module._forward_hooks.clear()
     assert not torch.allclose(loaded(_ids())["logits"], model(_ids())["logits"])
-
-
-def test_a_parametrization_put_on_a_module_that_was_looked_into() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, dtype=D))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(x * self.weight)
-
-    class Twice(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2
-
-    model = nn.Sequential(nn.Linear(3, 4), Scaled(), nn.Linear(4, 2)).double()
-    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, torch.ones(2, 3, dtype=D))
-    x = torch.randn(2, 3, dtype=D)
-    assert_close(placed(x), model(x), "before")
-    for part in (model, placed):
-        module = part.get_submodule("1")
-        nn.utils.parametrize.register_parametrization(module, "weight", Twice())
-    assert_close(placed(x), model(x), "after")

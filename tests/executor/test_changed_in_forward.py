@@ -123,7 +123,7 @@ def method(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return MethodType(double, forward.__self__)  # type: ignore[attr-defined]
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "wrap", [doubling, Doubling, method, lambda f: functools.partial(Doubling(f).__call__)]

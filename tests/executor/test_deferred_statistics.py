@@ -15,11 +15,17 @@ import placer
 from placer.verification import verify
 
 D = torch.float64
+# Stages, replicas and micro-batches: every pair of two of them
 CUTS = [
-    (stages, replicas, microbatches)
-    for stages in (1, 2, 3)
-    for replicas in (1, 2, 3)
-    for microbatches in (1, 2, 4)
+    (1, 1, 4),
+    (1, 2, 2),
+    (1, 3, 1),
+    (2, 1, 2),
+    (2, 2, 1),
+    (2, 3, 4),
+    (3, 1, 1),
+    (3, 2, 4),
+    (3, 3, 2),
 ]
 FEW = [(1, 1, 4), (2, 3, 2), (3, 2, 1)]
 
@@ -83,16 +89,6 @@ def test_instance_norm_equals_the_uncut_original_wholly() -> None:
     placed = placer.compile(net, _spec(2, 2, 2), x)
     assert_close(placed(x), net(x), "output")
     _compare_buffers(placed, dict(net.named_buffers()))
-
-
-@pytest.mark.parametrize("name", ["batch", "shared", "cumulative"])
-def test_one_cut_equals_the_plain_model_bit_by_bit(name: str) -> None:
-    x = torch.randn(6, 3, 4, 4, dtype=D)
-    net = make_net(name)
-    placed = placer.compile(net, _spec(2, 1, 1), x)
-    torch.testing.assert_close(placed(x), net(x), rtol=0, atol=0)
-    for key, buffer in net.named_buffers():
-        torch.testing.assert_close(placed.get_buffer(key), buffer, rtol=0, atol=0)
 
 
 @pytest.mark.matrix(2)

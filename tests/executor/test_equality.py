@@ -95,7 +95,7 @@ def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe"
     )
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_small_models_over_all_cuts(name: str, stages: int) -> None:
@@ -107,7 +107,7 @@ def test_small_models_over_all_cuts(name: str, stages: int) -> None:
         assert len(placed.plan.stages) == stages
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", LARGE)
 def test_larger_models(name: str, cut: tuple[int, int, int]) -> None:

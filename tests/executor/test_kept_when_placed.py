@@ -23,7 +23,6 @@ from placer import PlacementSpec
 
 D = torch.float64
 ROWS, WIDTH = 8, 4
-Wrap = Callable[[nn.Module], Any]
 
 
 class Chain(nn.Module):
@@ -67,23 +66,6 @@ class Noise(Layer):
         x = self.linear(x) + torch.empty_like(x).normal_()
         x = x * torch.bernoulli(torch.full_like(x, 0.5))
         return x[torch.randperm(x.shape[0], device=x.device)]
-
-
-class RandomBranches(nn.Module):
-    """Two branches that draw; pins put the one that draws first on the later device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(WIDTH, WIDTH)
-        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-        self.out = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        first = self.first(x)
-        second = self.second(x)
-        return self.out(first * second)
 
 
 class StochasticDepth(Layer):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from ledgers import live_bytes
 from oracle import assert_close
-from placements import estimated_plan
 from torch import Tensor, nn
 from unet3d import unet3d
 
@@ -143,14 +142,3 @@ def test_pending_gradients_on_the_home_device_are_not_overwritten() -> None:
         found = pending.add_to(own)
     assert found is not None and (found == 3).all()
     assert [float(x[0, 0]) for x in (own, *others)] == [0, 1, 2]
-
-
-def test_the_three_dimensional_unet_on_two_devices() -> None:
-    """128^3, no recomputation: the skip's gradient is not on the encoder's device at its peak."""
-    with torch.device("meta"):
-        model, x = unet3d(width=32, depth=4), torch.empty(1, 1, 128, 128, 128)
-    spec = {"devices": ["cuda:0", "cuda:1"], "objective": "memory"}
-    report = placer.simulate(model, estimated_plan(model, spec, (x,)), (x,))
-    for device in report.devices:
-        assert device.peak <= 2.21 * 2**30
-        assert device.predicted == pytest.approx(device.peak, rel=0.001)

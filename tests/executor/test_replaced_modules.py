@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,36 +89,6 @@ def test_a_change_of_a_placed_models_modules(change: Callable[[Any], Any]) -> No
     buffers = dict(placed.named_buffers())
     for name in dict(plain.named_buffers()):
         assert_close(buffers[name], plain.get_buffer(name), name)
-
-
-class Versioned(Net):
-    """As models of neuraloperator do: an entry of their own that no ``nn.Module`` would take."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        state = super().state_dict(*args, **kwargs)
-        state["_version"] = "2"
-        return state
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        state = dict(state_dict)
-        assert state.pop("_version") == "2"
-        return super().load_state_dict(state, strict, assign)
-
-
-def test_a_models_own_state_dict(tmp_path: Path) -> None:
-    model, x = Versioned().double(), torch.randn(6, 4, dtype=D)
-    placed = placer.compile(model, SPEC, (x,), run_on="cpu")
-    assert list(placed.state_dict()) == list(model.state_dict())
-    other = Versioned().double()
-    placed.load_state_dict(other.state_dict())
-    torch.testing.assert_close(placed(x), other(x))
-    model.load_state_dict(placed.state_dict())
-    torch.testing.assert_close(model(x), other(x))
-    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
-    placer.save(placed, optimizer, tmp_path / "saved")
-    placed.load_state_dict(Versioned().double().state_dict())
-    placer.load(placed, optimizer, tmp_path / "saved")
-    torch.testing.assert_close(placed(x), other(x))
 
 
 class Upgraded(Net):

@@ -32,14 +32,6 @@ def test_forward_has_the_signature_of_the_original() -> None:
     assert placer.PlacedModule.forward.__name__ == "forward"
 
 
-def test_each_of_two_placed_modules_has_its_own_signature() -> None:
-    models = KeywordModel(), torch.nn.Linear(4, 4)
-    inputs = torch.randn(4, 6), torch.randn(4, 4)
-    both = [placer.compile(model, SPEC, (x,)) for model, x in zip(models, inputs, strict=True)]
-    for model, placed in (*zip(models, both, strict=True), (models[0], both[0])):
-        assert inspect.signature(placed.forward) == inspect.signature(model.forward)
-
-
 def test_an_instances_forward_may_be_wrapped() -> None:
     """As mixed precision of accelerate does."""
     model, x = KeywordModel(), torch.randn(4, 6)

@@ -60,14 +60,6 @@ def test_every_stage_of_every_replica_is_measured(replicas: int, tmp_path: Path)
     assert lanes[0] == lanes[1] and len(lanes[1]) == 8 * replicas
 
 
-def test_torchs_profiler_shows_stages_and_micro_batches() -> None:
-    placed, x, target = _placed(1)
-    with torch.profiler.profile() as profile:
-        placed.step(x, target=target, loss_fn=F.mse_loss, profile=True)
-    names = {event.key for event in profile.key_averages() if event.key.startswith("stage ")}
-    assert names == {f"stage {s} {k}{m}" for s in (0, 1) for k in "FB" for m in (0, 1)}
-
-
 def test_an_optimizer_of_the_model_that_was_placed_is_warned_of_once() -> None:
     model, x = models.ConvNet().eval(), torch.randn(8, 1, 8, 8)
     placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}, x)

@@ -129,16 +129,6 @@ def test_a_larger_device_gets_more_bytes() -> None:
         assert peaks["cpu:1"] > 1.5 * peaks["cpu:0"]
 
 
-def test_a_device_without_a_budget_takes_what_the_others_cannot() -> None:
-    model, x = _chain(), torch.randn(256, 64)
-    (whole,) = placer.make_plan(model, {"devices": ["cpu"]}, (x,)).devices
-    devices = [{"name": "cpu:0", "memory": int(whole.peak * 0.4)}, "cpu:1"]
-    for objective in ("throughput", "memory"):
-        plan = assert_valid_plan(model, {"devices": devices, "objective": objective}, (x,))
-        assert plan.fits
-        assert {d.device for d in plan.devices} == {"cpu:0", "cpu:1"}
-
-
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
 def test_under_1f1b_earlier_stages_hold_less_per_micro_batch(objective: str) -> None:
     """Stage q of 4 has 4 - q micro-batches in flight, so if memory is scarce it gets a smaller share."""

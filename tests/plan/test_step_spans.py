@@ -83,7 +83,7 @@ def test_closed_forms_come_out_exactly(devices: int, schedule: str) -> None:
         "Interleaved1F1B": lambda count: count % devices == 0,
         "InterleavedZeroBubble": lambda count: count >= devices,
     }.get(schedule, lambda count: True)
-    for count in filter(apply, range(1, 65)):
+    for count in filter(apply, (1, 2, 3, 5, 8, 12, 16, 30, 64)):
         found = seconds_of(dataclasses.replace(plan, microbatches=count), forward, backward)
         assert found == closed_form(devices, count, per_device, forward, backward)
 
@@ -102,7 +102,7 @@ def test_the_known_step_in_one_process(schedule: str, stages: int, microbatches:
     assert idle_share(spans) == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
-@pytest.mark.matrix(12)
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
@@ -179,20 +179,6 @@ def test_replicas_with_processes_of_their_own_are_alike() -> None:
     assert end_of(spans) < alone < together
 
 
-def test_1f1b_drawn_in_time() -> None:
-    spans = step_spans(plan_of(2, microbatches=3, schedule="1F1B", processes=True))
-    assert drawing(spans, "cuda:0") == "0F0@0 0F1@1 0B0@4 0F2@6 0B1@7 0B2@10"
-    assert drawing(spans, "cuda:1") == "1F0@1 1B0@2 1F1@4 1B1@5 1F2@7 1B2@8"
-
-
-def test_a_split_backward_fills_the_bubble() -> None:
-    whole, split = (
-        idle_share(step_spans(plan_of(4, microbatches=8, schedule=name, processes=True)))
-        for name in ("1F1B", "InterleavedZeroBubble")
-    )
-    assert split < whole
-
-
 def test_messages_travel_beside_computations_and_copies_do_not() -> None:
     """A message of 1 s delays only what waits for it; a copy stops both of its devices."""
     processes, one = (
@@ -218,15 +204,6 @@ def test_a_value_goes_to_a_device_once() -> None:
     another_value = dataclasses.replace(again, value="y")
     other = dataclasses.replace(plan, transfers=(*plan.transfers, another_value))
     assert end_of(step_spans(other)) > end_of(step_spans(plan))
-
-
-def test_one_process_launches_for_all_devices() -> None:
-    """1 s of launching for each pass: 8 passes one after the other, however many devices compute."""
-    launching = {"forward_launch_seconds": 2.0, "backward_launch_seconds": 2.0}
-    one = end_of(step_spans(plan_of(2, microbatches=4, **launching)))
-    assert one == pytest.approx(2.0 * 2 * 2 * 4, abs=2.0)
-    several = end_of(step_spans(plan_of(2, microbatches=4, processes=True, **launching)))
-    assert several < 0.7 * one
 
 
 def test_replicas_in_one_process_wait_for_it() -> None:
@@ -318,25 +295,6 @@ def test_copies_to_the_host_are_beside_the_computations_or_among_them(width: int
     assert beside.step_seconds == end_of(step_spans(beside)) < apart.step_seconds
     rows = [e["args"]["name"] for e in step_trace(beside)["traceEvents"] if e["ph"] == "M"]
     assert rows == ["cuda:0", *there.on, *back.on]
-
-
-def test_automatic_offloading_adds_what_copies_take_beside_the_computations() -> None:
-    """Not the sum of all copies."""
-    layers = [layer for _ in range(3) for layer in (nn.Linear(4096, 4096), nn.Tanh())]
-    with torch.device("meta"):
-        model, x = nn.Sequential(*layers), torch.empty(2**20, 4096)
-    kept = estimated_plan(model, {"devices": [{"name": "cuda:0", "kind": "h100"}]}, (x,))
-    memory = int(0.8 * kept.devices[0].peak)
-    device = {"name": "cuda:0", "kind": "h100", "memory": memory}
-    fields = {"devices": [device], "reserve": 0, "context": 0, "offload": "auto"}
-    apart, beside = (
-        estimated_plan(model, {**fields, "offload_overlap": overlap}, (x,))
-        for overlap in (False, True)
-    )
-    for plan in (apart, beside):
-        assert plan.offload
-        added = plan.step_seconds - kept.step_seconds
-        assert plan.extra_seconds == pytest.approx(added, rel=1e-6)
 
 
 def test_a_cpu_has_no_stream_for_copies() -> None:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import plans
 import pytest
 
 from placer.errors import PlanError, SpecError
@@ -20,7 +21,6 @@ from placer.plan.types import (
     Plan,
     PlannedLoss,
     StageMemory,
-    StagePlan,
     Transfer,
 )
 from placer.spec import load_spec
@@ -28,14 +28,13 @@ from placer.spec import load_spec
 
 def make_plan() -> Plan:
     """A plan in which every field differs from its default, and from every other."""
+    plan = plans.make_plan()
     stages = tuple(
-        StagePlan(
-            index=i,
-            devices=(f"cuda:{i}", f"cuda:{i + 2}"),
-            layers=(f"block.{i}", "head"),
-            nodes=(f"conv_{i}", f"relu_{i}"),
+        dataclasses.replace(
+            stage,
+            devices=(f"cuda:{stage.index}", f"cuda:{stage.index + 2}"),
             memory=StageMemory(
-                parameters=10 + i,
+                parameters=10 + stage.index,
                 gradients=11,
                 optimizer=20,
                 buffers=3,
@@ -44,16 +43,18 @@ def make_plan() -> Plan:
                 transient=6,
                 peak=90,
             ),
-            budget=2**34 if i else None,
-            reserve=2**30 * i,
-            forward_seconds=0.1,
-            backward_seconds=0.2,
+            budget=2**34 if stage.index else None,
+            reserve=2**30 * stage.index,
         )
-        for i in range(2)
+        for stage in plan.stages
     )
-    return Plan(
+    cut = Boundary(
+        index=0, last="up", first="cat", load_before=0.1, load_after=0.2, nbytes=64,
+        next_best=None, next_value=None,
+    )  # fmt: skip
+    return dataclasses.replace(
+        plan,
         fits=False,
-        objective="memory",
         processes=True,
         replicas=2,
         microbatches=4,
@@ -69,25 +70,13 @@ def make_plan() -> Plan:
             DevicePeak(device=f"cuda:{i}", peak=90 + i, budget=None if i % 2 else 80, reserve=i)
             for i in range(4)
         ),
-        transfers=(Transfer(value="relu_0", source=0, target=1, nbytes=64),),
+        transfers=(Transfer(value="up", source=0, target=1, nbytes=64),),
         optimality=Optimality(criterion="seconds", value=2.0, lower_bound=1.5),
         extra_seconds=0.25,
-        boundaries=(
-            Boundary(
-                index=0,
-                last="relu_0",
-                first="conv_1",
-                load_before=0.1,
-                load_after=0.2,
-                nbytes=64,
-                next_best=None,
-                next_value=None,
-            ),
-        ),
+        boundaries=(cut,),
         checkpoint=("block.0",),
         offload=("block.1",),
         notes=("a note with ünicode",),
-        node_layers={"conv_0": "block.0", "relu_0": "", "conv_1": "block.1", "relu_1": "head"},
     )
 
 
@@ -102,9 +91,7 @@ def test_every_field_survives(tmp_path: Path) -> None:
 
 def test_json_has_the_documented_shape() -> None:
     data = plan_to_json(make_plan())
-    assert data["transfers"] == [
-        {"value": "relu_0", "from": 0, "to": 1, "bytes": 64, "seconds": 0.0}
-    ]
+    assert data["transfers"] == [{"value": "up", "from": 0, "to": 1, "bytes": 64, "seconds": 0.0}]
     assert list(data["stages"][0]["memory"]) == [
         "parameters", "gradients", "optimizer", "buffers", "saved", "boundary", "transient", "peak",
     ]  # fmt: skip
@@ -172,11 +159,11 @@ def _set(data: dict[str, Any], path: str, value: Any) -> None:
     [
         ("fits", 1),
         ("stages/1/memory/peak", 91),
-        ("stages/1/nodes", ["conv_0"]),
+        ("stages/1/nodes", ["enc_0"]),
         ("stages/0/memory/peek", 1),
         ("step_seconds", float("nan")),
         ("optimality/value", 2.5),
-        ("node_layers/conv_0", "head"),
+        ("node_layers/enc_0", "head"),
         ("notes", [b"text"]),
         ("notes", {"text"}),
         ("checksum", None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
-from placer import BudgetError, CaptureError, PlacementSpec, PlanError, SpecError
+from placer import BudgetError, CaptureError, PlacementSpec, SpecError
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.assemble import _policy_notes
 from placer.planner.devices import device_slot
@@ -56,13 +55,6 @@ def test_micro_batches_that_the_model_cannot_run_on() -> None:
     assert caught.value.tried
 
 
-def test_pinned_layers_are_where_the_spec_says() -> None:
-    plan = _small(layers={"conv1": "cpu:0", "fc*": "cpu:1"})
-    device_of = {layer: s.devices[0] for s in plan.stages for layer in s.layers}
-    assert device_of["conv1"] == "cpu:0"
-    assert device_of["fc1"] == device_of["fc2"] == "cpu:1"
-
-
 class AroundLayers(nn.Module):
     """It scales, adds and takes a softmax in its own forward."""
 
@@ -84,14 +76,6 @@ def test_all_layers_on_one_device_leave_nothing_for_another(layers: dict[str, st
     assert stage.devices == ("cuda:0",)
     both = placer.make_plan(AroundLayers(), {**spec, "layers": {**layers, "last": "cuda:1"}}, x)
     assert [stage.devices for stage in both.stages] == [("cuda:0",), ("cuda:1",)]
-
-
-def test_a_device_may_hold_two_stages_that_are_not_neighbours() -> None:
-    layers = {"conv1": "cpu:0", "conv2": "cpu:1", "fc1": "cpu:0", "fc2": "cpu:0"}
-    plan = _small(layers=layers)
-    assert [stage.devices for stage in plan.stages] == [("cpu:0",), ("cpu:1",), ("cpu:0",)]
-    (first,) = [d for d in plan.devices if d.device == "cpu:0"]
-    assert first.peak > max(s.memory.peak for s in plan.stages if s.devices == ("cpu:0",)) / 2
 
 
 class Routed(nn.Module):
@@ -180,7 +164,7 @@ def test_the_reserve_counts() -> None:
 
 @captured_once()
 def test_auto_uses_as_few_devices_as_it_needs() -> None:
-    blocks = (layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh()))
+    blocks = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))
     model, x = nn.Sequential(*blocks), torch.randn(256, 64)
 
     def least(count: int) -> int:
@@ -283,52 +267,6 @@ def test_a_plan_of_given_stages_needs_no_memory_and_says_that_its_fit_is_unknown
     assert [device.budget for device in plan.devices] == [GIB, None]
     least = _small(devices=["cuda:7"], objective="memory", checkpoint="auto")
     assert least.devices[0].budget is None  # down to the least peak: no budget decides
-
-
-@captured_once()
-def test_1f1b_needs_less_memory_than_gpipe_and_early_stages_get_a_smaller_share() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
-    x = torch.randn(256, 64)
-    plans = {
-        name: placer.make_plan(
-            model,
-            {
-                "devices": [f"cpu:{i}" for i in range(4)],
-                "microbatches": 8,
-                "schedule": name,
-                "objective": "memory",
-                "optimizer": "sgd",
-            },
-            (x,),
-        )
-        for name in ("GPipe", "1F1B")
-    }
-    peaks = {name: max(d.peak for d in plan.devices) for name, plan in plans.items()}
-    assert peaks["1F1B"] < peaks["GPipe"]
-    sizes = [len(stage.nodes) for stage in plans["1F1B"].stages]
-    assert sizes[0] < sizes[-1]
-
-
-def test_a_plan_of_another_model_is_refused_with_a_diff() -> None:
-    plan = _small()
-    other = models.ConvNet()
-    other.fc2 = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 10))
-    with pytest.raises(PlanError, match="fc2"):
-        placer.compile(other, plan, (torch.randn(8, 1, 8, 8),))
-
-
-def test_batch_norm_under_micro_batches_is_noted() -> None:
-    plan = placer.make_plan(
-        models.InPlace(),
-        {"devices": ["cpu"], "microbatches": 2},
-        (torch.randn(4, 2, 5, 5),),
-    )
-    assert any("BatchNorm" in note for note in plan.notes)
-
-
-def test_the_same_input_gives_the_same_plan() -> None:
-    first, second = (dataclasses.asdict(_small(microbatches=2)) for _ in range(2))
-    assert first == second
 
 
 class _Shared(nn.Module):

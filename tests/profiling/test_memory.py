@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import placer
-from placer.cli.profile import _memory_table, memory_rows
 from placer.executor.runtime import Runtime
 from placer.machine.catalogue import CATALOGUE, PeakMemory, Profile
 from placer.machine.kindfile import find_kind, kind_to_json, save_kind
 from placer.profiling import memory
-from placer.profiling.memory import ComparedMemory, compare_memory
+from placer.profiling.memory import compare_memory
 from placer.program import flatten_call, lower
 
 MIB = 2**20
@@ -99,25 +95,3 @@ def test_the_file_has_it_if_there_is_any(measured: PeakMemory | None, tmp_path: 
     save_kind(values, path)
     assert ("memory" in json.loads(path.read_text())["profile"]) == (measured is not None)
     assert find_kind(str(path)).profile.memory == measured
-
-
-def test_the_command_shows_how_far_off_the_plan_is() -> None:
-    measured = PeakMemory(allocated=100 * MIB, reserved=128 * MIB)
-    predicted = placer.make_plan(nn.Linear(8, 8), {"devices": ["cuda:0"]}, torch.ones(2, 8))
-    peak = replace(
-        predicted.devices[0],
-        peak=70 * MIB, workspaces=20 * MIB, reserved=160 * MIB, context=400 * MIB,
-    )  # fmt: skip
-    found: Any = SimpleNamespace(
-        memory=ComparedMemory(predicted=peak, measured=measured), kind=_kind(measured)
-    )
-    rows = memory_rows(found)
-    assert rows["allocated"] == {"predicted": 90 * MIB, "measured": 100 * MIB}
-    assert rows["reserved"] == {"predicted": 160 * MIB, "measured": 128 * MIB}
-    assert rows["context"] == {"predicted": 400 * MIB, "measured": 500 * MIB}
-    assert rows["process"] == {"predicted": 560 * MIB, "measured": 628 * MIB}
-    console = Console(file=io.StringIO(), width=80)
-    console.print(_memory_table(rows))
-    lines = console.file.getvalue().splitlines()[2:]  # type: ignore[attr-defined]
-    off = [line.split()[-1] for line in lines if line.strip()]
-    assert off[-4:] == ["-10.0%", "+25.0%", "-20.0%", "-10.8%"]

@@ -77,22 +77,6 @@ def test_every_node_has_its_own_time(passing: Passing) -> None:
     assert times.step == 12 + 24
 
 
-def test_marks_cost_nothing(passing: Passing) -> None:
-    """A clock that is slow to read: the nodes still add up to a step without marks."""
-    model, x = Net(), torch.randn(16, 8)
-    program, leaves = _captured(model, x)
-
-    def now() -> float:
-        passing.now += 1.0
-        return passing.now
-
-    times = measure_nodes(
-        program, model, leaves, device=torch.device("cpu"), clock=HostClock(now), rounds=2, warm=1
-    )
-    assert sum(times.forward.values()) == pytest.approx(12 + 1)  # read once at its end
-    assert sum(times.backward.values()) == pytest.approx(24 + 1)
-
-
 def test_the_model_is_left_alone(passing: Passing) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(8, 4)
     before = {name: t.clone() for name, t in model.state_dict().items()}

@@ -91,7 +91,7 @@ KEEPING: dict[str, Hook] = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("name", KEEPING)
 def test_a_hook_that_keeps_something_is_refused(name: str, slices: dict[str, int]) -> None:
@@ -173,7 +173,7 @@ def test_a_hook_that_mixes_rows_is_refused(name: str) -> None:
         placer.compile(model, {**TWO, "microbatches": 2}, x, run_on="cpu")
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("name", SEPARATE)
 def test_a_hook_that_keeps_rows_apart_runs(name: str, slices: dict[str, int]) -> None:

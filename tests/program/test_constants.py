@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 import placer
 from placer.program import lower
@@ -17,53 +16,6 @@ from tests.oracle import assert_same
 
 SPEC = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
 F64 = torch.float64
-
-
-class TNet(nn.Module):
-    """The transformation net of PointNet, as its well-known implementation in PyTorch writes it."""
-
-    def __init__(self, k: int = 3) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv1d(k, 8, 1)
-        self.conv2 = nn.Conv1d(8, 16, 1)
-        self.fc1 = nn.Linear(16, 8)
-        self.fc2 = nn.Linear(8, k * k)
-        self.k = k
-
-    def forward(self, x: Tensor) -> Tensor:
-        batchsize = x.size()[0]
-        x = torch.relu(self.conv1(x))
-        x = torch.relu(self.conv2(x))
-        x = torch.max(x, 2, keepdim=True)[0]
-        x = x.view(-1, 16)
-        x = self.fc2(torch.relu(self.fc1(x)))
-        iden = (
-            Variable(torch.from_numpy(np.eye(self.k).flatten().astype(np.float64)))
-            .view(1, self.k * self.k)
-            .repeat(batchsize, 1)
-        )
-        if x.is_cuda:
-            iden = iden.cuda()
-        x = x + iden
-        return x.view(-1, self.k, self.k)
-
-
-class PointNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stn = TNet()
-        self.head = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.bmm(x.transpose(1, 2), self.stn(x)).mean(1))
-
-
-def test_pointnet() -> None:
-    model, x = PointNet().double(), torch.randn(4, 3, 7, dtype=F64)
-    program = lower(model, (x,))
-    assert not program.captured.whole_modules
-    assert not program.captured.fixed_batch_reason
-    assert_same(model, {**SPEC, "layers": {"stn.fc1": "cpu:0", "stn.fc2": "cpu:1"}}, (x,))
 
 
 def array(x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def _net(hook: Hook) -> tuple[nn.Module, Tensor]:
     return net, torch.randn(8, 6, dtype=torch.float64)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("kind", KEEPS)
 def test_one_that_keeps_something_is_refused_with_several_slices(kind: str, slices: str) -> None:
@@ -101,19 +101,6 @@ def test_one_that_keeps_something_is_refused_with_several_slices(kind: str, slic
     with pytest.raises(placer.CaptureError, match="is set by a module that stays whole"):
         placer.compile(net, {**SPEC, **SLICES[slices]}, x, run_on="cpu")
     assert not kept
-
-
-@pytest.mark.parametrize("kind", KEEPS)
-def test_one_slice_keeps_what_the_plain_model_keeps(kind: str) -> None:
-    hook, kept = KEEPS[kind]()
-    net, x = _net(hook)
-    placer.compile(net, SPEC, x, run_on="cpu")(x)
-    ours = dict(kept)
-    kept.clear()
-    net(x)
-    assert ours.keys() == kept.keys()
-    for name, value in kept.items():
-        torch.testing.assert_close(ours[name], value)
 
 
 @pytest.mark.parametrize("slices", SLICES)

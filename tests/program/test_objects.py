@@ -11,8 +11,6 @@ from oracle import assert_close
 from torch import Tensor, nn
 
 import placer
-from placer.partition.units import unit_graph
-from placer.program import SELECTS, lower
 
 
 def test_a_class_of_a_function() -> None:
@@ -129,21 +127,6 @@ def test_fields_of_a_dataclass_go_to_the_stage_that_reads_them(device: str) -> N
     for name, parameter in model.named_parameters():
         assert_close(found[name], parameter.grad, name)
     placer.simulate(model, placed.plan, x)  # raises if an operation has tensors of two devices
-
-
-def test_a_dataclass_stays_on_the_stage_of_the_module_that_returned_it() -> None:
-    program = lower(ReadsFields(), [torch.randn(4, 4)])
-    units = dict(unit_graph(program).nodes(data="nodes"))
-    inside = next(nodes for nodes in units.values() if program.order.index("inside") in nodes)
-    names = [program.order[position] for position in inside]
-    selecting = [node.name for node in program.graph.nodes if node.target in SELECTS]
-    assert len(selecting) == 3 and names == ["inside", *selecting]
-
-
-def test_a_tensor_that_is_returned_twice_is_taken_from_its_first_place() -> None:
-    program = lower(ReadsFields(), [torch.randn(4, 4)])
-    taken = [node.args[1] for node in program.graph.nodes if node.target in SELECTS]
-    assert taken == [0, 1, "hidden"]  # and not the field "logits", which is the same tensor as 0
 
 
 class Lazy(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
+from placer.program import lower
 
 LAYERS = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1"}
 STAGES = {"devices": ["cuda:0", "cuda:1"], "layers": LAYERS}
@@ -131,7 +132,7 @@ def _assert_equal(net: nn.Module, x: Tensor, spec: dict[str, Any]) -> None:
         torch.testing.assert_close(placed(given), net(given))
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("spec", SLICES)
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_of_values_are_harmless(name: str, spec: str) -> None:
@@ -196,3 +197,54 @@ def test_a_later_call_is_refused_where_only_it_decides_by_values() -> None:
     placed(x)
     with pytest.raises(placer.CaptureError, match="it decides by values of the batch"):
         placed.eval()(x)
+
+
+class Finite(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.isfinite(x).all()
+        return super().forward(x)
+
+
+class Number(nn.Linear):
+    """It needs True of one value and False of the next, in each of two conditions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any() or not (x.abs() < 1e9).all():
+            raise ValueError("not a number")
+        assert torch.isfinite(x).all() and not torch.isnan(x).any()
+        return super().forward(x)
+
+
+def test_modules_whose_checks_need_other_answers_stay_whole() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(Number(6, 6), Finite(6, 6), Number(6, 6))
+    net, x = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6)), torch.randn(8, 6)
+    assert [each.layer for each in lower(net, (x,)).captured.whole_modules] == ["1.0", "1.1", "1.2"]
+    for spec in (STAGES, {**STAGES, "checkpoint": ["**"]}):
+        _assert_equal(net, x, spec)
+
+
+def test_what_fails_with_every_guess_is_an_error_that_names_the_line() -> None:
+    class Impossible(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum().item() != 3:
+                raise ValueError("always")
+            return super().forward(x)
+
+    with pytest.raises(placer.CaptureError, match=r"ValueError: always \(.*test_readings.py:"):
+        lower(nn.Sequential(nn.Linear(6, 6), Impossible(6, 6)), (torch.randn(8, 6),))
+
+
+def test_a_batch_that_no_guess_lets_pass_changes_no_guess() -> None:
+    class Picks(nn.Linear):
+        """It picks one of its settings, and takes no more than sixteen rows: twice the batch fails."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = (2.0,)[int(torch.isnan(x).any())]
+            if len(x) > 16:
+                raise ValueError("too many rows")
+            return super().forward(x) * scale
+
+    _assert_equal(
+        nn.Sequential(Picks(6, 6), nn.Linear(6, 6)), torch.randn(16, 6), {"devices": ["cpu"]}
+    )

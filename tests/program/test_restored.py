@@ -92,7 +92,7 @@ def same(a: Any, b: Any) -> bool:
     return a is b or bool(a == b)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("end", [fail, wrong_shapes, through_numpy, interrupt, torch.relu])
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_model_is_as_it_was(end: Callable[[Tensor], Tensor], nested: bool) -> None:
@@ -113,15 +113,6 @@ def test_the_model_is_as_it_was(end: Callable[[Tensor], Tensor], nested: bool) -
     after = state(model)
     assert list(after) == list(before)
     assert [name for name in before if not same(before[name], after[name])] == []
-
-
-def test_a_failure_names_the_line_and_not_torch() -> None:
-    with pytest.raises(placer.CaptureError) as caught:
-        lower(Busy(wrong_shapes), (torch.randn(6, 4),))
-    text = str(caught.value)
-    assert "test_restored.py:" in text
-    assert "RuntimeError" in text
-    assert "Traceback" not in text
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

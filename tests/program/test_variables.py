@@ -73,7 +73,7 @@ def call() -> Arguments:
     return (torch.randn(4, 8, dtype=D),)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [write, assign, assign_in_containers, flip])
 def test_the_present_values_are_used(change: Callable[[], None], way: str) -> None:
@@ -180,7 +180,7 @@ def _values_restored() -> Iterator[None]:
     Options.scale = 2.0
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("put", PUTS)
 def test_a_plain_value_that_is_another_now(put: Callable[[float], None], way: str) -> None:

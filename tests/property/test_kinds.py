@@ -29,7 +29,6 @@ def make(kind: str, seed: int) -> Case:
     return KINDS[kind](Random(seed))
 
 
-@pytest.mark.matrix(9)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_in_all_that_is_seen_or_refused(kind: str) -> None:
     for seed, spec in DRAWN:

@@ -12,7 +12,7 @@ import pytest
 from plans import make_plan
 
 from placer.errors import PlanError, Tried
-from placer.plan.types import Boundary, Plan
+from placer.plan.types import Plan
 from placer.report import Origin, write_html
 from placer.report.html import page
 
@@ -107,20 +107,6 @@ def test_the_lanes_are_the_spans_of_the_step() -> None:
     assert "too many actions to draw here" in many and '<i class="s-forward"></i>' not in many
 
 
-def test_why_a_boundary_is_where_it_is() -> None:
-    cut = Boundary(
-        index=0, last="up", first="cat", load_before=13 * 2**30, load_after=5 * 2**30,
-        nbytes=2**22, next_best="enc_2", next_value=14 * 2**30,
-    )  # fmt: skip
-    plan = dataclasses.replace(make_plan(), boundaries=(cut,))
-    assert (
-        "13.00 GiB before it, 5.00 GiB after it. Next best: after enc_2 (enc.2), +7.7%."
-        in shown(page(plan))
-    )
-    only = dataclasses.replace(cut, next_best=None, next_value=None)
-    assert "leave no other place" in shown(page(dataclasses.replace(plan, boundaries=(only,))))
-
-
 def _wide(stages: int, replicas: int, skips: int = 0) -> Plan:
     """A plan for one process per device; all replicas need the same."""
     plan = make_plan()
@@ -147,7 +133,7 @@ def _wide(stages: int, replicas: int, skips: int = 0) -> Plan:
     )
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(8, 8), (8, 1250), (100, 1), (64, 2)])
+@pytest.mark.parametrize(("stages", "replicas"), [(8, 1250), (64, 2)])
 def test_many_devices_are_rows_of_equal_ones(stages: int, replicas: int) -> None:
     text = page(_wide(stages, replicas, skips=min(6, stages - 2)))
     assert len(text.encode()) < 400_000

@@ -14,16 +14,6 @@ from torch import nn
 import placer
 from placer.plan.step_spans import step_spans
 from placer.report.trace import step_trace, write_trace
-from placer.report.view import span_style, view
-
-
-def test_a_lane_per_device_with_what_it_computes_when() -> None:
-    """Two stages of 1 s forward, 2 s backward: the second computes in the middle of the 6 s."""
-    first, second = view(make_plan()).devices
-    assert (first.name, second.name) == ("cuda:0", "cuda:1")
-    assert first.lane.busy == second.lane.busy == 0.5
-    spans = [(span_style(span), span.start, span.end) for span in second.lane.spans]
-    assert spans == [("forward", 1.0, 2.0), ("backward", 2.0, 4.0)]
 
 
 @pytest.mark.parametrize("processes", [False, True])

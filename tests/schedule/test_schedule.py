@@ -18,7 +18,6 @@ from placer.schedule import (
     linearize,
     make_schedule,
     merge_backward,
-    order,
 )
 from placer.spec import fields
 
@@ -134,36 +133,3 @@ def test_what_cannot_be_scheduled(arguments: tuple[Any, ...], said: str) -> None
     name, stages, microbatches, *ranks = arguments
     with pytest.raises(ValueError, match=said):
         make_schedule(name, stages, microbatches, num_ranks=ranks[0] if ranks else None)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_putting_a_large_schedule_in_order_looks_at_every_action_a_few_times(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked = 0
-    is_ready = order._is_ready
-
-    def counted(*args: Any) -> bool:
-        nonlocal looked
-        looked += 1
-        return is_ready(*args)
-
-    monkeypatch.setattr(order, "_is_ready", counted)
-    table = make_schedule(name, 64, 16)
-    assert len(linearize(table)) == sum(map(len, table.actions))
-    assert looked <= 4 * sum(map(len, table.actions))
-
-
-def test_the_ready_action_that_is_most_urgent_goes_first() -> None:
-    """Against the definition: of all actions that are ready, the most urgent one."""
-    for name, ranks, per_rank, microbatches in [("1F1B", 5, 1, 7), ("Interleaved1F1B", 3, 2, 6)]:
-        table = make_schedule(name, ranks * per_rank, microbatches, num_ranks=ranks)
-        waiting = [list(actions) for actions in table.actions]
-        done: set[tuple[int, str, int]] = set()
-        for action in linearize(table):
-            heads = [actions[0] for actions in waiting if actions]
-            ready = [head for head in heads if order._is_ready(head, done, table)]
-            assert action == min(ready, key=order._urgency)
-            waiting[action.stage_index % ranks].pop(0)
-            done.add(order._key(action))
-        assert not any(waiting)

@@ -186,13 +186,6 @@ def test_where_nothing_fits_the_error_says_what_was_tried_and_what_would_do() ->
     assert {"one device, recomputing"} <= {tried.change for tried in caught.value.tried}
 
 
-def test_the_fewest_devices_if_that_is_the_objective() -> None:
-    with torch.device("meta"):
-        model, x = Blocks(), torch.empty(4096, 256)
-    devices = [{"name": f"cuda:{i}", "memory": "2GiB"} for i in range(3)]  # no kind is needed
-    assert len(placer.auto_spec(model, x, devices=devices, objective="devices").devices) == 1
-
-
 @given(
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     replicas=st.integers(1, 4),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unet3d import UNet3D, unet3d
@@ -54,28 +53,6 @@ class HandSplitUNet(nn.Module):
         return checkpoint(layers, x, use_reentrant=False) if self.recompute else layers(x)
 
 
-class HandSplitResNet(nn.Module):
-    """The stem and two layers on the first device, two layers and the head on the second."""
-
-    def __init__(self, model: torchvision.models.ResNet) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        model = self.model
-        x = transfer(x, CALLER, FIRST)
-        x = model.maxpool(model.relu(model.bn1(model.conv1(x))))
-        x = model.layer2(model.layer1(x))
-        x = transfer(x, FIRST, SECOND)
-        x = model.avgpool(model.layer4(model.layer3(x)))
-        return model.fc(torch.flatten(x, 1))  # type: ignore[no-any-return]
-
-
-def resnet() -> nn.Module:
-    blocks = torchvision.models.resnet.BasicBlock
-    return torchvision.models.ResNet(blocks, [1, 1, 1, 1], num_classes=5)
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], Any, tuple[int, ...]]] = {
     "unet": (
         lambda: unet3d(width=4, depth=3, norm="instance"),
@@ -83,12 +60,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], Any, tuple[int,
         {"upsample": "cpu:1", "decoder": "cpu:1", "head": "cpu:1", "encoder": "cpu:0"}
         | {"pool": "cpu:0", "bottleneck": "cpu:0"},
         (4, 1, 16, 16, 16),
-    ),
-    "resnet": (
-        resnet,
-        HandSplitResNet,
-        {"**": "cpu:0", "layer3": "cpu:1", "layer4": "cpu:1", "avgpool": "cpu:1", "fc": "cpu:1"},
-        (4, 3, 48, 48),
     ),
 }
 

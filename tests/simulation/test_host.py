@@ -58,14 +58,6 @@ def test_pinned_blocks_are_powers_of_two_that_are_used_again() -> None:
     assert host_usage(recorder.timeline(), "host") == HostUsage(peak=13, reserved=8 + 8 + 4)
 
 
-def test_what_is_not_pinned_takes_its_bytes() -> None:
-    recorder = Recorder()
-    recorder.free(recorder.allocate(copy(5, "received")))
-    recorder.allocate(copy(3, "received"))
-    recorder.allocate(copy(100, "optimizer"))  # Adam's counts of steps
-    assert host_usage(recorder.timeline(), "host") == HostUsage(peak=5, reserved=5)
-
-
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize(("kind", "each"), [("cuda", PINNED_SAVED), ("cpu", SAVED)])
 def test_a_plan_says_what_waits_on_the_host(kind: str, each: int, *, processes: bool) -> None:
@@ -78,15 +70,6 @@ def test_a_plan_says_what_waits_on_the_host(kind: str, each: int, *, processes: 
     assert report.host == plan.host
     assert report.to_json()["host"]["reserved"] == count * each
     assert plan_from_json(plan_to_json(plan)) == plan
-
-
-def test_what_waits_on_the_host_is_not_on_a_rank() -> None:
-    model, x = network()
-    kept, away = (
-        placer.make_plan(model, spec("cpu", offload=layers), x, processes=True).devices[0].peak
-        for layers in ((), ["*"])
-    )
-    assert away < 0.8 * kept
 
 
 def test_without_offloading_nothing_is_said_of_the_host() -> None:
@@ -143,18 +126,6 @@ def test_what_is_offloaded_fits_the_host_too(stages: int, fields: dict[str, Any]
         assert device.budget is not None and found.peak <= device.budget
     assert plan.step_seconds >= 0.999 * unlimited.step_seconds
     assert_same(model, plan, (x,))
-
-
-def test_without_budgets_of_devices_the_host_s_holds() -> None:
-    model, x = unet(2, 16)
-    spec = {"devices": ["cuda:0"], "objective": "memory", **BOTH, "checkpoint": []}
-    unlimited = placer.make_plan(model, spec, x)
-    assert unlimited.host is not None
-    half = unlimited.host.needed // 2
-    plan = placer.make_plan(model, {**spec, "host_memory": half}, x)
-    assert plan.fits and plan.host is not None and 0.5 * half < plan.host.needed <= half
-    plain = placer.make_plan(model, {**spec, "offload": []}, x).devices[0].peak
-    assert unlimited.devices[0].peak < plan.devices[0].peak < plain
 
 
 def test_ranks_share_the_host() -> None:

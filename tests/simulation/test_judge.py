@@ -15,7 +15,6 @@ from torch import nn
 
 import placer
 from placer import api
-from placer.cost import estimate
 from placer.errors import BudgetError
 from placer.executor.distributed.job.assignment import Job
 from placer.planner.build import build_plan
@@ -194,74 +193,3 @@ def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:
     for wanted in (spec(between), estimates):
         with pytest.raises(BudgetError, match="cuda:0"):
             api._plan_or_refuse(wanted, program, [X], job)
-
-
-def test_the_model_is_run_once_per_micro_batch_however_many_changes_are_planned(
-    monkeypatch: pytest.MonkeyPatch, peak: int
-) -> None:
-    runs: list[tuple[Any, ...]] = []
-    record_run = estimate.record_run
-
-    def counted(graph: Any, order: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        runs.append((inputs[0].shape, kwargs["offloads"]))
-        return record_run(graph, order, model, inputs, *args, **kwargs)
-
-    monkeypatch.setattr(estimate, "record_run", counted)
-    with pytest.raises(BudgetError) as caught:
-        # A model of its own, of which no other test has the costs.
-        placer.compile(chain.__wrapped__(), spec_of(peak // 3), (X,))
-    assert len(caught.value.tried) >= 4
-    # Two rows, one row, and what offloading takes; and two rows of the program that is split in space.
-    assert (len(runs), len(set(runs))) == (4, 3)
-
-
-def test_corrections_leave_budgets_free_and_plans_say_the_whole_ones(peak: int) -> None:
-    """Also for every replica, whose devices correspond to those of the first one."""
-    program = lower(chain(), (X,))
-    spec = placer.load_spec(spec_of(int(1.2 * peak), replicas=2))
-    plain = build_plan(program, spec, [X])
-    peaks = {d.device: d.peak for d in plain.devices[:2]}
-    full = max(peaks, key=lambda name: peaks[name])
-    free = int(1.2 * peak) - peaks[full] + 1  # one byte more than it has to spare
-    corrected = build_plan(program, spec, [X], corrections={full: free})
-    assert {d.budget for d in corrected.devices} == {int(1.2 * peak)}
-    assert {stage.budget for stage in corrected.stages} == {int(1.2 * peak)}
-    assert len(corrected.devices) == 4
-    assert next(d.peak for d in corrected.devices if d.device == full) < peaks[full]
-
-
-def test_the_optimality_of_a_corrected_plan_is_that_of_whole_budgets(peak: int) -> None:
-    program, budget, beyond = lower(chain(), (X,)), int(1.5 * peak), int(0.4 * peak)
-    spec = placer.load_spec(spec_of(budget))
-    corrected = build_plan(program, spec, [X], corrections={d.name: beyond for d in spec.devices})
-    assert corrected.fits
-    needed = max(device.peak for device in corrected.devices) + beyond
-    assert corrected.optimality.value == pytest.approx(needed / budget)
-    assert corrected.optimality.lower_bound <= corrected.optimality.value <= 1
-
-
-class Sequence(nn.Module):
-    """Three LSTM layers, which are one operation, have most of the bytes, so more devices hardly help."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 10)
-        self.layers = nn.LSTM(64, 64, num_layers=3, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.layers(self.first(x))[0])
-        return result
-
-
-def test_what_is_planned_again_may_use_other_devices() -> None:
-    """The first plan leaves out some of the four devices that the next plan uses."""
-    model, x = Sequence(), torch.randn(16, 64, 64)
-
-    def plan(count: int, memory: int | str) -> placer.Plan:
-        devices = [{"name": f"cuda:{i}", "memory": memory} for i in range(count)]
-        return placer.make_plan(model, {"devices": devices, "optimizer": "sgd_momentum"}, (x,))
-
-    needed = max(device.needed for device in plan(2, "16GiB").devices)
-    too_little = plan(4, int(0.95 * needed))
-    assert not too_little.fits
-    assert {s.devices[0] for s in too_little.stages} == {d.device for d in too_little.devices}

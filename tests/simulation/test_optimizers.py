@@ -53,13 +53,3 @@ def test_one_parameter_on_a_cpu_makes_torch_update_them_one_by_one() -> None:
     assert gpu == pytest.approx(on_gpu, rel=2e-3)
     assert cpu == pytest.approx(on_cpu, rel=2e-3)
     assert on_gpu == pytest.approx((4 * 5 + 3) * nbytes, rel=1e-3)
-
-
-def test_a_device_with_several_stages_updates_them_together() -> None:
-    model = Wide(bias=True)
-    layers = {"**": "cuda:1", "0": "cuda:0", "1": "cuda:1", "2": "cuda:0", "3": "cuda:1"}
-    for microbatches in (1, 2):
-        for predicted, simulated in peaks(
-            ["cuda:0", "cuda:1"], model, layers=layers, microbatches=microbatches
-        ):
-            assert simulated == pytest.approx(predicted, rel=1e-2)

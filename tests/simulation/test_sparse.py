@@ -104,11 +104,3 @@ def test_a_weight_that_another_operation_reads_has_a_dense_gradient() -> None:
     plan = placer.make_plan(model, spec, x)
     assert plan.stages[0].memory.gradients == DENSE
     assert placer.verify(model, spec, x).ok
-
-
-def test_recomputed_and_in_replicas() -> None:
-    model, x = reader(), words()
-    for fields in ({"checkpoint": ["**"]}, {"offload": ["**"]}, {"replicas": 2}):
-        plan = placer.make_plan(model, {"devices": ["cpu:0"], "optimizer": "sgd", **fields}, x)
-        report = placer.simulate(model, plan, x)
-        assert report.step_ok and report.devices[0].peak < 2.2 * DENSE

@@ -115,18 +115,3 @@ def test_a_plan_near_the_edge_prefers_to_leave_kernels_their_workspaces() -> Non
     assert lighter.fits and not lighter.devices[0].starved
     assert lighter.checkpoint and len(verdict(lighter)) == 1
     assert not describe_step(lighter).endswith(" or more")
-
-
-@pytest.mark.matrix(0)
-def test_recomputing_or_offloading_alone_is_judged_too() -> None:
-    """The search for both at once ends with a plan that starves kernels; one alone starves none."""
-    (found,) = _plan("16GiB").devices
-    for share in (0.7, 0.8, 0.9):
-        tight = f"{int(share * found.needed) // MIB}MiB"
-        both = _plan(tight, reserve=0, checkpoint="auto", offload="auto")
-        alone = [_plan(tight, reserve=0, **{f: "auto"}) for f in ("checkpoint", "offload")]
-        known = [(not p.fits, p.starved) for p in alone]
-        assert (not both.fits, both.starved) <= min(known)
-        same = [p.step_seconds for p, rank in zip(alone, known, strict=True)
-                if rank == (not both.fits, both.starved)]  # fmt: skip
-        assert both.step_seconds <= min(same, default=both.step_seconds)

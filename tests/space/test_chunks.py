@@ -51,26 +51,13 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("chunks", [2, 3, 16])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_unet_in_chunks_computes_what_it_does_in_one(name: str, chunks: int) -> None:
     model, x = _unet()
     placed = assert_same(model, {**SPECS[name], "chunks": chunks}, (x,))
     assert any("2 convolutions of concatenated channels" in note for note in placed.plan.notes)
-
-
-@pytest.mark.parametrize("norm", ["batch", "instance"])
-def test_with_other_norms_and_sizes(norm: str) -> None:
-    model, x = _unet(norm)
-    placed = assert_same(model, {**DEVICES, "chunks": 3}, (x,))
-    plain = copy.deepcopy(model)
-    plain.load_state_dict(placed.state_dict())
-    for shape in ((2, 1, 8, 8, 12), (2, 1, 12, 8, 8)):
-        given = torch.randn(shape, dtype=D)
-        torch.testing.assert_close(
-            placed.eval()(given), plain.eval()(given), rtol=1e-10, atol=1e-10
-        )
 
 
 def test_convolutions_of_all_kinds_that_read_a_concatenation() -> None:
@@ -122,15 +109,6 @@ def test_what_is_not_read_by_convolutions_alone_stays() -> None:
     x = torch.randn(2, 3, 4)
     notes = placer.make_plan(model, {"devices": ["cpu"], "chunks": 4}, x).notes
     assert any("no convolution reads a concatenation of channels" in note for note in notes)
-
-
-def test_hooks_that_come_later_run() -> None:
-    model, x = _unet()
-    placed = placer.compile(copy.deepcopy(model), {"devices": ["cpu"], "chunks": 3}, x)
-    torch.testing.assert_close(placed(x), model(x))
-    for each in (placed, model):
-        each.get_submodule("decoder.0.0").register_forward_hook(lambda *call: call[2] * 2)
-    torch.testing.assert_close(placed(x), model(x))
 
 
 def test_under_the_callers_own_checkpoint() -> None:

@@ -255,6 +255,7 @@ CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize(
     "spec", [TWO, GRID, {**FIVE, "chunks": 3}], ids=["2", "2x2", "5 in chunks"]
 )

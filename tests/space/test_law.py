@@ -163,7 +163,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(14)
+@pytest.mark.matrix(11)
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models(
