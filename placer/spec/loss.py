@@ -35,7 +35,7 @@ def _function(value: Any) -> str:
     if isinstance(value, str) and (value in LOSSES or re.fullmatch(_CALLABLE, value)):
         return value
     name = value.rpartition(".")[2].lower() if isinstance(value, str) else ""
-    near = nearest(name, LOSSES) or nearest(f"{name}_loss", LOSSES)
+    near = f"{name}_loss" if f"{name}_loss" in LOSSES else nearest(name, LOSSES)
     known = f"did you mean {near!r}?" if near else f"known are {', '.join(LOSSES)}."
     raise ValueError(
         f"{value!r} is not a loss; {known} Or name a function of yours: path/file.py:callable"
