@@ -95,9 +95,15 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
             _keep_without_state(value, owned, known, found)
 
 
-def has_callables(model: nn.Module) -> bool:
-    """Has any module hooks, or an attribute that stands for its ``forward``?"""
-    return any(value is not None for value in _callables(model))
+def is_tree(model: nn.Module) -> bool:
+    """Does nothing but the tables of modules refer to a module or parameter: no hook, no other attribute?"""
+    if any(value is not None for value in _callables(model)):
+        return False
+    owned = _owned(model)
+    held = [((), value) for (_, name), value in module_parts(model) if name not in _TABLES]
+    return not any(
+        id(x) in owned or isinstance(x, weakref.ref) for _, x in walk(held, functions=True)
+    )
 
 
 def _callables(model: nn.Module) -> Iterator[Any]:

@@ -35,6 +35,7 @@ from placer.machine.devices import device_type
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
 from placer.program import unflatten_output
+from placer.program.copying import is_tree
 from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 from placer.simulation.ledger import Ledger
 from placer.simulation.roles import Role, find_role
@@ -152,6 +153,7 @@ class _FakeReplica:
             self._slices = batch.slices[own.start : own.stop]
             targets = split_target(call.target, batch.total, batch.sizes)
             self._targets = targets[own.start : own.stop]
+        self._tree = is_tree(call.model)
         self._absent: dict[str, Tensor] = {}  # the tensors that a rank does not have
         self._finder = cache(self._make_finder)
         self._find_messages = cache(self._messages)
@@ -225,6 +227,7 @@ class _FakeReplica:
                 assignment.device_index,
                 _CPU,
                 absent=self._absent,
+                tree=self._tree,
             )
             ledger.add_state((*part.parameters(), *part.buffers()))
             for leaf in tensors_of_tree((call.leaves, slices, call.target, self._targets)):

@@ -12,7 +12,6 @@ from torch import nn
 
 from placer.emit import StagedModel, materialize
 from placer.program import first_names, named_state
-from placer.program.copying import has_callables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +66,13 @@ def build_part(
     weights: Path | None = None,
     initialize: Callable[[nn.Module], None] | None = None,
     absent: dict[str, torch.Tensor] | None = None,
+    tree: bool = False,
 ) -> nn.Module:
     """A copy of ``model`` with only the tensors of ``device_index``, created directly on ``device``.
 
     It lacks the modules that have none of these tensors and are not called by the device's stages. ``absent``
-    is that of `materialize`.
+    is that of `materialize`. With ``tree`` (for a model that `is_tree`) nothing else
+    is copied, which takes much less time.
     """
     names = ownership.names[device_index]
     homes = dict.fromkeys(ownership.first_name, device)
@@ -79,8 +80,7 @@ def build_part(
     stages = [s for s in staged.stages if ownership.device_of[s.index] == device_index]
     called = {path for stage in stages for path in stage.modules}
     owners = {name.rpartition(".")[0] for name in (*names, *only)}
-    if weights is None and not has_callables(model):
-        # The same, in much less time for a part of a large model
+    if tree:
         model = _shallow(model)
         _drop_modules(model, called, called | owners)
     part = materialize(
