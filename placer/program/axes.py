@@ -59,7 +59,8 @@ def computes_along(
         elif module is not None:
             given = getattr(module, "dim", None)
         else:
-            given = node.kwargs.get("dim", node.kwargs.get("dims", _at(node, position, default)))
+            named = (node.kwargs[key] for key in ("dim", "dims", "axis") if key in node.kwargs)
+            given = next(named, _at(node, position, default))
         return given is None or dim in [x % rank for x in _flat(given) if isinstance(x, int)]
     return dim >= rank - _trailing(node, module, name, dim, rank)
 

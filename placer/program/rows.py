@@ -546,8 +546,9 @@ SELECT_NAMES: Collection[str] = ("getitem", "get_field")
 
 
 def _argument(node: fx.Node, name: str, default: Any, *, position: int | None = None) -> Any:
-    if name in node.kwargs:
-        return node.kwargs[name]
+    for given in (name, "axis") if name == "dim" else (name,):  # torch takes numpy's name, too
+        if given in node.kwargs:
+            return node.kwargs[given]
     if position is not None and len(node.args) > position:
         return node.args[position]
     return default

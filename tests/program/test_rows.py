@@ -40,6 +40,10 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "pairs": (lambda y: y @ y.T, "it pairs the rows of the batch with each other"),
     "softmax": (lambda y: y.softmax(0), "it computes along the rows of the batch"),
     "sum of rows": (lambda y: y.cumsum(0), "it computes along the rows of the batch"),
+    "sum along an axis": (
+        lambda y: torch.cumsum(y, axis=0),
+        "it computes along the rows of the batch",
+    ),
     "rolled": (lambda y: y.roll(1, 0), "it computes along the rows of the batch"),
     "flipped": (lambda y: y.flip(1, 0), "it computes along the rows of the batch"),
     "regrouped": (lambda y: y.reshape(-1, 3)[1:], "it regroups the rows of the batch"),
@@ -147,6 +151,7 @@ SEPARATE: dict[str, Callable[[Tensor], Any]] = {
     ).view(-1, 2),
     "repeated": lambda y: y.repeat(2, 1).softmax(-1).view(2, -1, 6).mean(0),
     "pooled": lambda y: nn.functional.avg_pool1d(y, 2),
+    "joined along an axis": lambda y: torch.cat([y, y], axis=1).reshape(y.size(0), 3, 4),
 }
 
 
