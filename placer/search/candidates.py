@@ -36,9 +36,10 @@ def list_strategies(
 ) -> Iterator[Strategy]:
     """Every strategy that is tried for a batch of ``rows``, in a fixed order.
 
-    Every replica has a row for each of its micro-batches. A batch whose rows depend on each other is not
-    split. Offloading is tried only if the spec says "auto": it needs host memory that nobody counted. Each
-    number of micro-batches has one schedule without a split backward, and under ``processes`` one with it.
+    Every replica has a row for each of its micro-batches, unless their number is given. A batch whose rows
+    depend on each other is not split. Offloading is tried only if the spec says "auto": it needs host memory
+    that nobody counted. Each number of micro-batches has one schedule without a split backward, and under
+    ``processes`` one with it.
     """
     free = free_fields(wanted)
     if program.captured.mixing:
@@ -58,12 +59,18 @@ def list_strategies(
     for shard in shards:
         if shard > most:
             continue
-        useful = [n for n in range(1, most // shard + 1) if _all_have_rows(rows, n, 1)]
+        useful = [
+            n for n in range(1, min(rows, most // shard) + 1) if len(split_batch(rows, n, 1)) == n
+        ]
         replicas = choices("replicas", _count(wanted.replicas), useful)
         for replica in replicas:
             left = most // (shard * replica)
             counts = choices("microbatches", _count(wanted.microbatches), _MICROBATCHES)
-            counts = [count for count in counts if _all_have_rows(rows, replica, count)]
+            counts = [
+                count
+                for count in counts
+                if all(len(part) == count for part in split_batch(rows, replica, count))
+            ]
             stages = choices("stages", _count(wanted.stages), list(degrees(left)))
             for stage in stages if counts else ():
                 if not 0 < stage <= min(left, operations):
@@ -88,13 +95,6 @@ def list_strategies(
                             chunks=chunked,
                             shard_state=divided,
                         )
-
-
-def _all_have_rows(rows: int, replicas: int, microbatches: int) -> bool:
-    if replicas * microbatches > rows:
-        return False
-    parts = split_batch(rows, replicas, microbatches)
-    return len(parts) == replicas and all(len(part) == microbatches for part in parts)
 
 
 def _count(value: int | str) -> int:

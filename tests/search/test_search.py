@@ -251,3 +251,9 @@ def test_a_batch_whose_rows_depend_on_each_other_is_not_split() -> None:
     assert (plan.replicas, plan.microbatches) == (1, 1)
     assert any("it pairs the rows of the batch" in note for note in plan.notes)
     assert placer.make_plan(model, placer.auto_spec(model, x, devices=_cards(2)), x).fits
+
+
+def test_a_given_number_of_replicas_may_leave_one_without_rows() -> None:
+    devices = [{"name": f"cpu:{i}", "memory": "1GiB"} for i in range(3)]
+    plan = placer.auto_plan(torch.nn.Linear(8, 8), torch.randn(4, 8), devices=devices, replicas=3)
+    assert "A batch of 4 rows gives work to only 2 of 3 replicas." in plan.notes
