@@ -19,9 +19,8 @@ class BackwardAttribution:
     def __init__(self, recorder: StorageRecorder) -> None:
         self._recorder = recorder
         self._claimed: dict[Any, int] = {}
-        self.weights = Counter[
-            int
-        ]()  # position -> how many weights that node was the first to read
+        # Position of a node -> how many weights it was the first to read
+        self.weights = Counter[int]()
 
     def claim(self, result: Any, position: int) -> None:
         """Attribute the autograd nodes behind ``result`` to ``position``, except those attributed before."""

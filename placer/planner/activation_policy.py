@@ -119,14 +119,10 @@ def choose_policy(
             )
     kept = search.made(plain, first, [])
     start = search.found([choose_stage_policy(whole, choices, unlimited)], unpinned)
-    if len(first.slots) > MANY_STAGES:  # one policy for all of them
-        best = min([kept, start], key=_rank)
-        return PolicyChoice(
-            costs=best.costs, partition=best.partition, extra_seconds=best.extra_seconds
-        )
-    found = [search.improve(first), start, search.improve(start.partition)]
+    are_few = len(first.slots) <= MANY_STAGES
+    found = [search.improve(first), start, search.improve(start.partition)] if are_few else [start]
     moved: set[object] = set()
-    for _ in range(_MAX_MOVES):
+    for _ in range(_MAX_MOVES * are_few):
         if limited and any(plan.fits for plan in found):
             break
         apart = [plan for plan in found if len(plan.partition.stages) > 1]

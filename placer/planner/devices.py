@@ -108,10 +108,11 @@ def check_kinds(spec: PlacementSpec, fingerprint: str) -> None:
     A model is known by its ``fingerprint``.
     """
     problems = kind_problems(spec)
+    told = {where for where, _, _ in problems}
     for index, device in enumerate(spec.devices):
         kind, given = device_kind(device.name, device.kind), device.kind
         wrong = profile_problem(kind, fingerprint, spec.precision)
-        if wrong is not None:
+        if wrong is not None and f"/devices/{index}/kind" not in told:
             problem, remedy = wrong
             problems.append((f"/devices/{index}/kind", f"{given} {problem}", remedy))
     if problems:

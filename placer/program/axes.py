@@ -59,9 +59,9 @@ def computes_along(
         elif module is not None:
             given = getattr(module, "dim", None)
         else:
-            named = (node.kwargs[key] for key in ("dim", "dims", "axis") if key in node.kwargs)
-            given = next(named, _at(node, position, default))
-        return given is None or dim in [x % rank for x in _flat(given) if isinstance(x, int)]
+            several = argument(node, "dims", default, position=position)
+            given = argument(node, "dim", several)
+        return given is None or dim in [x % rank for x in flat(given) if isinstance(x, int)]
     return dim >= rank - _trailing(node, module, name, dim, rank)
 
 
@@ -74,14 +74,16 @@ def _trailing(node: fx.Node, module: nn.Module | None, name: str, dim: int, rank
     if name in ("interpolate", "Upsample") or name.startswith("upsample_"):
         return rank - 2
     if name in ("layer_norm", "native_layer_norm", "rms_norm", "LayerNorm", "RMSNorm"):
-        shape = _at(node, 1, ()) if module is None else getattr(module, "normalized_shape", ())
-        return len(_flat(node.kwargs.get("normalized_shape", shape)))
+        own = getattr(module, "normalized_shape", ())
+        return len(
+            flat(argument(node, "normalized_shape", own, position=1 if module is None else None))
+        )
     if name in ("group_norm", "native_group_norm", "GroupNorm"):
-        groups = node.kwargs.get("num_groups", _at(node, 1, 1)) if module is None else 1
+        groups = argument(node, "num_groups", 1, position=1) if module is None else 1
         return rank - 2 if _is_per_row(groups, dim) else rank - 1
     if found := re.fullmatch(r"(?:conv|conv_transpose|Conv|ConvTranspose)(\d)d", name):
         own = int(found[1])
-        groups = 1 if module is not None else node.kwargs.get("groups", _at(node, 6, 1))
+        groups = 1 if module is not None else argument(node, "groups", 1, position=6)
         return own if _is_per_row(groups, dim) else own + 1
     return 0
 
@@ -97,7 +99,7 @@ def _contracts(node: fx.Node, name: str, rows: Mapping[fx.Node, tuple[int, int]]
         if not isinstance(node.args[0], str) or "..." in node.args[0]:
             return False
         terms, _, result = node.args[0].replace(" ", "").partition("->")
-        factors = _flat(node.args[1:])
+        factors = flat(node.args[1:])
         return any(
             x in rows and term[rows[x][0]] not in result
             for term, x in zip(terms.split(","), factors, strict=False)
@@ -109,11 +111,18 @@ def _contracts(node: fx.Node, name: str, rows: Mapping[fx.Node, tuple[int, int]]
     return right is not None and right[0] == max(right[1] - 2, 0)
 
 
-def _at(node: fx.Node, position: int, default: Any) -> Any:
-    return node.args[position] if len(node.args) > position else default
+def argument(node: fx.Node, name: str, default: Any, *, position: int | None = None) -> Any:
+    """The argument ``name`` of the call ``node``, which may be given at ``position``."""
+    for given in (name, "axis") if name == "dim" else (name,):  # torch takes numpy's name, too
+        if given in node.kwargs:
+            return node.kwargs[given]
+    if position is not None and len(node.args) > position:
+        return node.args[position]
+    return default
 
 
-def _flat(value: Any) -> list[Any]:
+def flat(value: Any) -> list[Any]:
+    """The items of lists and tuples in ``value``, however deep."""
     if isinstance(value, tuple | list):
-        return [item for part in value for item in _flat(part)]
+        return [item for part in value for item in flat(part)]
     return [value]

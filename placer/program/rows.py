@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from placer.program.axes import computes_along
+from placer.program.axes import argument, computes_along, flat
 from placer.program.batch import BatchDim
 from placer.program.targets import SELECTS, UnderModes
 
@@ -208,7 +208,7 @@ class _Flow:
                 return _REDUCTIONS[name]
             if name in _LOSSES:
                 asked = (
-                    module.reduction if module is not None else _argument(node, "reduction", "mean")
+                    module.reduction if module is not None else argument(node, "reduction", "mean")
                 )
                 return _REDUCTIONS.get(str(asked).removeprefix("batch"))
             return None
@@ -258,11 +258,11 @@ class _Flow:
         if name in _VIEWS:
             return max(1, self._before(first) // max(1, math.prod(shape[:dim])))
         if name in ("cat", "concat", "concatenate"):
-            along = _argument(node, "dim", 0, position=1)
+            along = argument(node, "dim", 0, position=1)
             if along % len(shape) == dim:
                 return sum(self.rows[source].blocks for source in sources)
         if name in ("repeat", "tile"):
-            times = _flat(node.args[1:])
+            times = flat(node.args[1:])
             given = times[dim - len(shape)] if len(times) >= len(shape) - dim else 1
             blocks *= int(given) if isinstance(given, int) else 1
         if name in SELECT_NAMES and self._names[first] in _SPLITS:
@@ -377,8 +377,8 @@ class _Flow:
             "scatter_add",
             "index_add",
         ):
-            along = _argument(node, "dim", None, position=1)
-            index = _argument(node, "index", None, position=2)
+            along = argument(node, "dim", None, position=1)
+            index = argument(node, "index", None, position=2)
             inside = isinstance(along, int) and along % rank == dim and node.args[0] is first
             return inside and isinstance(index, fx.Node) and not self._is_position(index)
         return False
@@ -543,18 +543,3 @@ _INDEXING = (
     *("index_put", "index_put_", "index_fill", "index_fill_"),
 )
 SELECT_NAMES: Collection[str] = ("getitem", "get_field")
-
-
-def _argument(node: fx.Node, name: str, default: Any, *, position: int | None = None) -> Any:
-    for given in (name, "axis") if name == "dim" else (name,):  # torch takes numpy's name, too
-        if given in node.kwargs:
-            return node.kwargs[given]
-    if position is not None and len(node.args) > position:
-        return node.args[position]
-    return default
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, tuple | list):
-        return [item for part in value for item in _flat(part)]
-    return [value]

@@ -95,9 +95,8 @@ def with_resolved_layers(
         return spec, plan  # its devices are not named
     resolved = spec.with_layers({**spec.layers, **whole_layers(plan)})
     again = make(resolved)
-    if (
-        again.stages == plan.stages
-    ):  # boundaries were chosen before layers were written into the spec
+    if again.stages == plan.stages:
+        # The boundaries were chosen before layers were written into the spec.
         again = replace(again, boundaries=plan.boundaries, optimality=plan.optimality)
     higher = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     slower = spec.objective != "memory" and again.rank_time > plan.rank_time * (1 + 1e-6)
