@@ -497,7 +497,7 @@ def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
 
 
 COMMANDS = (
-    *("auto", "fit", "plan", "check", "simulate", "verify", "schema", "report", "machine"),
+    *("auto", "fit", "plan", "check", "simulate", "verify", "schema", "report"),
     *("profile", "calibrate", "import", "export", "diff", "explain", "what-if"),
 )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from placer.cli.machine import EXAMPLE
 from placer.machine.machine import find_machine, shipped_machines
 from placer.spec import load_spec
 
@@ -24,10 +26,11 @@ def test_all_machines_are_listed_and_one_is_written(placer: Run, tmp_path: Path)
 
 
 def test_links_between_two_processes_are_measured(placer: Run, tmp_path: Path) -> None:
+    """By the example of the command's help."""
+    assert EXAMPLE in placer("machine", "--help").stdout
     path = tmp_path / "here.json"
-    result = placer(
-        "machine", "--measure", "--devices", "2", "--kind", "cpu", "-o", str(path), "--json"
-    )
+    options = shlex.split(EXAMPLE.replace("machine.json", str(path)))[1:]
+    result = placer(*options, "--kind", "cpu", "--json")
     assert result.exit_code == 0, result.stderr
     found = find_machine(str(path))
     assert json.loads(result.stdout)["devices_per_node"] == found.devices == 2

@@ -126,7 +126,7 @@ def test_fewer_devices_that_are_as_fast_are_chosen() -> None:
 @captured_once()
 def test_no_plan_is_better_than_its_bound(processes: bool) -> None:
     with torch.device("meta"):
-        model, x = unet3d(width=8, depth=2), torch.empty(4, 1, 32, 32, 32)
+        model, x = unet3d(width=4, depth=1), torch.empty(4, 1, 16, 16, 16)
     spec = PlacementSpec.model_validate({"devices": _cards(4)})
     program, make = _planner(model, x, spec, processes=processes)
     bounds = Bounds(
@@ -176,11 +176,13 @@ def test_alternatives_say_why_they_lost() -> None:
 @captured_once()
 def test_where_nothing_fits_the_error_says_what_was_tried_and_what_would_do() -> None:
     with torch.device("meta"):
-        model, x = unet3d(width=8, depth=2), torch.empty(1, 1, 64, 64, 64)
+        convs = [nn.Conv3d(i, o, 3, padding=1) for i, o in ((1, 8), (8, 8), (8, 1))]
+        model = nn.Sequential(convs[0], nn.ReLU(), convs[1], nn.ReLU(), convs[2])
+        x = torch.empty(1, 1, 64, 64, 64)
     with pytest.raises(
         placer.BudgetError, match="no strategy for 1 device fits: the nearest"
     ) as caught:
-        placer.auto_spec(model, x, devices=_cards(1, "608MiB"))
+        placer.auto_spec(model, x, devices=_cards(1, "560MiB"))
     fitting = [tried for tried in caught.value.tried if tried.fits]
     assert fitting[0].change.startswith("give ") and fitting[0].step_seconds
     assert {"one device, recomputing"} <= {tried.change for tried in caught.value.tried}
