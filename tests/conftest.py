@@ -1,7 +1,7 @@
 """Settings of all tests: one thread per process, no failures because a test is slow, a sample of matrices."""
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register ``matrix(n)``, the mark of a test with many cases, of which a fixed sample of n runs."""
     config.addinivalue_line(
-        "markers", "matrix(n): run n of the cases, evenly spread; --law runs all"
+        "markers", "matrix(n): run n of the cases, with every value of every parameter alike often; --law runs all"
     )
 
 
@@ -36,15 +36,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("matrix"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[pytest.Item] = set()
-    for each in cases.values():
-        mark = each[0].get_closest_marker("matrix")
-        assert mark is not None
-        count = min(len(each), int(mark.args[0]))
-        kept = {i * len(each) // count for i in range(count)}
-        left_out.update(item for i, item in enumerate(each) if i not in kept)
+    left_out = {item for each in cases.values() for item in _left_out(each)}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """``cases`` without a sample that has every value of every parameter alike often."""
+    mark = cases[0].get_closest_marker("matrix")
+    assert mark is not None
+    used = Counter[tuple[str, int]]()
+    # Among equals, far from the last one: multiples of the golden ratio are spread evenly over a circle.
+    left = [cases[i] for i in sorted(range(len(cases)), key=lambda i: i * 0.618034 % 1)]
+    for _ in range(min(len(cases), int(mark.args[0]))):
+        best = min(left, key=lambda item: sum(used[value] for value in _values(item)))
+        used.update(_values(best))
+        left.remove(best)
+    return left
+
+
+def _values(item: Any) -> list[tuple[str, int]]:
+    return list(item.callspec.indices.items()) if hasattr(item, "callspec") else []
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,7 +9,7 @@ import pytest
 from jobs import Job
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0)
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
 def test_a_step_sends_and_makes_no_more_than_by_hand(
     job_of: Callable[[int], Job], schedule: str

@@ -43,7 +43,7 @@ def check(
     assert {name for rank in found for name in rank["names"]} == set(model.state_dict())
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}")
 @pytest.mark.parametrize("name", ["convnet", "3D U-Net", "tied transformer"])
 def test_three_steps_equal_the_plain_model(
@@ -56,6 +56,7 @@ def test_three_steps_in_chunks(job_of: Callable[[int], Job]) -> None:
     check(job_of, "3D U-Net", (2, 1), ("1F1B", SPLIT), batches=(8, 3), chunks=3)
 
 
+@pytest.mark.matrix(0)
 def test_three_steps_compiled(job_of: Callable[[int], Job]) -> None:
     model, args, kwargs = cases.make_case("convnet", 8)
     plan = placer.make_plan(model, cases.make_spec(2, 1, 2, compile=True), args, kwargs)
@@ -69,12 +70,13 @@ def test_three_steps_of_resnet18(job_of: Callable[[int], Job], shape: tuple[int,
     check(job_of, "resnet18", shape, ("1F1B", SPLIT), microbatches=2, batches=(8, 6))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_splitting_gets_wrong_easily(job_of: Callable[[int], Job], name: str) -> None:
     check(job_of, name, (2, 2), ("GPipe", SPLIT))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("layers", "stages"),
     [
@@ -119,6 +121,7 @@ def test_split_backward_with_a_weight_joined_twice(
     job_of(4).run(pipeline_cases.step_where_own_inputs_are_used_twice, SPLIT)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
 def test_hooks_on_results_act_once(job_of: Callable[[int], Job], schedule: str) -> None:
     job_of(2).run(pipeline_cases.step_with_hooks_on_results, schedule)
@@ -138,6 +141,7 @@ def test_a_value_that_skips_stages_travels_once(job_of: Callable[[int], Job]) ->
     assert sent == [(4, 4), (4, 4), (6, 6), (2, 2)]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("stages", "replicas", "schedule"), [(2, 2, "1F1B"), (4, 1, SPLIT), (1, 2, "GPipe")]
 )

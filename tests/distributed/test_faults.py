@@ -52,6 +52,7 @@ def test_an_exception_in_a_stage_ends_every_rank_with_its_place(
     assert layer in message
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("schedule", "fault", "rank", "layer"),
     [
@@ -89,7 +90,7 @@ def patient_job() -> Iterator[Job]:
     job.close()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("rank", "fault"), [(1, "loss"), (2, "layer"), (3, "norm")])
 def test_a_failed_rank_keeps_none_waiting_while_its_program_goes_on(
@@ -120,6 +121,7 @@ def test_what_one_replica_refuses_is_told_to_all(job_of: Callable[[int], Job]) -
     assert "5" in messages[0]
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     ("what", "kind", "said"),
     [
@@ -161,6 +163,7 @@ def test_a_part_that_cannot_be_built_is_told_to_all(
     assert found[0][1].startswith("rank 1, ")
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("what", ["model", "plan"])
 def test_another_model_or_plan_on_one_rank_is_found_at_start_up(
     job_of: Callable[[int], Job], what: str
@@ -187,6 +190,7 @@ def test_other_launchers_than_torchrun_make_a_job_too(monkeypatch: pytest.Monkey
     assert find_job() is None
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("stages", "replicas", "schedule", "frozen"), [(2, 1, "1F1B", True), (1, 2, "GPipe", False)]
 )
@@ -200,6 +204,7 @@ def test_inputs_that_require_gradients_on_one_rank_are_an_error_on_all(
         assert all(message.startswith(expected) for message in messages), messages
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (1, 2)])
 def test_ranks_that_are_not_called_alike_say_so(
     job_of: Callable[[int], Job], stages: int, replicas: int, tmp_path: Path

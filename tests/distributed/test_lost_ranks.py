@@ -59,6 +59,7 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -110,6 +111,7 @@ def _hang(case: tuple[str, int]) -> dict[int, Any]:
         job.close()
 
 
+@pytest.mark.matrix(0)
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     """Its connections stay open; the other stage waits for it."""
     job = Job(2, timeout_seconds=4.0)
@@ -124,6 +126,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     assert "does not answer; rank 0 waited longer than 4 s" in found["text"]
 
 
+@pytest.mark.matrix(0)
 def test_a_rank_that_takes_too_long_is_named_and_not_said_to_have_ended() -> None:
     """It finds its connections closed when it comes back, and says what the others do."""
     job = Job(3, timeout_seconds=3.0)
@@ -137,6 +140,7 @@ def test_a_rank_that_takes_too_long_is_named_and_not_said_to_have_ended() -> Non
         assert "does not answer; ranks 0, 2 waited longer than 3 s" in text, text
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("where", "rank"), [("compile", 0), ("compile", 1), ("step", 0)])
 def test_processes_started_by_hand_all_say_why_one_failed(where: str, rank: int) -> None:
     """Also when that is rank 0, with which the store ends."""

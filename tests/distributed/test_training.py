@@ -67,6 +67,7 @@ def test_a_meta_model_starts_from_the_same_weights_in_every_plan(
     job_of(shape[0] * shape[1]).run(cases.materialise_from_meta, cases.make_spec(*shape, 1))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
 def test_a_part_is_read_from_a_file(
     job_of: Callable[[int], Job], tmp_path: Path, name: str
@@ -188,7 +189,7 @@ def test_synchronised_batch_norm_needs_its_processes_and_whole_batches() -> None
         placer.make_plan(model.double(), cases.make_spec(1, 2, 2, batch_norm="sync"), x)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["batch", "shared", "cumulative", "acting", "instance"])
 def test_deferred_statistics_are_those_of_all_replicas(
     job_of: Callable[[int], Job], name: str

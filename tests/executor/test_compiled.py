@@ -70,6 +70,7 @@ def test_compiled_stages_equal_the_plain_model(
     assert compilations.frame_count
 
 
+@pytest.mark.matrix(0)
 def test_inductor_draws_the_same_random_numbers() -> None:
     torch.manual_seed(0)
     layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -95,25 +94,28 @@ def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe"
     )
 
 
-@pytest.mark.matrix(5)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.matrix(14)
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_small_models_over_all_cuts(name: str, stages: int) -> None:
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models_over_all_cuts(
+    name: str, stages: int, replicas: int, microbatches: int
+) -> None:
     model, args, kwargs = _case(name)
-    for replicas, microbatches in itertools.product([1, 2, 3], [1, 2, 4]):
-        schedule = "1F1B" if microbatches == 4 else "GPipe"
-        spec = _spec(stages, replicas, microbatches, schedule)
-        placed = assert_same(model, spec, args, kwargs)
-        assert len(placed.plan.stages) == stages
+    schedule = "1F1B" if microbatches == 4 else "GPipe"
+    placed = assert_same(model, _spec(stages, replicas, microbatches, schedule), args, kwargs)
+    assert len(placed.plan.stages) == stages
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", LARGE)
 def test_larger_models(name: str, cut: tuple[int, int, int]) -> None:
     _train_alike(_case(name), cut)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", VIDEO)
 def test_video_models(name: str) -> None:
     torch.manual_seed(0)

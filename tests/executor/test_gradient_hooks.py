@@ -43,6 +43,7 @@ def _pair(spec: dict[str, Any]) -> tuple[placer.PlacedModule, nn.Module, Tensor]
     return placer.compile(copy.deepcopy(plain), spec, tokens), plain, tokens
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("spec", _SPECS.values(), ids=_SPECS)
 def test_hooks_change_and_see_the_gradient_of_the_whole_batch(spec: dict[str, Any]) -> None:
     """Also where gradients of an earlier step are there already."""
@@ -63,6 +64,7 @@ def test_hooks_change_and_see_the_gradient_of_the_whole_batch(spec: dict[str, An
     assert sum(seen["placed"]).item() == pytest.approx(sum(seen["plain"]).item())
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("spec", _SPECS.values(), ids=_SPECS)
 def test_an_optimizer_may_step_in_a_hook(spec: dict[str, Any]) -> None:
     """As torch's tutorial on saving memory does; Adam's update is not a sum over slices."""

@@ -110,6 +110,7 @@ def test_a_compiled_model_says_where_its_own_is(inside: bool) -> None:
     placer.make_plan(compiled._orig_mod, SPEC, (torch.zeros(2, 4),))
 
 
+@pytest.mark.matrix(0)
 def test_trainer_of_transformers_saves_tied_weights_and_evaluates(tmp_path: Path) -> None:
     """As a plain model of its class; and back by ``from_pretrained`` and a resume."""
     transformers = pytest.importorskip("transformers")

@@ -92,6 +92,7 @@ def test_a_model_split_by_hand_names_its_line(cls: type[nn.Module], shape: tuple
     assert "ignore_device_moves=True" in raised.value.remedy
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("cls", "shape"), MODELS)
 def test_a_model_split_by_hand_is_placed(cls: type[nn.Module], shape: tuple[int, ...]) -> None:
     model = make(cls)

@@ -159,7 +159,7 @@ class Around(nn.Module):
         return self.last(self.inside(tokens, lengths))
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("inside", [Fills, Walks])
 def test_code_that_depends_on_the_lengths_keeps_its_module_whole(
