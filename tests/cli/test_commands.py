@@ -477,6 +477,7 @@ def test_auto_asks_for_the_kind_where_it_must_choose_by_time(placer: Run) -> Non
     assert placer(*command, "--objective", "devices").exit_code == 0  # which needs no times
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", [None, "rtx3090"])
 def test_what_would_fit_has_a_time_and_headroom_the_fastest_first(
     placer: Run, kind: str | None, tmp_path: Path
@@ -502,6 +503,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_example_in_the_help_of_a_command_works(

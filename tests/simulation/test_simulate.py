@@ -49,6 +49,7 @@ def _plan(model: nn.Module, args: Any, **fields: Any) -> placer.Plan:
     return estimated_plan(model, spec, args)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["convnet", "unet", "resnet10"])
 def test_prediction_is_within_one_percent(name: str) -> None:
     model, args = CASES[name]()

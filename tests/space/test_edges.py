@@ -193,6 +193,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.matrix(16)
 @pytest.mark.parametrize(("spec", "own", "function"), CALLS.values(), ids=CALLS)
 def test_calls(
     spec: dict[str, Any], own: dict[str, Callable[[], Any]], function: Callable[..., Any]
@@ -255,7 +256,7 @@ CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize(
     "spec", [TWO, GRID, {**FIVE, "chunks": 3}], ids=["2", "2x2", "5 in chunks"]
 )

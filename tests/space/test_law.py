@@ -60,7 +60,7 @@ def _check_network(seed: int) -> bool:
     return True
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("start", [*range(0, 400, 10), 500])
 def test_random_networks(start: int) -> None:
     assert sum(map(_check_network, range(start, start + 10))) > 0
@@ -163,7 +163,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(11)
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models(
@@ -185,7 +185,7 @@ def test_models(
     assert placed.plan.shards == shards
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("space", [2, 3, 8, {"shards": 2, "dims": ["width"]}], ids=str)
 @pytest.mark.parametrize("model", BATCH_NORMS.values(), ids=BATCH_NORMS)
 def test_models_with_batch_norm(
