@@ -5,15 +5,22 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 
 # Before torch is imported; child processes have it too. Some test processes share two cores, where
 # torch's own threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("placer", deadline=None)
-if settings.get_current_profile_name() == "default":
-    settings.load_profile("placer")
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile("law", max_examples=200, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile(  # the same few examples in every run
+    "sample",
+    settings.get_profile("law"),
+    max_examples=8,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,9 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register ``matrix(n)``, the mark of a test with many cases, of which a fixed sample of n runs."""
+    """Register ``matrix(n)``, the mark of a test with many cases, of which a fixed sample of n runs.
+
+    ``matrix(0)`` runs with ``--law`` only. So do all but a few of hypothesis' examples.
+    """
+    settings.load_profile("law" if config.getoption("--law") else "sample")
     config.addinivalue_line(
-        "markers", "matrix(n): run n of the cases, with every value of every parameter alike often; --law runs all"
+        "markers",
+        "matrix(n): run n of the cases, with every value of every parameter alike often; --law runs all",
     )
 
 

@@ -76,6 +76,7 @@ def trial(tmp_path: Path) -> Trial:
 FILES = {"__0_0.distcp": 257, ".metadata": 499, "contents.json": 31}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("file", FILES)
 def test_a_flipped_byte(trial: Trial, tmp_path: Path, file: str) -> None:
     path = trial.copied(tmp_path / "c")

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from placer.cli.machine import EXAMPLE
 from placer.machine.machine import find_machine, shipped_machines
 from placer.spec import load_spec
@@ -25,6 +27,7 @@ def test_all_machines_are_listed_and_one_is_written(placer: Run, tmp_path: Path)
     assert wrong.exit_code == 2 and "did you mean 'dgx-h100'" in wrong.stderr
 
 
+@pytest.mark.matrix(0)
 def test_links_between_two_processes_are_measured(placer: Run, tmp_path: Path) -> None:
     """By the example of the command's help."""
     assert EXAMPLE in placer("machine", "--help").stdout
@@ -43,12 +46,12 @@ def test_links_between_two_processes_are_measured(placer: Run, tmp_path: Path) -
 def test_fit_finds_the_largest_batch(placer: Run, tmp_path: Path) -> None:
     """By hand: the largest batch that fits, and the next one that does not."""
     fields = ("-d", "cpu:0=400KiB", "--checkpoint", "--microbatches", "1", "--optimizer", "sgd")
-    result = placer("fit", "net.py:Net", "--input", "{b}x64", "--multiple", "8", *fields, "--json")
+    result = placer("fit", "net.py:Net", "--input", "{b}x64", "--multiple", "32", *fields, "--json")
     assert result.exit_code == 0, result.stderr
     tried = json.loads(result.stdout)["tried"]
     fits = [each["sizes"]["b"] for each in tried if each["fits"]]
     short = [each["sizes"]["b"] for each in tried if not each["fits"]]
-    assert fits and min(short, default=0) == max(fits) + 8
+    assert fits and min(short, default=0) == max(fits) + 32
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps(json.loads(result.stdout)["spec"]))
     for batch, code in ((max(fits), 0), (min(short), 3)):

@@ -9,6 +9,7 @@ from unet3d import unet3d
 import placer
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")  # torch 2.11
 @pytest.mark.parametrize(
     ("edge", "precision", "measured"), [(96, "fp32", 26.43e-3), (128, "bf16", 51.96e-3)]

@@ -52,6 +52,7 @@ def _saved_by_plain(folder: Path, plain: torch.nn.Module, optimizer: torch.optim
     return folder / "plain"
 
 
+@pytest.mark.matrix(0)
 def test_copies_that_have_gone_apart_are_named(
     job_of: Callable[[int], Job], tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_errors_are_the_same_on_all_ranks(job_of: Callable[[int], Job], tmp_path
     assert "extra: cannot be read back as data" in code
 
 
+@pytest.mark.matrix(0)
 def test_a_damaged_checkpoint_changes_nothing_on_any_rank(
     job_of: Callable[[int], Job], tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def test_three_steps_equal_the_plain_model(
     check(job_of, name, shape, SCHEDULES)
 
 
+@pytest.mark.matrix(0)
 def test_three_steps_in_chunks(job_of: Callable[[int], Job]) -> None:
     check(job_of, "3D U-Net", (2, 1), ("1F1B", SPLIT), batches=(8, 3), chunks=3)
 

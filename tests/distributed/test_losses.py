@@ -43,6 +43,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_loss_that_is_wrong_on_one_rank_is_refused_on_all(
     job_of: Callable[[int], Job], kind: str
@@ -56,6 +57,7 @@ def test_a_target_gets_its_gradients_from_a_job_of_one_rank(job_of: Callable[[in
     job_of(1).run(cases.train_a_target, make_spec(1, 1, 2))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["a frozen module", "activations of a hook", "in place"])
 def test_a_loss_that_reads_more_than_the_output_but_trains_no_more(
     job_of: Callable[[int], Job], kind: str
@@ -70,6 +72,7 @@ def test_parameters_of_a_loss_are_refused_where_replicas_would_train_them_apart(
     assert all("reads a tensor of shape [1, 6]" in said for said in found), found
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_a_penalty_on_weights(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
     job_of(2).run(cases.add_a_penalty, make_spec(*shape, 2))
@@ -128,6 +131,7 @@ def test_all_ranks_measure_a_step_or_none(job_of: Callable[[int], Job]) -> None:
         assert "profile" in said and "with the same options" in said
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 def test_gradients_of_replicas_are_summed_at_the_last_of_several_steps(
     job_of: Callable[[int], Job], shape: tuple[int, int]

@@ -171,6 +171,7 @@ def test_a_rank_that_fails_in_compile_and_lives_on_keeps_none_waiting(tmp_path: 
     assert said[0].startswith("PeerError: rank 1, placement spec: 2 problems")
 
 
+@pytest.mark.matrix(0)
 def test_a_rank_killed_while_layers_talk_is_named() -> None:
     """By the synchronised norms of the others, whose own messages fail first."""
     job = Job(3)

@@ -18,7 +18,7 @@ import placer
 _DIGESTS = 5 * 14 * 8
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("schedule", "stages", "replicas"),
     [("1F1B", 2, 2), ("InterleavedZeroBubble", 4, 1), ("GPipe", 2, 1)],
@@ -109,6 +109,7 @@ def test_in_a_job_a_plan_fits_when_its_ranks_do(job_of: Callable[[int], Job]) ->
             assert words in text and "1 B more than its" in text
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cpu:0", "cuda:1"]])
 def test_ranks_find_the_data_types_of_their_own_devices_autocast(devices: list[str]) -> None:
     """A normalisation under bf16 gives fp32 on a GPU, bf16 on a CPU."""

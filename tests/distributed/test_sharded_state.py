@@ -115,6 +115,7 @@ def test_a_step_of_the_optimizer_that_fails_ends_the_job(job_of: Callable[[int],
         assert "optimizer.step(): has failed before" in third
 
 
+@pytest.mark.matrix(0)
 def test_fp16_with_a_scaler(job_of: Callable[[int], Job]) -> None:
     spec = cases.make_spec(2, 2, 2, "1F1B", precision="fp16", shard_state="optimizer")
     assert len(set(job_of(4).run(cases.train_with_a_scaler, spec))) == 1
@@ -151,6 +152,7 @@ def test_torch_divides_whole_parameters(job_of: Callable[[int], Job]) -> None:
     assert sum(own for own, _ in found) == found[0][1]
 
 
+@pytest.mark.matrix(0)
 def test_a_rank_that_ends_before_the_update_is_named() -> None:
     job = Job(2)
     try:

@@ -58,6 +58,7 @@ def _train_by_hand(*, epochs: int, rows: int, dropout: float, dtype: torch.dtype
     return history
 
 
+@pytest.mark.matrix(0)
 def test_per_rank_losses_are_those_of_the_tutorial(job_of: Callable[[int], Job]) -> None:
     expected = job_of(4).run(_train_by_hand, **OPTIONS)
     found = job_of(4).run(_train, "digits_data_parallel.json", **OPTIONS)

@@ -30,6 +30,7 @@ def test_shapes_that_depend_on_the_data_are_said_and_not_sent(job_of: Callable[[
         assert "it depends on the data" in message
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -65,6 +66,7 @@ def test_ranks_of_a_model_that_holds_methods_and_partial_functions_are_simulated
     assert [d.peak for d in report.devices] == [d.peak for d in plan.devices]
 
 
+@pytest.mark.matrix(0)
 def test_methods_and_partial_functions_in_attributes(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(cases.steps_with_functions_in_attributes)
 
@@ -91,7 +93,7 @@ def test_ranks_are_simulated_with_the_guess_that_the_capture_needs() -> None:
 SAID = {"inputs": {"x": {"batch_dim": 0}}}
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("captured_in_training", [True, False])
 @pytest.mark.parametrize(
     "spec", [make_spec(1, 2, 1, **SAID), make_spec(2, 2, 1, **SAID)], ids=["1x2", "2x2"]
@@ -103,6 +105,7 @@ def test_what_forward_writes_is_the_first_replicas(
     job_of(world).run(cases.share_what_forward_writes, spec, captured_in_training)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -118,6 +121,7 @@ def test_tensors_that_are_conjugated_by_a_flag(
     job_of(2).run(cases.step_with_conjugated_tensors, spec)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("first", [0, 1])
 def test_parameters_that_stages_pass_on_in_inference(
     job_of: Callable[[int], Job], first: int
@@ -126,6 +130,7 @@ def test_parameters_that_stages_pass_on_in_inference(
     job_of(2).run(cases.infer_where_stages_pass_parameters, make_spec(2, 1, 2, layers=layers))
 
 
+@pytest.mark.matrix(0)
 def test_features_that_a_hook_keeps(job_of: Callable[[int], Job]) -> None:
     spec = make_spec(2, 1, 1, layers={"first": "cpu:0", "last": "cpu:1"})
     job_of(2).run(cases.step_where_a_hook_keeps_features, spec)
@@ -136,7 +141,7 @@ def test_features_that_a_hook_keeps_of_every_slice() -> None:
         placer.make_plan(cases.KeepsFeatures(), make_spec(1, 2, 2), torch.randn(8, 4))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_what_forward_leaves_behind_is_on_every_rank(
     job_of: Callable[[int], Job], shape: tuple[int, int, int]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from captured import captured_once
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -97,7 +97,6 @@ def cases(draw: Any) -> tuple[nn.Module, dict[str, Any], list[int]]:
     return model, spec, homes
 
 
-@settings(max_examples=10, derandomize=True)
 @given(cases())
 def test_no_placement_is_below_the_bound(case: tuple[nn.Module, dict[str, Any], list[int]]) -> None:
     """With nodes anywhere and devices repeated in any order, the bound is below all peaks."""

@@ -271,6 +271,7 @@ def _offloading(overlap: bool, width: int = 64) -> Plan:
     return estimated_plan(model, {**spec, "offload_overlap": overlap}, (x,))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("width", [64, 8192])
 def test_copies_to_the_host_are_beside_the_computations_or_among_them(width: int) -> None:
     """Narrow layers wait for the link in both passes; wide ones take no longer than without copies."""

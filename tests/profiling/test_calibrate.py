@@ -73,6 +73,7 @@ def test_known_rates_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert read.rates[key].flops == pytest.approx(kind.rates[key].flops, rel=1e-5)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("busy", ["in every second round", "in all rounds"])
 def test_a_machine_that_is_busy_for_a_while_is_measured_and_told(
     busy: str, monkeypatch: pytest.MonkeyPatch
@@ -102,21 +103,14 @@ def test_heavy_classes_do_not_read_as_fast_as_a_sum_in_the_cache(
 ) -> None:
     monkeypatch.setattr("placer.profiling.calibration._CPU_SCALE", 1 / 64)
     monkeypatch.setitem(SLOWER, "reduction", 0.1)
+    state = torch.get_rng_state()
     with Known() as known:
         kind = calibrate("cpu", clock=HostClock(lambda: known.now), seconds=1e-9)
+    assert torch.equal(torch.get_rng_state(), state)  # no random number of the caller's is drawn
     assert kind.rates["reduction", "float32"].bandwidth == pytest.approx(10 * BANDWIDTH, rel=0.05)
     for name in ("convolution", "product", "attention"):
         assert kind.rates[name, "half"].bandwidth == pytest.approx(BANDWIDTH, rel=0.05)
     assert kind.host_bandwidth == pytest.approx(BANDWIDTH / 2, rel=0.05)
-
-
-def test_calibrating_draws_no_random_numbers_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("placer.profiling.calibration._CPU_SCALE", 1 / 64)
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    with Known() as known:
-        calibrate("cpu", clock=HostClock(lambda: known.now), seconds=1e-9)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

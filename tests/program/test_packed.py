@@ -191,7 +191,7 @@ def packed_of(*lengths: int, is_sorted: bool) -> Callable[[], Arguments]:
     return make
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("way", UNCUT)

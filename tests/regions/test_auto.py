@@ -43,6 +43,7 @@ def _plan(
     return placer.make_plan(model, {"devices": devices, **fields}, args)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "fields",
     [{"checkpoint": "auto"}, {"offload": "auto"}, {"checkpoint": "auto", "offload": "auto"}],

@@ -51,6 +51,7 @@ def _peaks(name: str, stages: int, microbatches: int = 1, **fields: object) -> t
     return tuple(device.peak for device in plan.devices)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", CASES)
 def test_recomputed_regions_are_predicted_within_one_percent(name: str) -> None:
     for patterns in CASES[name][2]:
@@ -60,6 +61,7 @@ def test_recomputed_regions_are_predicted_within_one_percent(name: str) -> None:
         _peaks(name, 3, 2, checkpoint=CASES[name][2][0])
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", CASES)
 def test_offloaded_regions_are_predicted_within_one_percent(name: str) -> None:
     _peaks(name, 1, offload=CASES[name][2][0])

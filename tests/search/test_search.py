@@ -188,12 +188,12 @@ def test_where_nothing_fits_the_error_says_what_was_tried_and_what_would_do() ->
     assert {"one device, recomputing"} <= {tried.change for tried in caught.value.tried}
 
 
+@settings(max_examples=100)
 @given(
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     replicas=st.integers(1, 4),
     devices=st.integers(1, 4),
 )
-@settings(deadline=None)
 def test_replicas_get_rows_of_like_devices(counts: list[int], replicas: int, devices: int) -> None:
     kinds = ("a100", "v100", "t4")
     pool = [

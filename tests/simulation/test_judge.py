@@ -125,6 +125,7 @@ def test_far_from_the_budgets_no_dry_run_is_made(
         placer.make_plan(chain(), spec_of(peak), (X,))
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("fields", "device"),
     [
