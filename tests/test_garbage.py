@@ -23,8 +23,12 @@ class _Loop:
 
 @pytest.fixture(autouse=True)
 def _nothing_frozen() -> Iterator[None]:
-    yield
+    thresholds = gc.get_threshold()
     gc.unfreeze()
+    gc.set_threshold(700, *thresholds[1:])
+    yield
+    gc.freeze()
+    gc.set_threshold(*thresholds)
 
 
 def test_old_garbage_stays_until_the_block_ends() -> None:

@@ -59,6 +59,7 @@ def test_data_parallel_sizes_are_those_of_the_tutorial(
     )
 
 
+@pytest.mark.matrix(0)
 def test_resnet50_by_hand_and_by_auto_as_measured_in_the_design() -> None:
     with captured_once():
         hand, auto = _example("resnet50_two_devices").plans()

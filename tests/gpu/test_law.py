@@ -58,7 +58,7 @@ def _run_on(device: str, how: str) -> str | None:
     return None if enough else ("cuda:0" if device == "cuda" else "cpu")
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["U-Net", "tied transformer"])
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,6 +97,7 @@ def _loss(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("fields", [{"space": 2}, {"space": 2, "chunks": 2, "checkpoint": ["**"]}])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_volume_split_in_space_equals_the_whole(device: str, fields: dict[str, Any]) -> None:

@@ -128,6 +128,7 @@ def test_a_larger_device_gets_more_bytes() -> None:
         assert peaks["cpu:1"] > 1.5 * peaks["cpu:0"]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
 def test_under_1f1b_earlier_stages_hold_less_per_micro_batch(objective: str) -> None:
     """Stage q of 4 has 4 - q micro-batches in flight, so if memory is scarce it gets a smaller share."""
@@ -162,6 +163,7 @@ class LongSkip(nn.Module):
         return x + self.last(wide)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("objective", "width"), [("bottleneck", 1024), ("memory", 256)])
 def test_a_value_that_skips_a_stage_costs_it_nothing(objective: str, width: int) -> None:
     """In one process it is copied to its reader; with a process per device it is sent there."""

@@ -317,7 +317,7 @@ def test_a_batch_of_fewer_rows_than_cuts_is_noted() -> None:
     assert "A replica's 1 row can fill only 1 micro-batch, not 2." in notes
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("kind", "count", "rows", "share"),
     [("cpu", 3, 8, 0.393), ("cuda", 3, 2, 0.8), ("cuda", 2, 2, 0.8)],

@@ -57,6 +57,7 @@ def test_what_would_fit_was_planned() -> None:
     assert again.tried == error.tried and str(again) == str(error)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("offload", [[], "auto"])
 def test_more_host_memory_is_a_remedy(offload: Any) -> None:
     """With the amount that the remedy names, the spec fits."""

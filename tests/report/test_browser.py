@@ -81,6 +81,7 @@ def _placed(**fields: Any) -> tuple[Plan, SimulationReport]:
     return plan, placer.simulate(model, plan, x)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("fields", "flags"),
     [

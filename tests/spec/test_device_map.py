@@ -49,6 +49,7 @@ def test_what_is_no_device_in_placer_is_explained() -> None:
         from_device_map({})
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_written_map_covers_the_model_for_accelerate(planned: bool) -> None:
     modeling = pytest.importorskip("accelerate.utils.modeling")
