@@ -61,6 +61,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, *gc.get_threshold()[1:])
 
 
+def pytest_unconfigure() -> None:
+    """What is frozen would not be freed at the end, of which some libraries tell."""
+    gc.unfreeze()
+
+
 def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:
     """``cases`` without a sample that has every value of every parameter alike often."""
     mark = cases[0].get_closest_marker("matrix")
