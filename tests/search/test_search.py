@@ -126,7 +126,7 @@ def test_fewer_devices_that_are_as_fast_are_chosen() -> None:
 @captured_once()
 def test_no_plan_is_better_than_its_bound(processes: bool) -> None:
     with torch.device("meta"):
-        model, x = unet3d(width=4, depth=1), torch.empty(4, 1, 16, 16, 16)
+        model, x = unet3d(width=8, depth=2), torch.empty(4, 1, 32, 32, 32)
     spec = PlacementSpec.model_validate({"devices": _cards(4)})
     program, make = _planner(model, x, spec, processes=processes)
     bounds = Bounds(
