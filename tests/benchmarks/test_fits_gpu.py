@@ -48,6 +48,7 @@ def _train(case: FitCase, side: str, **options: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.matrix(0)
 def test_steps_run_under_the_budget_without_the_measured_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -342,6 +342,7 @@ def test_check_a_spec_alone(placer: Run, folder: Path) -> None:
     assert "is a spec, and --input is for a model" in placer("check", "fits.json", *X).stderr
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("example", ["two_scenes", "scenes_by_name", "both_ways"])
 def test_a_callable_makes_the_arguments_of_forward(placer: Run, example: str) -> None:
     inputs = ("--input", f"net.py:{example}")

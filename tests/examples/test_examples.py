@@ -74,6 +74,7 @@ def test_resnet50_by_hand_and_by_auto_as_measured_in_the_design() -> None:
     assert 0 < losses[0] < 10
 
 
+@pytest.mark.matrix(0)
 def test_the_answer_for_four_cards_fits_and_has_alternatives() -> None:
     plan = _example("auto_four_cards").answer(64, "1GiB", width=8)
     assert plan.fits and plan.strategy and plan.alternatives

@@ -44,6 +44,7 @@ def _spec(memory: int, **fields: Any) -> placer.PlacementSpec:
     return placer.load_spec({"devices": devices, **fixed, **fields})
 
 
+@pytest.mark.matrix(0)
 def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
     program = lower(MODEL, (X,))
     peak = max(

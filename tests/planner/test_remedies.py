@@ -87,6 +87,7 @@ def test_expandable_segments_are_a_remedy() -> None:
     assert change.fits and change.change.startswith('leave out "allocator": "default"')
 
 
+@pytest.mark.matrix(0)
 def test_where_nothing_helps_the_nearest_is_named() -> None:
     with pytest.raises(placer.BudgetError) as caught:
         placer.auto_spec(MODEL, X, devices=_spec(20_000)["devices"], reserve=0, optimizer="sgd")

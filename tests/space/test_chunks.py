@@ -131,6 +131,7 @@ def test_less_memory_and_the_plan_says_so() -> None:
     assert report.devices[0].peak == chunked.devices[0].peak
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("share", "chunked"), [(1.2, False), (0.97, True)])
 def test_auto_needs_a_reason(share: float, chunked: bool) -> None:
     model, x = unet3d(width=16, depth=3).to("meta"), torch.empty(1, 1, 32, 32, 32, device="meta")
