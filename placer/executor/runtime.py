@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from placer.emit import StagedModel
@@ -19,6 +20,7 @@ from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.hooks import (
+    keeping_nothing,
     refuse_compile,
     run_forward_hooks,
 )
@@ -99,6 +101,7 @@ class Runtime:
         self.signature = model_signature(tree)  # of the model that was planned
         self.combination = CombinationFinder()
         self.report: StepReport | None = None  # of the last step that was measured
+        self._checked_hooks: tuple[int, ...] = ()  # those of the model itself, by id
         self._as_written: dict[str, MethodNotCaptured] = {}  # names of methods -> why not captured
 
     @property
@@ -396,7 +399,13 @@ class Runtime:
         call, place = given.replica.staged.call, given.replica.output_place
         if self.module._forward_hooks:
             args, kwargs = rebuild_call(call, given.leaves, given.numbers)
-            output = run_forward_hooks(self.module, args, kwargs, output)
+            sliced = self.plan.replicas * self.plan.microbatches > 1 and not loss_of.whole_batch
+            hooks = tuple(self.module._forward_hooks) if sliced else self._checked_hooks
+            dry_run = any(isinstance(x, FakeTensor) for x in given.leaves)
+            known = dry_run or hooks == self._checked_hooks
+            with nullcontext() if known else keeping_nothing(self.module):
+                output = run_forward_hooks(self.module, args, kwargs, output)
+            self._checked_hooks = hooks
         target = given.target
         if not is_on(place.device, target):
             target = transfer(target, CALLER, place)

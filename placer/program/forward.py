@@ -83,8 +83,7 @@ def run_forward(
         changes = [
             change
             for change in (*before.changes(), *passed.changes())
-            if (change.root, change.path) not in recorder.changed_inside
-            and id(change.value) not in unchanged
+            if change.place not in recorder.changed_inside and id(change.value) not in unchanged
         ]
         try:
             left = write_changes(changes, writer, recorder.path_of)

@@ -58,9 +58,11 @@ def write_changes(
     )
     hooks = [c for c in changes if c.root == "model" and c.path[1] in _TABLES]
     for change in changes:
+        layer = change.path[0] if change.root == "model" else ""
+        if change in hooks and change.kind == "delete":
+            raise StoreFailure(layer, "it removes a hook")
         if change in hooks or (hooks and change.root == "model" and change.value is True):
             continue
-        layer = change.path[0] if change.root == "model" else ""
         try:
             left = _write(change, writer, paths)
         except Untraceable as error:

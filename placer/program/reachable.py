@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from placer.program.hook_table import HookTable
 from placer.program.objects import Path, at, is_object, spell
 
 CACHED: type = type(functools.lru_cache(lambda: None))
@@ -36,7 +37,7 @@ _FOREIGN = tuple(
 _PACKAGES = os.path.normcase(os.path.join(_STDLIB, "site-packages"))  # noqa: PTH118
 _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
 _CODE = (FunctionType, MethodType, type, functools.partial, tuple)
-_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
+_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, HookTable)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
 # Classes of the standard library whose objects hold settings; others of its objects are not searched.

@@ -137,7 +137,7 @@ class Recorder(TorchFunctionMode):
         self.flags: dict[int, bool] = {}  # id of an input or parameter -> did it require gradients?
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
-        self.changed_inside: dict[tuple[str, Path], Change] = {}
+        self.changed_inside: dict[tuple[int, Any], Change] = {}  # by place
         self.changing: set[str] = set()  # paths of the single nodes that do
         self.written_inside: dict[
             str, bool

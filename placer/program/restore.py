@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from placer.program.hook_table import HookTable
 from placer.program.objects import Path, is_object, items_of, walk
 from placer.program.reachable import ReachableState, Reference
 
@@ -38,6 +39,13 @@ class Change:
     value: Any
     before: Any
     holder: Any
+
+    @property
+    def place(self) -> tuple[int, Any]:
+        """The id of the table and the key of what has changed; the key None stands for all items."""
+        if isinstance(self.holder, Reference):
+            return id(self.holder.holder), self.holder.key
+        return id(self.holder), self.path[-1] if self.kind in ("set", "delete") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +159,7 @@ def set_items(holder: Any, items: Iterable[Any]) -> None:
 def _contents(value: Any) -> _Contents | None:
     """A copy of what can be changed in ``value``; None if nothing can."""
     if isinstance(value, dict):
-        return dict(dict.items(value))
+        return dict(value.items() if isinstance(value, HookTable) else dict.items(value))
     items = items_of(value) if isinstance(value, list | deque | set) else None
     if items is not None:
         return set(items) if isinstance(value, set) else items
@@ -164,6 +172,8 @@ def _refill(holder: Any, contents: _Contents) -> None:
         set_items(holder, contents)
         return
     table = holder if isinstance(holder, dict) else vars(holder)
+    if isinstance(table, HookTable):
+        table.put_back()
     methods = OrderedDict if isinstance(table, OrderedDict) else dict
     methods.clear(table)
     for key, value in contents.items():

@@ -133,9 +133,9 @@ def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> None:
         tensors = tensors_of_tree(change.value)
         if not tensors or any(tensor in recorder.reached for tensor in tensors):
             recorder.changing.add(path)
-            recorder.changed_inside[change.root, change.path] = change
+            recorder.changed_inside[change.place] = change
         else:
-            recorder.changed_inside[change.root, change.path] = replace(change, value=None)
+            recorder.changed_inside[change.place] = replace(change, value=None)
 
 
 def find_reading(
