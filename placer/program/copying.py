@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from placer._torch import HOOK_TABLES
 from placer.errors import CaptureError
-from placer.program.hook_table import HookTable, filled_tables
+from placer.program.hook_table import HookTable, hook_tables
 from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
 
 _TABLES = frozenset(
@@ -52,7 +52,7 @@ def copy_module(
     if keep_objects:
         _keep(model, owned, known)
     known |= _empty_tables(model)
-    tables = [(table, HookTable(table)) for table in filled_tables(model)]
+    tables = [(table, HookTable(table)) for table in hook_tables(model)]
     twins = known | {id(table): twin for table, twin in tables}
     handles = [value for value in values if isinstance(value, RemovableHandle)]
     twins |= {id(handle): _handle_of(handle, twins) for handle in handles}
@@ -210,11 +210,11 @@ def _empty_tables(model: nn.Module) -> dict[int, Any]:
 def _rebind(copied: nn.Module, made: Mapping[int, Any], kept: set[int]) -> None:
     """Let functions and weak references in the copy refer to the copy, where they referred to the model."""
     rebind = _Rebinding(made)
-    for _, value in list(walk(((), module) for module in copied.modules())):
-        if id(value) in kept:
-            continue
+    for _, value in list(walk((((), module) for module in copied.modules()), without=kept)):
         table = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
-        if not isinstance(table, dict | list) or isinstance(value, type | FunctionType):
+        if not isinstance(table, dict | list) or isinstance(
+            value, type | FunctionType | RemovableHandle
+        ):
             continue
         for key, part in list(table.items() if isinstance(table, dict) else enumerate(table)):
             if isinstance(part, FunctionType | MethodType | functools.partial | weakref.ref):

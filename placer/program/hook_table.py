@@ -60,7 +60,9 @@ class HookTable(OrderedDict[int, Any]):
         return OrderedDict, (list(self.items()),)
 
 
-def filled_tables(model: nn.Module) -> Iterator[OrderedDict[int, Any]]:
-    """The tables of the modules of ``model`` that have hooks in them."""
+def hook_tables(model: nn.Module) -> Iterator[OrderedDict[int, Any]]:
+    """The tables of those modules of ``model`` that have hooks, also empty ones, which handles refer to."""
     for module in model.modules():
-        yield from (table for name in ALL_HOOK_TABLES if (table := vars(module).get(name)))
+        tables = [vars(module)[name] for name in ALL_HOOK_TABLES]
+        if any(tables):
+            yield from tables

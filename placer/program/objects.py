@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -74,17 +74,18 @@ def _content(cell: CellType) -> Any:
 
 
 def walk(
-    roots: Iterable[tuple[Path, Any]], *, functions: bool = False
+    roots: Iterable[tuple[Path, Any]], *, functions: bool = False, without: Container[int] = ()
 ) -> Iterator[tuple[Path, Any]]:
     """Every object that ``roots`` consist of, once, with a path; in the order of discovery.
 
-    With ``functions`` also what functions in them refer to, whose paths then do not lead to it.
+    With ``functions`` also what functions in them refer to, whose paths then do not lead to it. Objects with
+    the ids ``without``, and what only they consist of, are left out.
     """
     seen: dict[int, Any] = {}  # the values keep the ids valid
     waiting = deque(roots)
     while waiting and len(seen) < _MOST:
         path, value = waiting.popleft()
-        if id(value) in seen:
+        if id(value) in seen or id(value) in without:
             continue
         seen[id(value)] = value
         yield path, value
