@@ -54,6 +54,7 @@ from placer.precision import planned_autocast
 from placer.program import (
     CallFormat,
     MethodNotCaptured,
+    Stored,
     Target,
     Whole,
     rebuild_call,
@@ -188,7 +189,7 @@ class Runtime:
         """The result of a call, and what it leaves behind."""
         programs, leaves = call.programs, call.leaves
         home = self.replicas[0].output_place
-        self._set_flags(call)
+        self._set_input_flags(call)
         batch = self._scatter(programs.call, leaves)
         if len(batch.slices) > 1:
             check_results(programs.captured)
@@ -211,11 +212,15 @@ class Runtime:
         if staged.stored:
             store(staged.stored, staged.stored_leaves(leaves), self._stored_in(call))
 
-    def _set_flags(self, call: Call) -> None:
-        """Let inputs and parameters require gradients as forward would have set it."""
-        stored = call.programs.captured.stored
+    def _set_flags(self, call: Call, stored: Sequence[Stored]) -> None:
+        """Let inputs and parameters require gradients as forward, which stores this, would have set it."""
         if stored:
             set_flags(stored, self._stored_in(call))
+
+    def _set_input_flags(self, call: Call) -> None:
+        """The same for inputs only, which must be set before they are split."""
+        stored = call.programs.captured.stored
+        self._set_flags(call, [each for each in stored if each.root != "model"])
 
     def _stored_in(self, call: Call) -> Target:
         return Target(model=self.tree, arguments=call.arguments, inputs=call.leaves)
@@ -236,6 +241,7 @@ class Runtime:
         replica may write to buffers.
         """
         programs_of = call.programs.find_all(batch.slices, call.leaves_by_name)
+        self._set_flags(call, programs_of[0].stored)
         runs: list[list[PlacedMicrobatch]] = []
         for index in range(len(batch.rows)):
             runs.append([])
@@ -304,7 +310,7 @@ class Runtime:
         """Forward and backward of one batch; the loss of the whole batch, a detached scalar."""
         # ``own_rows`` makes no difference here: a single process always has all rows.
         programs, leaves = call.programs, call.leaves
-        self._set_flags(call)
+        self._set_input_flags(call)
         callers = CallerGraph()
         target = callers.cut(target)
         if loss_of.whole_batch:

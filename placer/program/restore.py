@@ -11,7 +11,15 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from placer.program.hook_table import HookTable
-from placer.program.objects import Path, is_object, items_of, walk
+from placer.program.objects import (
+    Path,
+    attributes_of,
+    has_slots,
+    is_object,
+    items_of,
+    set_attributes,
+    walk,
+)
 from placer.program.reachable import ReachableState, Reference
 
 MISSING = object()
@@ -163,13 +171,16 @@ def _contents(value: Any) -> _Contents | None:
     items = items_of(value) if isinstance(value, list | deque | set) else None
     if items is not None:
         return set(items) if isinstance(value, set) else items
-    return dict(vars(value)) if is_object(value) else None
+    return dict(attributes_of(value)) if is_object(value) or has_slots(value) else None
 
 
 def _refill(holder: Any, contents: _Contents) -> None:
     # By the methods of the builtin classes, since a subclass may refuse changes.
     if not isinstance(contents, dict):
         set_items(holder, contents)
+        return
+    if not isinstance(holder, dict) and has_slots(holder):
+        set_attributes(holder, contents)
         return
     table = holder if isinstance(holder, dict) else vars(holder)
     if isinstance(table, HookTable):
