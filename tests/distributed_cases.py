@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import assert_close, gradient_noise, mean_square, reference_step
-from space_networks import ValidUNet
+from space_networks import Inputs, ValidUNet, some_inputs
 from thin import thin_resnet18
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -55,6 +55,7 @@ CASES: dict[str, Callable[[int], Case]] = {
         {},
     ),
     "2D U-Net": lambda rows: (ValidUNet(), (torch.randn(rows, 1, 21, 18, dtype=D),), {}),
+    "volume, mask and coarse volume": lambda rows: (Inputs(), some_inputs(rows), {}),
     "tied transformer": lambda rows: (
         _no_dropout(models.TiedTransformer()),
         (torch.randint(0, 17, (rows, 6)),),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import distributed_cases as cases
 import pytest
 from jobs import Job
+from space_networks import INPUTS
 
 import placer
 
@@ -30,6 +31,13 @@ def test_three_steps_equal_the_plain_model(
     assert [rank["stages"] for rank in found] == [
         (s,) for s in range(stages) for _ in range(shards)
     ] * replicas
+
+
+def test_inputs_that_say_which_dims_are_space(job_of: Callable[[int], Job]) -> None:
+    name = "volume, mask and coarse volume"
+    model, args, kwargs = cases.make_case(name, 8)
+    plan = placer.make_plan(model, cases.make_spec(3, 1, 2, space=3, inputs=INPUTS), args, kwargs)
+    job_of(3).run(cases.check_equality, name, plan, ("GPipe",), (8, 5))
 
 
 def test_a_loss_over_the_whole_batch(job_of: Callable[[int], Job]) -> None:
