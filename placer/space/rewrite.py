@@ -173,6 +173,8 @@ class _Cutter:
         layout = self._of[source].layout
         sizes = [*node.args[1:], *node.kwargs.values()] if name == "size" else []
         cut = layout or self._of[source].likely
+        if source.op == "placeholder":
+            layout = cut  # so that no operation needs the whole input
         if sizes and isinstance(sizes[0], int) and cut is not None:
             dim = sizes[0] % len(cut.shape)
             if dim in cut.dims or (source in self._upright and dim >= FIRST):

@@ -83,3 +83,20 @@ def test_an_input_without_space_and_one_of_integers() -> None:
 def test_what_cannot_be_meant_is_refused(inputs: dict[str, Any], said: str) -> None:
     with pytest.raises(placer.SpecError, match=said):
         placer.compile(Inputs().double(), _spec(2, inputs=inputs), some_inputs(2))
+
+
+def test_boxes_in_one_process_are_whole_inputs() -> None:
+    args = some_inputs(2)
+    placed = placer.compile(Inputs().double(), _spec(2, inputs=INPUTS), args)
+    assert {name: len(own) for name, own in placed.boxes.items()} == {
+        "x": 5,
+        "mask": 4,
+        "coarse": 5,
+    }
+    given = [
+        placer.Box(x[own], x.shape) for x, own in zip(args, placed.boxes.values(), strict=True)
+    ]
+    for found, own in zip(placed(*given), placed(*args), strict=True):
+        assert torch.equal(found, own)
+    with pytest.raises(placer.PlacerError, match="one process runs all shards"):
+        placed(placer.Box(args[0][:, :4], args[0].shape), *args[1:])

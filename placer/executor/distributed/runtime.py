@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import default_timeout
 from placer.emit import StagedModel
 from placer.errors import PlacerError, StageError
+from placer.executor.boxes import Slices, own_boxes
 from placer.executor.call_cache import Call
 from placer.executor.caller_graph import CallerGraph
 from placer.executor.distributed.checks import (
@@ -188,6 +189,11 @@ class DistributedRuntime(Runtime):
         return self.replica_index, self.num_replicas
 
     @property
+    def boxes(self) -> dict[str, Slices]:
+        shard = self.assignment.shard_index if self.plan.shards > 1 else None
+        return own_boxes(self.staged, shard)
+
+    @property
     def output_device(self) -> torch.device:
         return self.device
 
@@ -269,6 +275,12 @@ class DistributedRuntime(Runtime):
                     "hooks on the placed module would get the inputs of one replica and results of all",
                     "give every rank the whole batch, without own_rows",
                 )
+        if call.boxes and self.module._forward_hooks:
+            raise PlacerError(
+                "placer.Box",
+                "is a part of an input, and hooks on the placed module would get the whole one",
+                "pass the whole tensor, or remove the hooks",
+            )
         callers = CallerGraph()
         leaves, target = callers.cut((leaves, target))
         if loss_of.whole_batch and not own_rows:
