@@ -56,6 +56,15 @@ CASES: dict[str, Callable[[int], Case]] = {
     ),
     "2D U-Net": lambda rows: (ValidUNet(), (torch.randn(rows, 1, 21, 18, dtype=D),), {}),
     "volume, mask and coarse volume": lambda rows: (Inputs(), some_inputs(rows), {}),
+    "padding modes": lambda rows: (
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular"),
+            nn.GroupNorm(2, 4),
+            nn.Conv2d(4, 2, 3, stride=2, padding=2, padding_mode="reflect"),
+        ),
+        (torch.randn(rows, 1, 12, 7, dtype=D),),
+        {},
+    ),
     "tied transformer": lambda rows: (
         _no_dropout(models.TiedTransformer()),
         (torch.randint(0, 17, (rows, 6)),),

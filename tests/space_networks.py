@@ -124,6 +124,8 @@ def _convolution(draw: random.Random, dims: int, channels: int) -> tuple[nn.Modu
         options["output_padding"] = [
             draw.randint(0, max(pair) - 1) for pair in zip(stride, dilation, strict=True)
         ]
+    elif draw.random() < 0.3:
+        options["padding_mode"] = draw.choice(("circular", "reflect", "replicate"))
     made = draw.choice((2, 4))
     kernel = [draw.randint(1, 5) for _ in range(dims)]
     return kinds[transposed][dims - 1](channels, made, kernel, **options), made

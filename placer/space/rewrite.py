@@ -306,7 +306,11 @@ class _Cutter:
         for x, layout in rule.layouts.items():
             if not self._is_cut(x):
                 self._of[x].likely = layout
-        given += [self._parts(x, node) for x in rule.inputs]
+        parts = [self._parts(x, node) for x in rule.inputs]
+        for i, operation in enumerate(rule.before):
+            name = f"{node.name}_pad{i or ''}"
+            parts[i] = self._new(node, "call_function", operation, (parts[i],), name)
+        given += parts
         made = self._new(node, "call_function", rule.operation, tuple(given), node.name)
         if rule.operation.is_whole:
             self._of[node] = _Values(whole=made)

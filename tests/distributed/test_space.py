@@ -41,6 +41,14 @@ def test_inputs_that_say_which_dims_are_space(job_of: Callable[[int], Job]) -> N
     job_of(3).run(cases.check_equality, name, plan, ("GPipe",), (8, 5))
 
 
+def test_a_padding_that_wraps_around(job_of: Callable[[int], Job]) -> None:
+    """The first rank and the last are neighbours."""
+    model, args, kwargs = cases.make_case("padding modes", 8)
+    plan = placer.make_plan(model, cases.make_spec(3, 1, 1, space=3), args, kwargs)
+    assert not any("Gathered" in note for note in plan.notes)
+    job_of(3).run(cases.check_equality, "padding modes", plan, ("GPipe",), (8, 5))
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
