@@ -35,13 +35,13 @@ def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
             yield node, node.target
 
 
-def find_gathered(program: Program) -> dict[str, list[str]]:
-    """Why values of ``program`` are gathered, besides its results, and the layers that need them whole."""
-    found: dict[str, list[str]] = {}
-    for _, operation in nodes_in_space(program):
+def find_gathered(program: Program) -> dict[str, dict[str, str]]:
+    """Why values of ``program`` are gathered, besides its results: node -> the layer that needs it whole."""
+    found: dict[str, dict[str, str]] = {}
+    for node, operation in nodes_in_space(program):
         if isinstance(operation, GatherParts) and operation.reason:
             layer = program.layers.get(operation.reader, "")
-            found.setdefault(operation.reason, []).append(layer or operation.reader)
+            found.setdefault(operation.reason, {})[node.name] = layer or operation.reader
     return found
 
 

@@ -290,6 +290,15 @@ def test_calls_of_which_nothing_is_gathered(
         _assert_same(plain, placed, (torch.randn(rows, 2, 8, 6, 6, dtype=D),))
 
 
+def test_a_note_says_what_is_gathered_and_what_that_costs() -> None:
+    """A value of 2 x 4 x 8 x 6 x 6 doubles; each of two shards sends a half, and half of the gradient."""
+    plain = _Calls(lambda m, y: y.roll(1, 2) + m.again(y).roll(1, 2)).double()
+    plan = placer.make_plan(plain, TWO, torch.randn(2, 2, 8, 6, 6, dtype=D))
+    (note,) = (note for note in plan.notes if "Gathered" in note)
+    assert "roll, roll_1 (placer has no rule for it). That gathers 36.00 KiB" in note
+    assert "a shard sends 36.00 KiB" in note
+
+
 def test_a_convolution_after_tokens_runs_on_parts() -> None:
     """As the decoder of a transformer for volumes: what it reads was gathered before."""
 
