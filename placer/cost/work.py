@@ -107,7 +107,7 @@ class Work:
         }
 
     def with_repeated(self, nodes: Sequence[int]) -> Work:
-        """A copy in which the forward of ``nodes`` runs again in backward."""
+        """A copy in which the forward of ``nodes`` runs again in backward, as often as they occur."""
         return self._copy(self._passes, tuple(nodes), 1.0)
 
     def with_share(self, share: float) -> Work:
@@ -185,6 +185,6 @@ def _with_repeated(
         return backward
     device, host = backward.device.copy(), backward.host.copy()
     chosen = list(nodes)
-    device[chosen] += forward.device[chosen]
-    host[chosen] += forward.host[chosen]
+    np.add.at(device, chosen, forward.device[chosen])
+    np.add.at(host, chosen, forward.host[chosen])
     return PassSeconds(device=device, host=host)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.checkpoint import GraphExecGroup
 
 from placer.autograd_graph import leaf_of
 
@@ -92,9 +93,12 @@ class SplitBackward:
 
     def run_weights(self) -> None:
         """Accumulate the gradients of the weights, unless `run_inputs` has done so."""
-        while self._weights:
-            edges, gradients, weights = self._weights.pop()
-            torch.autograd.backward(edges, gradients, inputs=weights)
+        with (
+            GraphExecGroup()
+        ):  # so that checkpointed regions are recomputed once, not for each weight
+            while self._weights:
+                edges, gradients, weights = self._weights.pop()
+                torch.autograd.backward(edges, gradients, inputs=weights)
 
 
 def _find_meetings(

@@ -58,7 +58,7 @@ _STARTS = 4  # best candidates from which several stages per device are tried, t
 # To minimise a step: candidates whose step is laid out in time, and those of which boundaries are moved
 _LAID_OUT, _MOVED = 16, 5
 # A chain of more stages is only looked for along program order: tables of all stages take seconds to make.
-MANY_STAGES = 24
+MANY_STAGES = 16
 
 
 def choose_partition(

@@ -29,6 +29,7 @@ from placer.partition.solver.problem import (
 from placer.partition.stage_cost.score import unit_seconds
 from placer.partition.stage_cost.state import unit_state
 from placer.partition.types import DeviceSlot, PlanningOptions
+from placer.schedule import splits_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +115,7 @@ def shortest_step(
     zero-bubble schedule, gradients of weights may run beside the rest of a micro-batch.)
     """
     total = float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
-    once = 0.0 if options.schedule == "InterleavedZeroBubble" and options.training else total
+    once = 0.0 if splits_backward(options.schedule) and options.training else total
     if not options.processes and all(device_type(slot.name) == "cpu" for slot in chain):
         return options.microbatches * total
     return max(once, options.microbatches * simple_bound(problem))

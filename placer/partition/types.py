@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from placer.machine.catalogue import DeviceKind
 from placer.machine.links import Link, Links
 from placer.plan.types import Boundary, Optimality, StagePlan, Transfer
+from placer.schedule import splits_backward
 from placer.spec.fields import AllocatorName
 from placer.state_layout import StateLayout
 
@@ -65,6 +66,11 @@ class PlanningOptions:
     offload_overlap: bool = False  # copies to and from the host overlap with a GPU's kernels
     # Bytes of host memory for the offloaded activations of a replica
     host_budget: int | None = None
+
+    @property
+    def recomputations(self) -> int:
+        """How often a backward recomputes a region: each half of a split one does."""
+        return 2 if splits_backward(self.schedule) else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,16 +14,20 @@ from pydantic import TypeAdapter, ValidationError
 from placer.errors import PlanError
 from placer.files import writing
 from placer.jsonfile import JSONError, read_json
+from placer.plan.roles import with_devices, with_roles
 from placer.plan.types import Plan
 
-VERSION = 2  # of the format
+VERSION = 3  # of the format
 _PLAN = TypeAdapter(Plan)
 _AGAIN = "plan again: a plan is written by placer, not by hand"
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """``plan`` as JSON values, with keys in a fixed order; memory is in bytes, times are in seconds."""
-    values = _PLAN.dump_python(plan, mode="json", by_alias=True)
+    """``plan`` as JSON values, with keys in a fixed order; memory is in bytes, times are in seconds.
+
+    They have ``roles`` for the plan's devices (`placer.plan.roles`).
+    """
+    values = with_roles(_PLAN.dump_python(plan, mode="json", by_alias=True))
     return {"version": VERSION, "checksum": _checksum(values), **values}
 
 
@@ -50,6 +54,10 @@ def plan_from_json(data: Mapping[str, Any], *, source: str = "plan") -> Plan:
         intact = False
     if not intact:
         raise PlanError(source, "is not as placer wrote it: its checksum is another", _AGAIN)
+    try:
+        values = with_devices(values)
+    except (LookupError, TypeError, ValueError):
+        raise PlanError(f"{source} /roles", "they are not those of its stages", _AGAIN) from None
     try:
         # From JSON, strict mode takes lists as tuples.
         return _PLAN.validate_json(json.dumps(values))

@@ -99,7 +99,7 @@ def choose_policy(
     ``first`` is the partition for the plain costs, if it is known. With ``at_once``, the search ends with the
     first placement that fits, whatever extra time it takes.
     """
-    plain = with_regions(costs, keys)
+    plain = with_regions(costs, keys, options.recomputations)
     first = first or choose(plain, {})
     if not is_heavy(first, choices, slots, options):
         return PolicyChoice(costs=plain, partition=first, extra_seconds=0.0)
@@ -243,7 +243,8 @@ class _Search:
         for stage in stages:
             for node, key in keys_of(layers, stage.runs).items():
                 keys[node] = keys[node] or key
-        return with_regions(self._costs, whole_groups(self._program, keys))
+        groups = whole_groups(self._program, keys)
+        return with_regions(self._costs, groups, self._options.recomputations)
 
     def _stages(self, partition: Partition) -> tuple[list[PolicySearch], list[StageLimits]]:
         stages = partition.stages

@@ -195,7 +195,7 @@ def _plan_for(
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
         choose = partial(_choose, program, slots, pins, options, tables, stop_at_share)
         plain = with_added_rows(costs_of(kernels=kernels, offloads=offloaded), len(sizes))
-        first = choose(with_regions(plain, keys), {})
+        first = choose(with_regions(plain, keys, options.recomputations), {})
         heavy = is_heavy(first, choices, slots, options)
         if heavy and spec.offload:  # needs another run of the model
             plain = with_added_rows(costs_of(kernels=kernels, offloads=True), len(sizes))

@@ -5,8 +5,15 @@ of all ranks into one order, `find_messages` finds the messages between ranks, a
 counts the micro-batches whose activations each stage keeps.
 """
 
-from placer.schedule.batch import split_batch
-from placer.schedule.build import SCHEDULES, make_schedule, one_process_order, ranks_of, schedule_on
+from placer.schedule.batch import all_have_rows, split_batch
+from placer.schedule.build import (
+    SCHEDULES,
+    make_schedule,
+    one_process_order,
+    ranks_of,
+    schedule_on,
+    splits_backward,
+)
 from placer.schedule.in_flight import Counts, InFlight, in_flight_by_stage
 from placer.schedule.messages import Flow, Message, find_messages, take_due_receives
 from placer.schedule.order import linearize, merge_backward
@@ -20,6 +27,7 @@ __all__ = [
     "InFlight",
     "Message",
     "Schedule",
+    "all_have_rows",
     "find_messages",
     "in_flight_by_stage",
     "linearize",
@@ -29,5 +37,6 @@ __all__ = [
     "ranks_of",
     "schedule_on",
     "split_batch",
+    "splits_backward",
     "take_due_receives",
 ]

@@ -12,6 +12,19 @@ def split_batch(total: int, replicas: int, microbatches: int) -> tuple[tuple[int
     return tuple(_chunk_sizes(size, microbatches) for size in _chunk_sizes(total, replicas))
 
 
+def all_have_rows(total: int, replicas: int, microbatches: int) -> bool:
+    """Does every one of so many replicas have a row for each of its micro-batches?
+
+    >>> all_have_rows(10, 2, 2), all_have_rows(10, 2, 4), all_have_rows(1, 2, 1)
+    (True, False, False)
+    """
+    most = -(-total // replicas)
+    least = total - (replicas - 1) * most
+    return least > 0 and all(
+        -(-size // -(-size // microbatches)) == microbatches for size in (most, least)
+    )
+
+
 def _chunk_sizes(total: int, chunks: int) -> tuple[int, ...]:
     """The chunk sizes of ``torch.chunk``: at most ``chunks`` of them, none zero unless ``total`` is zero.
 

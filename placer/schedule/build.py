@@ -46,6 +46,11 @@ def make_schedule(
     )
 
 
+def splits_backward(schedule: str) -> bool:
+    """Does the schedule run backward in two halves, for inputs and for weights?"""
+    return schedule.endswith("ZeroBubble")
+
+
 def ranks_of(devices: Sequence[str]) -> tuple[int, ...]:
     """The number of each stage's device; devices are numbered in the order of their first stage.
 

@@ -73,16 +73,18 @@ def _notes(plan: Plan, best: Rated, devices: int) -> Iterator[str]:
 def _alternative(rated: Rated, best: Plan) -> Alternative:
     plan = rated.plan
     if plan is None:
-        nbytes = int(rated.bound.nbytes)
+        nbytes, seconds = int(rated.bound.nbytes), rated.bound.seconds
         state = format_bytes(rated.bound.state)
         reason = f"needs at least {format_bytes(nbytes)} on a device, {state} of it for state"
+        if rated.fits:
+            reason = "by a rough estimate, without a plan"
         return Alternative(
             strategy=rated.strategy.describe(),
             devices=rated.strategy.devices,
-            fits=False,
+            fits=rated.fits,
             judged=False,
-            step_seconds=None,
-            slower=None,
+            step_seconds=seconds if rated.fits else None,
+            slower=seconds / best.rank_time if rated.fits and best.rank_time else None,
             peak=nbytes,
             headroom=None,
             reason=reason,

@@ -11,27 +11,33 @@ from torch import Tensor
 
 from placer.cost import CostTable, Estimate, Loss
 from placer.machine.devices import device_type
+from placer.machine.links import Links
 from placer.partition import MANY_STAGES
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.planner.devices import device_slot, likely_kernels, links_of
 from placer.planner.resolve import microbatch_inputs
 from placer.program import Program
+from placer.schedule import splits_backward
+from placer.search.chain import Chain, Limits
 from placer.search.strategy import Strategy
 from placer.spec import PlacementSpec
 from placer.state_layout import StateLayout, layout_of
 
-_PRECISION = 1e-3  # relative, of the slowest stage's share
+# The share of a device's room that is for what a chain's sums leave out: kernels' workspaces, and
+# activations that are alive for a moment
+_LEFT_OUT = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """No plan with a strategy takes fewer ``seconds``, or fewer ``nbytes`` on its fullest device.
 
-    For more than `MANY_STAGES` stages the seconds are those along program order, as plans of them are.
     ``state`` is the part of the bytes that parameters, gradients and the optimizer's state take.
+    ``worst_seconds`` are those on the same machine at its worst (`Links.at_worst`).
     """
 
     seconds: float
+    worst_seconds: float
     nbytes: float
     state: float
 
@@ -68,7 +74,8 @@ class Bounds:
         self._slots = list(
             dict.fromkeys(replace(device_slot(d, wanted), name="") for d in wanted.devices)
         )
-        self._links = links_of(wanted)
+        links = links_of(wanted)
+        self._links, self._at_worst = links, links.at_worst()
         self._serial = not processes and all(device_type(d.name) == "cpu" for d in wanted.devices)
         optimizer = wanted.optimizer
         self._optimizer = optimizer if isinstance(optimizer, str) else optimizer.model_dump()
@@ -76,12 +83,9 @@ class Bounds:
         self._parameters = sum(t.nbytes for t in costs.state)
         self._trained = costs.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
-        self._largest_share = functools.lru_cache(maxsize=None)(self._find_largest_share)
-
-    @property
-    def room(self) -> float:
-        """The most bytes that any device has for tensors; infinite without a budget."""
-        return max(float("inf") if slot.room is None else slot.room for slot in self._slots)
+        self._chain = functools.lru_cache(maxsize=None)(self._make_chain)
+        # The most bytes that any device has for tensors
+        self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
 
     def _costs(self, replicas: int, microbatches: int) -> CostTable:
         return self._estimate(
@@ -116,92 +120,117 @@ class Bounds:
     def __call__(self, strategy: Strategy) -> Bound:
         """The bound of ``strategy``, whose replicas and micro-batches all have rows."""
         sums = self._sums(strategy.replicas, strategy.microbatches)
-        return Bound(
-            seconds=self._seconds(strategy, sums),
-            nbytes=self._nbytes(strategy, sums),
-            state=self._state(strategy),
-        )
+        even = (sums.forward + sums.backward) / strategy.stages
+        slowest = max(even, sums.longest) / strategy.shards
+        seconds, worst = self._seconds(strategy, sums, slowest)
+        state = self._state(strategy)
+        nbytes = state + self._activations(strategy, sums)
+        return Bound(seconds=seconds, worst_seconds=worst, nbytes=nbytes, state=state)
 
-    def _seconds(self, strategy: Strategy, sums: _Sums) -> float:
+    def along_program_order(self, strategy: Strategy) -> Bound | None:
+        """An estimate of the best stages along program order instead of a bound; None if none fit.
+
+        It is for devices that are alike. Its ``nbytes`` are the bound's.
+        """
+        sums = self._sums(strategy.replicas, strategy.microbatches)
+        layout = self._layout(strategy)
+        memory = optimizer_bytes(self._optimizer, together=True).divided(layout.optimizer)
+        limits = Limits(
+            in_flight=_in_flight(strategy.schedule, strategy.stages, strategy.microbatches),
+            room=self.room * (1 - _LEFT_OUT),
+            state=2 + memory.state,
+            updating=2 + memory.state + memory.together,
+            recomputations=strategy.recompute * (1 + splits_backward(strategy.schedule)),
+        )
+        chain = self._chain(strategy.replicas, strategy.microbatches)
+        if strategy.recompute and strategy.stages > MANY_STAGES:  # as they are planned
+            # What enters a stage is little beside what one micro-batch saves when it runs again.
+            chain = chain.recomputing(limits.recomputations)
+            limits = replace(limits, recomputations=0, in_flight=[1] * strategy.stages)
+        slowest = chain.slowest_seconds(limits)
+        if slowest is None:
+            return None
+        sent = self._links.send_seconds(float(np.mean(chain.crossing)), 0, self._links.node)
+        seconds, worst = self._seconds(strategy, sums, slowest, sent)
+        return replace(self(strategy), seconds=seconds, worst_seconds=worst)
+
+    def _make_chain(self, replicas: int, microbatches: int) -> Chain:
+        costs = self._costs(replicas, microbatches)
+        return Chain.of(costs, self._slots[0].kind, training=self._wanted.training)
+
+    def _seconds(
+        self, strategy: Strategy, sums: _Sums, slowest: float, sent: float = 0.0
+    ) -> tuple[float, float]:
+        """Seconds of a step, and of one at worst.
+
+        The slowest stage takes ``slowest`` for a micro-batch; a value gets to the next stage in ``sent``,
+        or at once in a lower bound.
+        """
         stages, count = strategy.stages, strategy.microbatches
         forward, backward = sums.forward / strategy.shards, sums.backward / strategy.shards
         own = self._trained / (1 if self._serial else stages) if self._wanted.training else 0.0
-        exchanged = self._exchange(strategy, own, backward / stages)
-        if self._serial:
-            work = strategy.replicas * count * strategy.shards * (forward + backward)
-        else:
-            even = 1 / stages
-            if stages > MANY_STAGES:
-                even = self._largest_share(stages)
-                backward += forward * strategy.recompute  # they recompute all that they can
-            slot = max((forward + backward) * even, sums.longest / strategy.shards)
-            launch = strategy.shards * sums.launch
-            if self._processes:
-                slot, launch = max(slot, sums.launch / stages), 0.0
-            # The first stage starts at once, and the last one when a micro-batch has passed all others.
-            filling = forward if strategy.schedule.endswith("ZeroBubble") else forward + backward
-            work = max(
-                count * slot + (stages - 1) / stages * filling + exchanged,
-                strategy.replicas * count * launch,
-            )
         piece = own / self._layout(strategy).optimizer
         update = min(optimizer_seconds(piece, self._optimizer, slot.kind) for slot in self._slots)
-        return work + update
-
-    def _find_largest_share(self, stages: int) -> float:
-        """The least share of all time that the slowest of ``stages`` along program order can have.
-
-        By bisection; a greedy pass tells whether no stage needs more than a limit.
-        """
-        seconds = self._costs(1, 1).work.seconds(self._slots[0].kind)
-        ends = np.cumsum(seconds.forward.device + seconds.backward.device * self._wanted.training)
-        low, high = 1 / stages, 1.0
-        while high - low > _PRECISION * low:
-            limit, start, used = (low + high) / 2, 0.0, 0
-            while start < ends[-1] and used < stages:
-                end = ends[np.searchsorted(ends, start + limit * ends[-1], side="right") - 1]
-                if end <= start:
-                    break
-                start, used = float(end), used + 1
-            low, high = (low, limit) if start >= ends[-1] else (limit, high)
-        return low
+        least = strategy.replicas * count * strategy.shards * sums.launch
+        if self._processes:
+            slowest, least = max(slowest, sums.launch / stages), 0.0
+        # The first stage starts at once, and the last one when a micro-batch has passed all others.
+        others, split = (stages - 1) / stages, splits_backward(strategy.schedule)
+        filling = others * (forward if split else forward + backward)
+        work = count * slowest + filling + (stages - 1) * sent * (1 + self._wanted.training)
+        if split and sent:
+            # In few micro-batches nothing is left to do while the last one comes back to the first stage.
+            half = (slowest * stages - forward) / 2
+            alone = others * (forward + half) + count * (slowest - half / stages)
+            work = max(work, alone + 2 * (stages - 1) * sent)
+        if self._serial:
+            work = least = strategy.replicas * count * strategy.shards * (forward + backward)
+        found = []
+        for links in (self._links, self._at_worst):
+            exchanged = self._exchange(links, strategy, own, backward / stages)
+            found.append(max(work + exchanged * (not self._serial), least) + update)
+        return found[0], found[1]
 
     def _layout(self, strategy: Strategy) -> StateLayout:
         chosen = "optimizer" if strategy.shard_state else self._wanted.shard_state
         return layout_of(chosen, strategy.replicas * strategy.shards)
 
-    def _exchange(self, strategy: Strategy, own: float, backward: float) -> float:
+    def _exchange(self, links: Links, strategy: Strategy, own: float, backward: float) -> float:
         """Seconds of the sums of gradients that nothing hides."""
         ranks = strategy.replicas * strategy.shards
         if ranks == 1 or not own:
             return 0.0
         if not self._processes:  # the weights are copied to all others, one after the other
-            return (ranks - 1) * self._links.send_seconds(own, 0, 1)
-        summed = self._links.all_reduce_seconds(own, ranks=ranks, stride=strategy.stages)
+            return (ranks - 1) * links.send_seconds(own, 0, 1)
+        summed = links.all_reduce_seconds(own, ranks=ranks, stride=strategy.stages)
         return max(0.0, summed - backward)
 
     def _state(self, strategy: Strategy) -> float:
         """Bytes of weights, gradients and optimizer state that the fullest device holds at least."""
-        optimizer = optimizer_bytes(self._optimizer).divided(self._layout(strategy).optimizer)
-        trained = (1 + optimizer.state) * self._trained if self._wanted.training else 0.0
+        optimizer = optimizer_bytes(self._optimizer).state / self._layout(strategy).optimizer
+        trained = (1 + optimizer) * self._trained if self._wanted.training else 0.0
         return (self._parameters + trained) / strategy.stages
 
-    def _nbytes(self, strategy: Strategy, sums: _Sums) -> float:
+    def _activations(self, strategy: Strategy, sums: _Sums) -> float:
+        """Bytes that the fullest device holds in addition, if activations take more than gradients."""
         if not self._wanted.training or strategy.recompute or strategy.offload:
-            return self._state(strategy)
+            return 0.0
         # A stage with k micro-batches in flight holds at most 1/k of what another holds with one.
         room = _saved_room(strategy.schedule, strategy.stages, strategy.microbatches)
-        activations = sums.saved / strategy.shards / room
-        gradients = self._trained / strategy.stages
-        return max(self._state(strategy), self._state(strategy) - gradients + activations)
+        return max(0.0, sums.saved / strategy.shards / room - self._trained / strategy.stages)
 
 
-@functools.cache
-def _saved_room(schedule: str, stages: int, microbatches: int) -> float:
-    """The sum over stages of 1 / (micro-batches in flight): with 1F1B as many as stages follow, and one.
+def _in_flight(schedule: str, stages: int, microbatches: int) -> list[int]:
+    """The micro-batches that each stage has in flight: all, or with 1F1B as many as stages follow, and one.
 
     A zero-bubble schedule keeps as many (Qi et al. 2024, ZB-H1).
     """
     if schedule == "GPipe":
-        return stages / microbatches
-    return sum(1 / min(microbatches, following) for following in range(1, stages + 1))
+        return [microbatches] * stages
+    return [min(microbatches, following) for following in range(stages, 0, -1)]
+
+
+@functools.cache
+def _saved_room(schedule: str, stages: int, microbatches: int) -> float:
+    """The sum over stages of 1 / (micro-batches in flight)."""
+    return sum(1 / count for count in _in_flight(schedule, stages, microbatches))

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from placer.program import Program
-from placer.schedule import split_batch
+from placer.schedule import all_have_rows
 from placer.search.strategy import SEARCHED, Strategy, degrees
 from placer.space import CONVOLUTIONS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.fields import ScheduleName
 
 _SHARDS = (1, 2, 4, 8, 16, 32, 64)
+_FEW = 8  # numbers of replicas up to this one may give some of them fewer rows
 _MICROBATCHES = tuple(2**power for power in range(13))
 _SCHEDULES: tuple[ScheduleName, ...] = ("1F1B", "InterleavedZeroBubble")
 
@@ -59,18 +60,12 @@ def list_strategies(
     for shard in shards:
         if shard > most:
             continue
-        useful = [
-            n for n in range(1, min(rows, most // shard) + 1) if len(split_batch(rows, n, 1)) == n
-        ]
+        useful = _replica_counts(rows, most // shard)
         replicas = choices("replicas", _count(wanted.replicas), useful)
         for replica in replicas:
             left = most // (shard * replica)
             counts = choices("microbatches", _count(wanted.microbatches), _MICROBATCHES)
-            counts = [
-                count
-                for count in counts
-                if all(len(part) == count for part in split_batch(rows, replica, count))
-            ]
+            counts = [count for count in counts if all_have_rows(rows, replica, count)]
             stages = choices("stages", _count(wanted.stages), list(degrees(left)))
             for stage in stages if counts else ():
                 if not 0 < stage <= min(left, operations):
@@ -95,6 +90,12 @@ def list_strategies(
                             chunks=chunked,
                             shard_state=divided,
                         )
+
+
+def _replica_counts(rows: int, most: int) -> list[int]:
+    """The numbers of replicas that are tried: all have rows, and equally many if they are not few."""
+    counts = range(1, min(rows, most) + 1)
+    return [n for n in counts if all_have_rows(rows, n, 1) and (n <= _FEW or rows % n == 0)]
 
 
 def _count(value: int | str) -> int:

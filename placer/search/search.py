@@ -1,4 +1,8 @@
-"""Finds the best strategy that fits: bounds prune, estimates rank, and dry runs decide."""
+"""Finds the best strategy that fits: bounds prune, estimates rank, and dry runs decide.
+
+An estimate is a plan that got no dry run. For more than `MANY_STAGES` devices, where plans take long, it is
+a sum over stages along program order (`Bounds.along_program_order`), and only the best one is planned.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ _WORTH_IT = (
 )
 _ROUNDS = 4  # of estimates: each takes the best of every family that may still win
 _MOST_JUDGED = 6  # plans that get a dry run
+_MOST_TRIED = 1_000  # strategies of a family that are estimated along program order
 _FAR = 1.15  # an estimate above so many times the room does not become a plan that fits
 
 
@@ -32,22 +37,18 @@ _FAR = 1.15  # an estimate above so many times the room does not become a plan t
 class Rated:
     """A strategy with what is known of it: its bound, an estimate, or a plan that was judged.
 
-    ``plan`` is None if none was made; ``spec`` gives it again. ``judged``: a dry run decided whether it fits.
-    ``worst_time`` is `Plan.rank_time` on the same machine at its worst: collectives between nodes use one
-    network card of each.
+    ``plan`` is None if none was made; ``spec`` gives it again. Without a plan ``bound`` is an estimate along
+    program order if it ``fits``. ``judged``: a dry run decided whether it fits. ``worst_time`` is
+    `Plan.rank_time` on the same machine at its worst: collectives between nodes use one network card of each.
     """
 
     strategy: Strategy
     bound: Bound
     spec: PlacementSpec
+    fits: bool = False
     plan: Plan | None = None
     judged: bool = False
     worst_time: float = 0.0
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits as far as is known; False without a plan."""
-        return self.plan is not None and self.plan.fits
 
     @property
     def peak(self) -> int:
@@ -118,17 +119,21 @@ class _Search:
 
     def run(self, with_nearest: bool) -> Found:
         unfit = self._list_families()
-        for _ in range(_ROUNDS):
-            for family in sorted(self._left, key=_costs):
-                self._estimate_next(family)
         if not self._left and not unfit:
             raise self._no_strategy()
-        if with_nearest and not self._rated and unfit:
-            smallest = min(unfit, key=lambda rated: rated.bound.nbytes)
+        many = len(self._wanted.devices) > MANY_STAGES
+        for _ in range(1 if many else _ROUNDS):
+            for family in sorted(self._left, key=_costs):
+                if many:
+                    self._estimate_along_program_order(family)
+                else:
+                    self._estimate_next(family)
+        if with_nearest and not self._rated:
+            smallest = min((*unfit, *self._smallest()), key=lambda rated: rated.bound.nbytes)
             self._estimate(smallest.strategy, smallest.bound)
         if not self._rated and self._failure is not None:
             raise self._failure  # it is not a matter of memory
-        best = self._choose(self._judge())
+        best = self._choose(self._judge_best() if many else self._judge())
         others = list(self._best_of_families(best))
         tried = [rated for rated in self._rated.values() if rated.plan is not None]
         nearest = min(
@@ -216,23 +221,44 @@ class _Search:
         )
 
     def _estimate(self, strategy: Strategy, bound: Bound) -> bool:
-        """Estimate a strategy; False if the model cannot be placed so.
-
-        One of many stages, which take long to plan, keeps its bound until it is judged.
-        """
+        """Estimate a strategy; False if the model cannot be placed so."""
         spec = strategy.spec(self._wanted, self._pool)
-        if spec is None:
+        plan = None if spec is None else self._plan(self._make.rough_estimate, spec)
+        if spec is None or plan is None:
             return False
-        rated = Rated(strategy=strategy, bound=bound, spec=spec, worst_time=bound.seconds)
-        if strategy.stages <= MANY_STAGES:
-            plan = self._plan(self._make.rough_estimate, spec)
-            if plan is None:
-                return False
-            rated = self._rate(rated, plan)
-            if not plan.fits and bound.nbytes:
-                self._factor[strategy.family] = max(1.0, rated.peak / bound.nbytes)
+        rated = self._rate(Rated(strategy=strategy, bound=bound, spec=spec), plan)
+        if not plan.fits and bound.nbytes:
+            self._factor[strategy.family] = max(1.0, rated.peak / bound.nbytes)
         self._rated.setdefault(rated.strategy, rated)
         return True
+
+    def _estimate_along_program_order(self, family: Family) -> None:
+        """Estimate the members of ``family`` in the order of their bounds, and keep the best that fits."""
+        best: tuple[Strategy, Bound] | None = None
+        for strategy, bound in self._left[family][:_MOST_TRIED]:
+            if best is not None and bound.seconds >= best[1].seconds:
+                break  # all others are worse
+            found = self._bounds.along_program_order(strategy)
+            if found is not None and (best is None or found.seconds < best[1].seconds):
+                best = strategy, found
+        if best is None:
+            return
+        strategy, bound = best
+        if (spec := strategy.spec(self._wanted, self._pool)) is not None:
+            self._rated[strategy] = Rated(
+                strategy=strategy,
+                bound=bound,
+                spec=spec,
+                fits=True,
+                worst_time=bound.worst_seconds,
+            )
+
+    def _smallest(self) -> Iterator[Rated]:
+        """Of each family the member with the least bound on its bytes."""
+        for members in self._left.values():
+            strategy, bound = min(members, key=lambda pair: pair[1].nbytes)
+            if (spec := strategy.spec(self._wanted, self._pool)) is not None:
+                yield Rated(strategy=strategy, bound=bound, spec=spec)
 
     def _rate(self, rated: Rated, plan: Plan, *, judged: bool = False) -> Rated:
         """``rated`` with ``plan``, its time at worst, and the strategy that the plan has."""
@@ -247,6 +273,7 @@ class _Search:
         rated = replace(rated, strategy=strategy)
         worst = plan.rank_time
         if self._links.network is not None and plan.processes and plan.step_seconds is not None:
+            # Replicas share nothing but sums, so one of them takes as long as all.
             ranks = plan.replicas * plan.shards
             slower = [
                 replace(
@@ -257,8 +284,8 @@ class _Search:
                 )
                 for stage in plan.stages
             ]
-            worst = end_of(step_spans(replace(plan, stages=tuple(slower))))
-        return replace(rated, plan=plan, judged=judged, worst_time=worst)
+            worst = end_of(step_spans(replace(plan, stages=tuple(slower), replicas=1)))
+        return replace(rated, plan=plan, fits=plan.fits, judged=judged, worst_time=worst)
 
     def _plan(self, make: Callable[[PlacementSpec], Plan], spec: PlacementSpec) -> Plan | None:
         """The result of ``make(spec)``; None if the model cannot be placed so."""
@@ -311,6 +338,20 @@ class _Search:
                     judged[rated.strategy] = self._rated[rated.strategy] = found
         return list(judged.values())
 
+    def _judge_best(self) -> list[Rated]:
+        """Judge the strategies in the order of their losses until one fits."""
+        judged: list[Rated] = []
+        for rated in [each for _, each in self._by_loss(list(self._rated.values()))][:_MOST_JUDGED]:
+            plan = self._plan(self._make, rated.spec)
+            if plan is None:
+                continue
+            found = self._rate(self._rated.pop(rated.strategy), plan, judged=True)
+            self._rated[found.strategy] = found
+            judged.append(found)
+            if found.fits:
+                break
+        return judged
+
     def _values_of(self, rated: Sequence[Rated]) -> list[tuple[float, float]]:
         """What the objective minimises, on the machine and on the same at its worst."""
         found = []
@@ -327,15 +368,21 @@ class _Search:
         """
         fitting = [rated for rated in judged if rated.fits]
         good = [rated for rated in fitting if rated.plan is not None and not rated.plan.starved]
-        good = good or fitting
-        if not good:
-            return None
-        values = self._values_of(good)
+        found = self._by_loss(good or fitting)
+        equal = [rated for loss, rated in found if loss <= found[0][0] * AS_GOOD]
+        return min(
+            equal,
+            key=lambda rated: (rated.strategy.complexity, self._key(rated)),
+            default=None,
+        )
+
+    def _by_loss(self, rated: Sequence[Rated]) -> list[tuple[float, Rated]]:
+        """``rated`` by how many times the best value each has, on the machine or on the same at its worst."""
+        values = self._values_of(rated)
         least = [min(column) or 1.0 for column in zip(*values, strict=True)]
-        loss = [max(v / b for v, b in zip(value, least, strict=True)) for value in values]
-        enough = min(loss) * AS_GOOD
-        equal = [rated for rated, own in zip(good, loss, strict=True) if own <= enough]
-        return min(equal, key=lambda rated: (rated.strategy.complexity, self._key(rated)))
+        losses = [max(v / b for v, b in zip(value, least, strict=True)) for value in values]
+        found = zip(losses, rated, strict=True)
+        return sorted(found, key=lambda pair: (pair[0], pair[1].strategy.complexity))
 
     def _best_of_families(self, best: Rated | None) -> Iterator[Rated]:
         """The best of every family but that of ``best``; those that fit come first."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from placer.cost import CostEstimates, Loss, find_loss
 from placer.errors import SpecError
 from placer.garbage import only_new_garbage
-from placer.partition import TableCache
+from placer.partition import MANY_STAGES, TableCache
 from placer.plan.summary import describe_runtime
 from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
 from placer.planner.build import build_plan
@@ -37,6 +37,8 @@ _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
 _FAR_SHARE = 0.1  # a plan that overflows by more is not made to fit by corrections
 _ROOMY = 4
+# A dry run of many stages, in which more nodes would run forward than this, is one of the fullest devices.
+_MOST_NODES, _FULLEST = 20_000, 2
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.
 _STAGE_COSTS = {
@@ -264,7 +266,7 @@ class JudgingPlanner:
     @only_new_garbage()
     def simulate(self, plan: Plan) -> SimulationReport:
         """The report of the dry run of ``plan``, which is made if there was none."""
-        return describe_run(plan, self._dry_run(plan), processes=self._processes)
+        return describe_run(plan, self._dry_run(plan, _most_run(plan)), processes=self._processes)
 
     @only_new_garbage()
     def _plan(
@@ -319,7 +321,10 @@ class JudgingPlanner:
         replaced = self._replaces_estimates(plan)
         if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
             return plan, None
-        run = self._dry_run(plan)
+        run = self._dry_run(plan, most := _most_run(plan))
+        if most is not None:
+            said = f"The peaks of the {most} fullest devices are a dry run's, all others are estimates."
+            plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
         found = _with_devices(plan, run(plan.devices), run.host)
         if plan.fits != found.fits and not self._processes:
             note = (
@@ -341,8 +346,8 @@ class JudgingPlanner:
         allocates = any(device.allocator is not None for device in plan.devices)
         return self._processes or whole_batch or allocates
 
-    def _dry_run(self, plan: Plan) -> DryRun:
-        """The dry run of ``plan``; cached."""
+    def _dry_run(self, plan: Plan, most: int | None) -> DryRun:
+        """The dry run of ``plan``, of at most so many processes; cached."""
         key = _PLAN.dump_json(plan, exclude=_COSTS)
         if key not in self._runs:
             self._say("running a step without data")
@@ -352,8 +357,16 @@ class JudgingPlanner:
                 self._inputs,
                 self.loss_of(plan),
                 processes=self._processes,
+                most=most,
             )
         return self._runs[key]
+
+
+def _most_run(plan: Plan) -> int | None:
+    """How many processes of a replica a dry run of ``plan`` runs; None: all."""
+    nodes = len(plan.node_layers) * plan.microbatches
+    long = plan.processes and nodes > _MOST_NODES and len(plan.stages) > MANY_STAGES
+    return _FULLEST if long and not plan.offload else None
 
 
 def _describe(spec: PlacementSpec) -> str:
@@ -391,7 +404,9 @@ def _corrections(
     names = itertools.cycle([device.device for device in plan.devices[: plan.num_devices]])
     given = zip(judged.devices, plan.devices, run.found, strict=True)
     for name, (now, estimate, timeline) in zip(names, given, strict=False):
-        needed = now.needed if starving else bytes_without_starvation(now, timeline)
+        needed = now.needed
+        if timeline is not None and not starving:
+            needed = bytes_without_starvation(now, timeline)
         shortfall[name] = max(shortfall.get(name, 0), needed - estimate.needed)
     if plan.host is not None and judged.host is not None:
         more = judged.host.needed - plan.host.needed

@@ -97,8 +97,8 @@ class RankLedger(Ledger):
         return self.timeline().peaks().get(_RANK, Moment())
 
 
-def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
-    """For every device of the first replica, the timeline of its process.
+def run_ranks(call: FakeCall, positions: Sequence[int]) -> list[DeviceTimeline]:
+    """For devices of the first replica, given by their ``positions``, the timelines of their processes.
 
     Of ranks with the same role only one is run, and of shards that take as much memory.
     """
@@ -108,12 +108,13 @@ def run_ranks(call: FakeCall) -> list[DeviceTimeline]:
     rows = dict.fromkeys(plan.devices_of(stage, 0) for stage in plan.stages)
     similar = similar_shards(call.program)
     names = [name for row in rows for name in row]
-    at = itertools.product(range(len(rows)), similar)
-    jobs = [
-        Job(rank=plan.grid.rank(pp=i, sp=shard), world_size=plan.grid.size, local_rank=0)
-        for i, shard in at
-    ]
-    ranks = [(assign_rank(plan, job), call.run_on or n) for job, n in zip(jobs, names, strict=True)]
+    coordinates = list(itertools.product(range(len(rows)), similar))
+    ranks = []
+    for at in positions:
+        stage, shard = coordinates[at]
+        rank = plan.grid.rank(pp=stage, sp=shard)
+        job = Job(rank=rank, world_size=plan.grid.size, local_rank=0)
+        ranks.append((assign_rank(plan, job), call.run_on or names[at]))
     with call.running():
         roles = [replica.find_role(*rank) for rank in ranks]
     for (assignment, device), role in zip(ranks, roles, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -30,14 +30,32 @@ _LARGEST_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The timeline of each of a plan's devices, and the host memory that was used."""
+    """The timeline of each of a plan's devices, None for one that did not run; and the host memory used."""
 
-    found: Sequence[DeviceTimeline]
+    found: Sequence[DeviceTimeline | None]
     host: HostUsage
 
     def __call__(self, devices: Sequence[DevicePeak]) -> tuple[DevicePeak, ...]:
-        """``devices`` with the memory that they need in this dry run."""
-        return tuple(measure(*pair) for pair in zip(devices, self.found, strict=True))
+        """``devices`` with the memory that they need in this dry run.
+
+        Devices that did not run are taken to need as much more than their estimates as those that did.
+        """
+        known: dict[Hashable, DevicePeak] = {}
+        measured: list[DevicePeak | None] = []
+        for device, run in zip(devices, self.found, strict=True):
+            if run is None:
+                measured.append(None)
+                continue
+            key = id(run.timeline), replace(device, device=run.place)
+            if key not in known:
+                known[key] = measure(device, run)
+            measured.append(replace(known[key], device=device.device))
+        pairs = list(zip(devices, measured, strict=True))
+        excess = max((found.needed - given.needed for given, found in pairs if found), default=0)
+        return tuple(
+            replace(given, peak=given.peak + max(0, excess)) if found is None else found
+            for given, found in pairs
+        )
 
 
 def dry_run(
@@ -49,6 +67,7 @@ def dry_run(
     processes: bool = False,
     run_on: str | None = None,
     once: bool = True,
+    most: int | None = None,
 ) -> DryRun:
     """Run the plan's training step a few times on simulated devices.
 
@@ -60,6 +79,8 @@ def dry_run(
     allocator then has a cache. Unless ``once`` is false, forward and backward are run only once, if
     possible, because later steps differ from the first only by the optimizer.
 
+    With ``most``, only so many processes run, those of the fullest devices by the plan's estimates.
+
     ``inputs`` are the flattened tensors of the whole batch, on any device. ``loss`` (by default the one
     that the plan counts) runs for each micro-batch, with its slice of the target. Every stage runs the
     kernels of its device, or with ``run_on`` those of that device, as after
@@ -67,11 +88,14 @@ def dry_run(
     """
     call = FakeCall(program, plan, inputs, loss, run_on=run_on, once=once)
     if processes:
-        ranks = run_ranks(call)
-        used = sum((host_usage(rank.timeline, HOST.name) for rank in ranks), HostUsage())
+        devices = plan.devices[: plan.num_devices]
+        fullest = sorted(range(len(devices)), key=lambda at: -devices[at].needed)[:most]
+        ran = dict(zip(sorted(fullest), run_ranks(call, sorted(fullest)), strict=True))
+        used = sum((host_usage(rank.timeline, HOST.name) for rank in ran.values()), HostUsage())
         host = HostUsage(plan.replicas * used.peak, plan.replicas * used.reserved)
-        ranks = with_shared_usages(ranks)
-        return DryRun(list(itertools.islice(itertools.cycle(ranks), len(plan.devices))), host)
+        ran = dict(zip(ran, with_shared_usages(ran.values()), strict=True))
+        row = [ran.get(at) for at in range(len(devices))]
+        return DryRun(list(itertools.islice(itertools.cycle(row), len(plan.devices))), host)
     timeline = run_process(call)
     of, none = timeline.by_device(), Timeline(blocks=(), events=())
     names = [device.device for device in plan.devices]
@@ -98,12 +122,13 @@ def describe_run(
 ) -> SimulationReport:
     """The report of a `dry_run` of ``plan``."""
     count = plan.num_devices if processes else len(plan.devices)
-    found = run.found[:count]
+    found = [each for each in run.found[:count] if each is not None]
+    shown = [d for d, each in zip(plan.devices, run.found[:count], strict=False) if each]
     curves = memory_over_time(replace(plan, processes=processes), found)
     return SimulationReport(
         devices=tuple(
             _describe(*of_device, run_on=run_on)
-            for of_device in zip(plan.devices[:count], found, curves, strict=True)
+            for of_device in zip(shown, found, curves, strict=True)
         ),
         host=measure_host(plan.host, run.host),
         step_ok=True,

@@ -18,6 +18,7 @@ from placer.space.chunks import CONVOLUTIONS, MOST_CHUNKS, count_chunked, find_j
 from placer.space.exchange import Alone, Exchange, Pieces, exchanging, innermost_exchange
 from placer.space.layout import Cuts, Layout
 from placer.space.nodes import CutWhole, GatherParts, InSpace
+from placer.space.norms import track
 from placer.space.queries import (
     count_windows,
     cut_inputs,
@@ -52,4 +53,5 @@ __all__ = [
     "parts_in",
     "similar_shards",
     "spec_rewrites",
+    "track",
 ]

@@ -109,7 +109,7 @@ def test_the_loss_is_counted_by_every_command(placer: Run, tmp_path: Path) -> No
         if command == "simulate":
             assert data["devices"]["cpu:0"]["peak"] == peak
         elif command == "plan":
-            assert data["devices"][0]["peak"] == peak
+            assert data["roles"][0]["memory"]["peak"] == peak
     result = placer("simulate", *net, str(plan), "--loss", "mean_square", "--json")
     assert json.loads(result.stdout)["devices"]["cpu:0"]["peak"] < peak / 2
     assert placer("verify", *net, str(spec)).exit_code == 0

@@ -262,8 +262,6 @@ def test_other_sizes_are_cut_anew() -> None:
         ({"space": {"shards": 2, "grid": [3]}}, "must multiply to the number of shards"),
         ({"space": {"shards": 2, "dims": ["dept"]}}, "did you mean"),
         ({"space": 0}, "space"),
-        ({"space": 2, "batch_norm": "deferred"}, 'cannot be combined with "space"'),
-        ({"space": 2, "replicas": 2, "batch_norm": "sync"}, 'cannot be combined with "space"'),
     ],
 )
 def test_a_spec_that_cannot_be_meant_is_refused(fields: dict[str, Any], said: str) -> None:

@@ -110,7 +110,8 @@ class DistributedRuntime(Runtime):
         groups = make_groups(mesh, assignment.grid, ownership, device)
         exchange = None
         if groups.sp is not None:
-            exchange = GroupExchange(groups.sp)
+            over_replicas = plan.batch_norm == "sync" and plan.replicas > 1
+            exchange = GroupExchange(groups.sp, device, groups.dp if over_replicas else None)
         places = [[[place]] * len(staged.stages)]
         super().__init__(part, plan=plan, staged=staged, places=places, exchange=exchange)
         self.exchange = exchange  # with the other shards of its stages
@@ -141,7 +142,7 @@ class DistributedRuntime(Runtime):
             layers=[stage.layers for stage in plan.stages],
         )
         if plan.batch_norm == "sync" and plan.replicas > 1:
-            synchronise_norms(part, groups.dp)
+            synchronise_norms(part, groups.columns)
         # Shards, and norms that are synchronised, by the plan or by the user.
         self._communicates_in_forward = exchange is not None or any(
             vars(module).get("process_group") for module in part.modules()
@@ -596,7 +597,8 @@ class DistributedRuntime(Runtime):
         if not calls and not own:
             return None
         place = self.replicas[0].places[0]
-        return SharedMoments(self.tree, calls, own, group=self.process_groups.dp, place=place)
+        group, copies = self.process_groups.dp, self.plan.shards
+        return SharedMoments(self.tree, calls, own, group=group, copies=copies, place=place)
 
     def _share_written(self, largest: Crossings) -> SharedTensors:
         """Start to send what forward wrote in the first replica to all replicas: buffers and parameters.
