@@ -12,6 +12,8 @@ from space_networks import INPUTS, Inputs, some_inputs
 from torch import Tensor, nn
 
 import placer
+from placer.executor.boxes import check_boxes
+from placer.executor.module import runtime_of
 
 
 def _spec(space: Any, **fields: Any) -> dict[str, Any]:
@@ -100,3 +102,27 @@ def test_boxes_in_one_process_are_whole_inputs() -> None:
         assert torch.equal(found, own)
     with pytest.raises(placer.PlacerError, match="one process runs all shards"):
         placed(placer.Box(args[0][:, :4], args[0].shape), *args[1:])
+
+
+class _Rolled(nn.Module):
+    """Reads its size, which a part does not have, and perhaps all of its values."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.conv, self.whole = nn.Conv3d(2, 2, 3, padding=1), whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x) / x.shape[2]
+        return y + x.roll(1, 2) if self.whole else y
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_part_of_an_input_that_something_reads_whole_is_refused(whole: bool) -> None:
+    x = torch.randn(2, 2, 8, 6, 6)
+    staged = runtime_of(placer.compile(_Rolled(whole=whole), _spec(2), x)).staged
+    given: dict[str, Any] = {"leaves": [x], "boxes": {0: x[:, :, :4]}, "shard": 0}
+    if whole:
+        with pytest.raises(placer.PlacerError, match=r"input x: .* but roll reads it whole"):
+            check_boxes(staged, **given)
+    else:
+        check_boxes(staged, **given)
