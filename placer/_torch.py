@@ -220,7 +220,9 @@ def storage_key(tensor: Tensor) -> int:
 FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOK_TABLES = ("_backward_hooks", "_backward_pre_hooks")
 HOOK_TABLES = (*FORWARD_HOOK_TABLES, *BACKWARD_HOOK_TABLES)
-"""The attributes of a module that hold its hooks."""
+"""The attributes of a module that hold the hooks of its calls."""
+ALL_HOOK_TABLES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
+"""Those, and others: for ``state_dict``, and that say how hooks are called."""
 
 
 def forward_pre_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
@@ -287,12 +289,17 @@ def gradient_hook_tables(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]
 
 
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
-    """Register the hooks of ``source`` on its gradient on ``target``, too."""
-    changing, telling = gradient_hook_tables(source)
-    for hook in changing.values():
-        target.register_hook(hook)
-    for hook in telling.values():
-        target.register_post_accumulate_grad_hook(hook)
+    """Register the hooks of ``source`` on its gradient on ``target``, too, while ``source`` has them."""
+    register = target.register_hook, target.register_post_accumulate_grad_hook
+    for table, add in zip(gradient_hook_tables(source), register, strict=True):
+        for key, hook in table.items():
+            add(functools.partial(_call_if_in, table, key, hook))
+
+
+def _call_if_in(
+    table: dict[int, Any], key: int, hook: Callable[[Tensor], Any], given: Tensor
+) -> Any:
+    return hook(given) if key in table else None
 
 
 def is_batch_of_gradients(gradient: Tensor) -> bool:

@@ -136,3 +136,25 @@ class Pairs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
         return h @ h.T
+
+
+class Blocks(nn.Module):
+    """Residual blocks of linear layers: many weights, or many activations, by width and rows."""
+
+    def __init__(self, width: int = 256, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]

@@ -761,3 +761,38 @@ def leave_values(spec: placer.PlacementSpec) -> None:
             torch.testing.assert_close(placed.hidden, plain.hidden.detach())
             torch.testing.assert_close(placed.history[-1], plain.history[-1])
             assert len(placed.history) == len(plain.history)
+
+
+def step_where_hooks_are_removed(spec: placer.PlacementSpec) -> None:
+    """One hook removes itself, in the process that runs its layer; handles remove others between steps."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))).double()
+    model = copy.deepcopy(plain)
+    handles = [_put_hooks(each) for each in (plain, model)]
+    placed = placer.compile(model, spec, torch.randn(8, 4, dtype=torch.float64))
+    del model
+    for step in range(4):
+        x = torch.randn(8, 4, dtype=torch.float64)
+        loss = placed.step(x, loss_fn=mean_square)
+        expected = reference_step(plain, (x,), {}, spec.replicas, spec.microbatches)
+        assert_close(loss, expected, f"loss of step {step}")
+        compare_state(placed, plain, f"step {step}")
+        if step == 1:
+            for handle in (*handles[0], *handles[1]):
+                handle.remove()
+
+
+def _put_hooks(model: nn.Sequential) -> list[Any]:
+    def triple(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        handle.remove()
+        return 3 * out
+
+    handle = model[1].register_forward_hook(triple)
+    return [
+        model[0].register_forward_hook(lambda module, args, out: 2 * out),
+        model[2].register_full_backward_hook(lambda module, given, gradients: (2 * given[0],)),
+        *(
+            parameter.register_hook(lambda gradient: 2 * gradient)
+            for parameter in model.parameters()
+        ),
+    ]

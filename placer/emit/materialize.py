@@ -56,6 +56,7 @@ def materialize(
                 absent[name] = tensor_like(tensor, tensor.detach().to("meta"))
             memo[id(tensor)] = absent[name]
         else:
+            memo[id(tensor)] = tensor_like(tensor, tensor.detach())
             missing.append((name, tensor))
     copied = copy_module(model, memo, keep_objects=True)
     if missing:

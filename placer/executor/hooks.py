@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from placer._torch import (
     is_under_compile,
 )
 from placer.errors import PlacerError
+from placer.program.backward import hook_owners
+from placer.program.objects import spell
+from placer.program.reachable import find_reachable_state
+from placer.program.restore import Snapshot, module_roots
 
 
 def run_forward_pre_hooks(
@@ -44,6 +49,27 @@ def run_forward_hooks(
         changed = hook(module, *given)
         output = output if changed is None else changed
     return output
+
+
+@contextmanager
+def keeping_nothing(module: nn.Module) -> Iterator[None]:
+    """In this block, the forward hooks of ``module`` run on a slice of the batch, as they will on others.
+
+    Raises ``PlacerError``, and undoes what they did, if they keep something, as the whole batch would once.
+    """
+    alone = nn.Module()
+    alone._forward_hooks = module._forward_hooks
+    modules = set(map(id, module.modules()))
+    roots = [*module_roots(module), *hook_owners(alone, "", modules)]
+    before = Snapshot(roots, find_reachable_state(alone))
+    yield
+    for change in before.changes():
+        before.restore()
+        raise PlacerError(
+            "step",
+            f"a forward hook on the model sets {spell(change.path)}, once for every slice of the batch",
+            "call placed(x) and loss.backward(), which run it once; or use 1 replica and 1 micro-batch",
+        )
 
 
 def refuse_backward_hooks(module: nn.Module) -> None:

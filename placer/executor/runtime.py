@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from placer.emit import StagedModel
@@ -21,6 +22,7 @@ from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.hooks import (
+    keeping_nothing,
     refuse_compile,
     run_forward_hooks,
 )
@@ -54,6 +56,7 @@ from placer.precision import planned_autocast
 from placer.program import (
     CallFormat,
     MethodNotCaptured,
+    Stored,
     Target,
     Whole,
     rebuild_call,
@@ -101,6 +104,7 @@ class Runtime:
         self.signature = model_signature(tree)  # of the model that was planned
         self.combination = CombinationFinder()
         self.report: StepReport | None = None  # of the last step that was measured
+        self._checked_hooks: tuple[int, ...] = ()  # those of the model itself, by id
         self._as_written: dict[str, MethodNotCaptured] = {}  # names of methods -> why not captured
 
     @property
@@ -192,7 +196,7 @@ class Runtime:
         """The result of a call, and what it leaves behind."""
         programs, leaves = call.programs, call.leaves
         home = self.replicas[0].output_place
-        self._set_flags(call)
+        self._set_input_flags(call)
         batch = self._scatter(programs.call, leaves)
         if len(batch.slices) > 1:
             check_results(programs.captured)
@@ -215,11 +219,15 @@ class Runtime:
         if staged.stored:
             store(staged.stored, staged.stored_leaves(leaves), self._stored_in(call))
 
-    def _set_flags(self, call: Call) -> None:
-        """Let inputs and parameters require gradients as forward would have set it."""
-        stored = call.programs.captured.stored
+    def _set_flags(self, call: Call, stored: Sequence[Stored]) -> None:
+        """Let inputs and parameters require gradients as forward, which stores this, would have set it."""
         if stored:
             set_flags(stored, self._stored_in(call))
+
+    def _set_input_flags(self, call: Call) -> None:
+        """The same for inputs only, which must be set before they are split."""
+        stored = call.programs.captured.stored
+        self._set_flags(call, [each for each in stored if each.root != "model"])
 
     def _stored_in(self, call: Call) -> Target:
         return Target(model=self.tree, arguments=call.arguments, inputs=call.leaves)
@@ -246,6 +254,7 @@ class Runtime:
                 "pass the whole tensor, as placed.boxes says; torchrun has a process per device",
             )
         programs_of = call.programs.find_all(batch.slices, call.leaves_by_name)
+        self._set_flags(call, programs_of[0].stored)
         runs: list[list[PlacedMicrobatch]] = []
         for index in range(len(batch.rows)):
             runs.append([])
@@ -314,7 +323,7 @@ class Runtime:
         """Forward and backward of one batch; the loss of the whole batch, a detached scalar."""
         # ``own_rows`` makes no difference here: a single process always has all rows.
         programs, leaves = call.programs, call.leaves
-        self._set_flags(call)
+        self._set_input_flags(call)
         callers = CallerGraph()
         target = callers.cut(target)
         if loss_of.whole_batch:
@@ -409,7 +418,13 @@ class Runtime:
         call, place = given.replica.staged.call, given.replica.output_place
         if self.module._forward_hooks:
             args, kwargs = rebuild_call(call, given.leaves, given.numbers)
-            output = run_forward_hooks(self.module, args, kwargs, output)
+            sliced = self.plan.replicas * self.plan.microbatches > 1 and not loss_of.whole_batch
+            hooks = tuple(self.module._forward_hooks) if sliced else self._checked_hooks
+            dry_run = any(isinstance(x, FakeTensor) for x in given.leaves)
+            known = dry_run or hooks == self._checked_hooks
+            with nullcontext() if known else keeping_nothing(self.module):
+                output = run_forward_hooks(self.module, args, kwargs, output)
+            self._checked_hooks = hooks
         target = given.target
         if not is_on(place.device, target):
             target = transfer(target, CALLER, place)

@@ -18,10 +18,11 @@ def follow_plan(plan: Plan, program: Program) -> Plan:
 
     The same layers are recomputed and offloaded. Predicted bytes and seconds are still those of ``plan``.
 
-    Within a layer, nodes are matched in order by operation (longest common blocks, by `difflib`). A node
-    without a counterpart goes to the stage of the nodes that it reads. No node is on an earlier stage than a
-    node that it reads, and the nodes of a unit stay together. A stage may be empty. Every such assignment
-    computes the same results; a good one moves few weights.
+    Within a layer, nodes are matched in order by operation (longest common blocks, by `difflib`). Others
+    go to the stage of their layer, or of the layer around it, if that was on one stage; otherwise to the
+    stage of the nodes that they read. No node is on an earlier stage than a node that it reads, and the
+    nodes of a unit stay together. A stage may be empty. Every such assignment computes the same results;
+    a good one moves few weights.
     """
     keys = region_keys(program, plan.checkpoint, plan.offload)
     key_of = dict(zip(program.order, keys, strict=True))
@@ -46,6 +47,9 @@ def _stage_nodes(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
     wanted: dict[str, int] = {}
     for layer, names in present.items():
         counterparts = planned.get(layer, [])
+        around = next((planned[x] for x in (layer, *_parents(layer)) if x in planned), [])
+        if len(found := {stage_of.get(old, 0) for old in around}) == 1:
+            wanted |= dict.fromkeys(names, *found)
         matcher = SequenceMatcher(
             None, [_operation(n) for n in counterparts], [_operation(n) for n in names], False
         )
@@ -62,6 +66,12 @@ def _stage_nodes(plan: Plan, program: Program) -> tuple[tuple[str, ...], ...]:
         placed[unit] = max([*asked[:1], *after], default=0)
         stages[placed[unit]] += members
     return tuple(tuple(program.order[i] for i in sorted(nodes)) for nodes in stages)
+
+
+def _parents(layer: str) -> list[str]:
+    """The layers around ``layer``, from inside."""
+    parts = layer.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
 def _operation(node: str) -> str:

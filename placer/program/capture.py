@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -261,6 +262,8 @@ class _Capture:
         found = self._first_difference(recording, other)
         if found is None:
             self.reads_rows = reads_rows(recording.sizes, other.sizes)
+            if _operations(recording) != _operations(other):
+                self.fixed_batch_reason = f"the model itself: {SOMETHING_ELSE}"
             return
         layer, location = found
         reason = SOMETHING_ELSE
@@ -334,6 +337,8 @@ class _Capture:
         """
         doubled: RecordedProgram | None = self.batch.doubled
         flow, mixing = None, self.reading_mixing(recording, None)
+        if self.fixed_batch_reason and doubled is not None:
+            mixing += self.batch_mixing(recording, doubled)
         if (
             doubled is not None
             and len(doubled.shapes) == len(recording.shapes)
@@ -389,6 +394,14 @@ class _Capture:
             for node, location in recording.readings.items()
             if flow is None or flow.rows[node].depends
         ]
+
+    def batch_mixing(self, recording: RecordedProgram, doubled: RecordedProgram) -> list[Mixing]:
+        """Where the model runs other operations for another batch size, unless for a single row only."""
+        one_row = rows_of(self.batch.dims[: len(self.inputs)], [x.shape for x in self.inputs]) == 1
+        if one_row or "" in self.whole or _operations(recording) == _operations(doubled):
+            return []
+        layer, location = self._first_difference(recording, doubled) or ("", "")
+        return [Mixing(node="", reason=SOMETHING_ELSE, layer=layer, location=location)]
 
     def inside_mixing(
         self, recording: RecordedProgram, doubled: RecordedProgram, flow: RowFlow
@@ -597,3 +610,9 @@ def _fixed(bound: BoundCall, recording: RecordedProgram) -> dict[str, int | floa
     free = {each.argument for each in recording.numbers}
     pairs = zip(bound.leaf_names, bound.leaves, strict=True)
     return {name: leaf for name, leaf in pairs if name in bound.numbers - free}
+
+
+def _operations(recording: RecordedProgram) -> list[Any]:
+    """What runs, and which flags of tensors are set, whatever the sizes."""
+    ran = [re.sub(r"\d+", "", line) for line in recording.lines]
+    return [*ran, *((each.path, each.flag) for each in recording.stored if each.flag is not None)]

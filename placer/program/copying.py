@@ -6,15 +6,17 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.utils.hooks import RemovableHandle
 
 from placer._torch import HOOK_TABLES
 from placer.errors import CaptureError
+from placer.program.hook_table import HookTable, hook_tables
 from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
 
 _TABLES = frozenset(
@@ -34,13 +36,15 @@ def copy_module(
 
     Where ``copy.deepcopy`` would refuse, or keep what belongs to ``model``, this does not: tensors that a
     forward computed become clones; functions whose closures or defaults hold a part of ``model``, and weak
-    references to one, get that part of the copy; an object that cannot be copied is kept. Raises
-    ``CaptureError``, which names the attribute, if that object holds a module or a parameter.
+    references to one, get that part of the copy; an object that cannot be copied is kept; and a handle that
+    removes a hook from ``model`` removes it from the copy (`HookTable`). Raises ``CaptureError``, which names
+    the attribute, if that object holds a module or a parameter.
     """
     known = dict(memo or {})
     held = (part for hook in _callables(model) for part in _bound(hook))
     kept = (x for _, x in walk(((), part) for part in held) if isinstance(x, Tensor))
-    for tensor in (*tensors_of(model), *kept):
+    values = [value for _, value in walk(module_parts(model))]
+    for tensor in (*(x for x in values if isinstance(x, Tensor)), *kept):
         fake = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
         if (fake or tensor.grad_fn is not None) and id(tensor) not in known:
             known[id(tensor)] = tensor.detach().clone()
@@ -48,11 +52,15 @@ def copy_module(
     if keep_objects:
         _keep(model, owned, known)
     known |= _empty_tables(model)
+    tables = [(table, HookTable(table)) for table in hook_tables(model)]
+    twins = known | {id(table): twin for table, twin in tables}
+    handles = [value for value in values if isinstance(value, RemovableHandle)]
+    twins |= {id(handle): _handle_of(handle, twins) for handle in handles}
     try:
-        copied, made = _deepcopy(model, known)
+        copied, made = _deepcopy(model, twins, tables)
     except Exception:
         _keep_uncopyable(model, owned, known)
-        copied, made = _deepcopy(model, known)
+        copied, made = _deepcopy(model, known | twins, tables)
     _rebind(copied, made, set(map(id, known.values())))
     return copied
 
@@ -62,9 +70,30 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
     return (value for _, value in walk(module_parts(model)) if isinstance(value, Tensor))
 
 
-def _deepcopy(model: nn.Module, known: Mapping[int, Any]) -> tuple[nn.Module, dict[int, Any]]:
+def _deepcopy(
+    model: nn.Module,
+    known: Mapping[int, Any],
+    tables: Iterable[tuple[OrderedDict[int, Any], HookTable]],
+) -> tuple[nn.Module, dict[int, Any]]:
     made = dict(known)
-    return copy.deepcopy(model, made), made
+    copied = copy.deepcopy(model, made)
+    for table, twin in tables:
+        twin.update(copy.deepcopy(dict(table), made))
+    return copied, made
+
+
+def _handle_of(handle: RemovableHandle, twins: Mapping[int, Any]) -> RemovableHandle:
+    """The handle for the same hook in the copy; ``copy.deepcopy`` refuses one whose module is gone."""
+
+    def twin(reference: weakref.ref[Any]) -> weakref.ref[Any]:
+        table = reference()
+        return reference if table is None else weakref.ref(twins.get(id(table), table))
+
+    made = RemovableHandle.__new__(RemovableHandle)
+    made.id = handle.id
+    made.hooks_dict_ref = twin(handle.hooks_dict_ref)
+    made.extra_dict_ref = tuple(map(twin, handle.extra_dict_ref))
+    return made
 
 
 def _owned(model: nn.Module) -> set[int]:
@@ -181,11 +210,11 @@ def _empty_tables(model: nn.Module) -> dict[int, Any]:
 def _rebind(copied: nn.Module, made: Mapping[int, Any], kept: set[int]) -> None:
     """Let functions and weak references in the copy refer to the copy, where they referred to the model."""
     rebind = _Rebinding(made)
-    for _, value in list(walk(((), module) for module in copied.modules())):
-        if id(value) in kept:
-            continue
+    for _, value in list(walk((((), module) for module in copied.modules()), without=kept)):
         table = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
-        if not isinstance(table, dict | list) or isinstance(value, type | FunctionType):
+        if not isinstance(table, dict | list) or isinstance(
+            value, type | FunctionType | RemovableHandle
+        ):
             continue
         for key, part in list(table.items() if isinstance(table, dict) else enumerate(table)):
             if isinstance(part, FunctionType | MethodType | functools.partial | weakref.ref):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,7 @@ def run_forward(
         changes = [
             change
             for change in (*before.changes(), *passed.changes())
-            if (change.root, change.path) not in recorder.changed_inside
-            and id(change.value) not in unchanged
+            if change.place not in recorder.changed_inside and id(change.value) not in unchanged
         ]
         try:
             left = write_changes(changes, writer, recorder.path_of)
@@ -98,7 +97,7 @@ def run_forward(
                 left.append(written_tensor("input", (index,), node, tensor, label=name))
             if tensor.is_leaf and tensor.requires_grad != flags[id(tensor)]:
                 left.append(flag_of("input", (index,), tensor.requires_grad))
-        left += _changed_flags(model, flags, recorder.reached.flags)
+        left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags_set)
         recorder.run_backward((leaves, [change.value for change in changes]), inputs)
     finally:
         passed.restore()  # objects that pytree does not flatten are the caller's own
@@ -131,12 +130,13 @@ def _put(each: StateInput, recorder: Recorder, bound: BoundCall, given: list[Any
 
 
 def _changed_flags(
-    model: nn.Module, flags: Mapping[int, bool], used: Mapping[str, bool]
+    model: nn.Module, flags: Mapping[int, bool], used: Mapping[str, bool], named: Set[int]
 ) -> list[Left]:
     """The parameters that forward lets require gradients, or not: before a call of the placed model.
 
-    ``used``: whether parameters required gradients when a module that stays whole read them. Raises
-    ``CaptureError`` if that is another flag.
+    ``named`` are the ids of those whose flag it sets, which may be what it was. ``used``: whether
+    parameters required gradients when a module that stays whole read them. Raises ``CaptureError`` if
+    that is another flag.
     """
     for name, parameter in model.named_parameters():
         if used.get(name, parameter.requires_grad) != parameter.requires_grad:
@@ -151,5 +151,8 @@ def _changed_flags(
         for path, module in model.named_modules()
         for name, parameter in module._parameters.items()
         if parameter is not None
-        and flags.get(id(parameter), parameter.requires_grad) != parameter.requires_grad
+        and (
+            id(parameter) in named
+            or flags.get(id(parameter), parameter.requires_grad) != parameter.requires_grad
+        )
     ]

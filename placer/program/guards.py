@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch_patches import override_getattribute
 from placer.program.constants import digest
-from placer.program.objects import Path, at, module_parts, walk
+from placer.program.objects import Path, at, attributes_of, has_slots, module_parts, walk
 from placer.program.reachable import Reference
 from placer.program.result import PLAIN
 
@@ -384,7 +384,8 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
         return list(value.items())
     if isinstance(value, list | tuple | deque):
         return list(enumerate(value))
-    return list(vars(value).items()) if hasattr(value, "__dict__") else None
+    known = hasattr(value, "__dict__") or has_slots(value)
+    return list(attributes_of(value).items()) if known else None
 
 
 def part_of(value: Any, keys: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,16 +26,18 @@ class Inside:
     """A graph of the operators of one run, with the shape of each node's tensor and its source line.
 
     Other views of what an operator writes are computed from what it has written. ``flags`` are the flags and
-    other plain values that the run has set, as text.
+    other plain values that the run has set, as text. ``state`` has the names of parameters and buffers by
+    their storages.
     """
 
-    def __init__(self, inputs: Any) -> None:
+    def __init__(self, inputs: Any, state: Mapping[int, str]) -> None:
         self.graph = fx.Graph()
         self.shapes: list[Any] = []
         self.locations: list[str] = []
         self.constants: dict[str, Tensor] = {}  # with values, such as those made from arrays
         self.results: list[fx.Node] = []
         self.flags: list[str] = []
+        self._state = state
         self._node_of: dict[int, fx.Node] = {}
         self._last: dict[int, fx.Node] = {}  # storage -> the node that wrote it last, or made it
         self._views: dict[int, dict[int, Tensor]] = defaultdict(dict)  # keeps ids valid
@@ -117,7 +119,8 @@ class Inside:
     def _read(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self._node_of:
             last = self._last.get(storage_key(tensor))
-            op, target = ("get_attr", "<state>") if last is None else ("call_function", _view)
+            name = self._state.get(storage_key(tensor), "a constant")
+            op, target = ("get_attr", name) if last is None else ("call_function", _view)
             args = () if last is None else (last,)
             node = self._node(op, target, args, shape=tensor.shape)
             self._node_of[id(tensor)] = node

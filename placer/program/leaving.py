@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map
 
 from placer._torch import without_torch_function
 from placer.program.failure import Untraceable
-from placer.program.objects import Path, spell
+from placer.program.objects import Path, has_slots, spell
+from placer.program.reachable import Reference
 from placer.program.restore import Change
 from placer.program.result import ModuleReference, flatten_result
 from placer.program.sizes import RecordedNumber, plain
@@ -58,9 +59,11 @@ def write_changes(
     )
     hooks = [c for c in changes if c.root == "model" and c.path[1] in _TABLES]
     for change in changes:
+        layer = change.path[0] if change.root == "model" else ""
+        if change in hooks and change.kind == "delete":
+            raise StoreFailure(layer, "it removes a hook")
         if change in hooks or (hooks and change.root == "model" and change.value is True):
             continue
-        layer = change.path[0] if change.root == "model" else ""
         try:
             left = _write(change, writer, paths)
         except Untraceable as error:
@@ -96,6 +99,8 @@ def flag_of(root: str, path: Path, flag: bool) -> Left:
 def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Left | None:
     if change.root == "model" and "_modules" in change.path[1:2]:
         raise Untraceable("that is a layer: make all layers before forward")
+    if has_slots(change.holder) and not isinstance(change.holder, Reference):
+        raise Untraceable("that is an attribute of an object that has __slots__")
     holder = change.holder if change.root == "code" else None
     stored = Stored(root=change.root, path=change.path, kind=change.kind, holder=holder)
     if change.kind == "delete":

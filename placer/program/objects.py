@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -38,7 +47,43 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return (
             [(None, x) for x in items] if isinstance(value, set | frozenset) else enumerate(items)
         )
-    return list(vars(value).items()) if is_object(value) else ()
+    return list(attributes_of(value).items()) if is_object(value) or has_slots(value) else ()
+
+
+@functools.cache
+def _slot_names(kind: Any) -> tuple[str, ...]:
+    # Classes of Python's library keep caches there, as paths do.
+    if kind.__module__.partition(".")[0] in (*sys.stdlib_module_names, "torch", "placer"):
+        return ()
+    tables = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    found = [
+        [name for name, value in table.items() if isinstance(value, MemberDescriptorType)]
+        for table in tables
+    ]
+    return () if kind.__dictoffset__ else tuple(itertools.chain(*found))
+
+
+def has_slots(value: Any) -> bool:
+    """Is ``value`` an object of a class that has ``__slots__`` instead of a ``__dict__``?"""
+    return bool(_slot_names(value.__class__)) and not isinstance(value, _ATOMS)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object; if it has ``__slots__``, those that are set now, in a new dict."""
+    if not has_slots(value):
+        table: dict[str, Any] = vars(value)
+        return table
+    return {
+        name: getattr(value, name) for name in _slot_names(value.__class__) if hasattr(value, name)
+    }
+
+
+def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
+    """Set the attributes of an object that has ``__slots__``, even a frozen one, and delete others."""
+    for name in attributes_of(value).keys() - attributes.keys():
+        object.__delattr__(value, name)
+    for name, each in attributes.items():
+        object.__setattr__(value, name, each)
 
 
 def items_of(value: Any) -> list[Any] | None:
@@ -74,17 +119,18 @@ def _content(cell: CellType) -> Any:
 
 
 def walk(
-    roots: Iterable[tuple[Path, Any]], *, functions: bool = False
+    roots: Iterable[tuple[Path, Any]], *, functions: bool = False, without: Container[int] = ()
 ) -> Iterator[tuple[Path, Any]]:
     """Every object that ``roots`` consist of, once, with a path; in the order of discovery.
 
-    With ``functions`` also what functions in them refer to, whose paths then do not lead to it.
+    With ``functions`` also what functions in them refer to, whose paths then do not lead to it. Objects with
+    the ids ``without``, and what only they consist of, are left out.
     """
     seen: dict[int, Any] = {}  # the values keep the ids valid
     waiting = deque(roots)
     while waiting and len(seen) < _MOST:
         path, value = waiting.popleft()
-        if id(value) in seen:
+        if id(value) in seen or id(value) in without:
             continue
         seen[id(value)] = value
         yield path, value
@@ -98,7 +144,9 @@ def at(value: Any, path: Sequence[Any]) -> Any:
     for key in path:
         try:
             value = (
-                value[key] if isinstance(value, dict | list | tuple | deque) else vars(value)[key]
+                value[key]
+                if isinstance(value, dict | list | tuple | deque)
+                else attributes_of(value)[key]
             )
         except (IndexError, KeyError, TypeError) as error:
             raise LookupError(path) from error

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.program.objects import Path, at, is_object, spell
+from placer.program.hook_table import HookTable
+from placer.program.objects import Path, at, attributes_of, has_slots, is_object, spell
 
 CACHED: type = type(functools.lru_cache(lambda: None))
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -36,7 +37,7 @@ _FOREIGN = tuple(
 _PACKAGES = os.path.normcase(os.path.join(_STDLIB, "site-packages"))  # noqa: PTH118
 _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
 _CODE = (FunctionType, MethodType, type, functools.partial, tuple)
-_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
+_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, HookTable)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
 # Classes of the standard library whose objects hold settings; others of its objects are not searched.
@@ -295,7 +296,7 @@ class _Search:
             return
         if isinstance(value, enum.Enum):
             self.found.variables.append(reference)
-        elif is_object(value):
+        elif is_object(value) or has_slots(value):
             self.found.objects.append(reference)
             if _holds_settings(value):
                 self.found.variables.append(reference)
@@ -307,9 +308,9 @@ class _Search:
         if not self._is_new(reference.value):
             return
         self.found.containers.append(reference)
-        table = vars(reference.value)
+        table = attributes_of(reference.value)
         for name, part in list(table.items()):
-            self.look(table, name, part)
+            self.look(None if has_slots(reference.value) else table, name, part)
             if is_object(part) and _holds_settings(part):
                 self._object(Reference(table, name, part))
 

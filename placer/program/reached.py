@@ -42,7 +42,7 @@ class Reached:
 
     def extend(self, inputs: Any, *, inside: bool) -> None:
         """Count these tensors among the inputs too."""
-        self.inside = Inside(inputs) if inside else None
+        self.inside = Inside(inputs, self._state) if inside else None
         for tensor in tensors_of_tree(inputs):
             self._tensors[tensor] = True
 

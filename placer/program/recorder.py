@@ -135,9 +135,10 @@ class Recorder(TorchFunctionMode):
         self.whole = whole
         self.writer = GraphWriter(converter, fake_model)
         self.flags: dict[int, bool] = {}  # id of an input or parameter -> did it require gradients?
+        self.flags_set: set[int] = set()  # ids of those whose flag forward has set, changed or not
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
-        self.changed_inside: dict[tuple[str, Path], Change] = {}
+        self.changed_inside: dict[tuple[int, Any], Change] = {}  # by place
         self.changing: set[str] = set()  # paths of the single nodes that do
         self.written_inside: dict[
             str, bool
@@ -590,6 +591,7 @@ class Recorder(TorchFunctionMode):
         node = self.writer.first_use(tensor)
         if node is not None:
             raise Untraceable("it changes requires_grad of a tensor that it has used before")
+        self.flags_set.add(id(tensor))
         return True
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:

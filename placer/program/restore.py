@@ -10,7 +10,16 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from placer.program.objects import Path, is_object, items_of, walk
+from placer.program.hook_table import HookTable
+from placer.program.objects import (
+    Path,
+    attributes_of,
+    has_slots,
+    is_object,
+    items_of,
+    set_attributes,
+    walk,
+)
 from placer.program.reachable import ReachableState, Reference
 
 MISSING = object()
@@ -38,6 +47,13 @@ class Change:
     value: Any
     before: Any
     holder: Any
+
+    @property
+    def place(self) -> tuple[int, Any]:
+        """The id of the table and the key of what has changed; the key None stands for all items."""
+        if isinstance(self.holder, Reference):
+            return id(self.holder.holder), self.holder.key
+        return id(self.holder), self.path[-1] if self.kind in ("set", "delete") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +167,11 @@ def set_items(holder: Any, items: Iterable[Any]) -> None:
 def _contents(value: Any) -> _Contents | None:
     """A copy of what can be changed in ``value``; None if nothing can."""
     if isinstance(value, dict):
-        return dict(dict.items(value))
+        return dict(value.items() if isinstance(value, HookTable) else dict.items(value))
     items = items_of(value) if isinstance(value, list | deque | set) else None
     if items is not None:
         return set(items) if isinstance(value, set) else items
-    return dict(vars(value)) if is_object(value) else None
+    return dict(attributes_of(value)) if is_object(value) or has_slots(value) else None
 
 
 def _refill(holder: Any, contents: _Contents) -> None:
@@ -163,7 +179,12 @@ def _refill(holder: Any, contents: _Contents) -> None:
     if not isinstance(contents, dict):
         set_items(holder, contents)
         return
+    if not isinstance(holder, dict) and has_slots(holder):
+        set_attributes(holder, contents)
+        return
     table = holder if isinstance(holder, dict) else vars(holder)
+    if isinstance(table, HookTable):
+        table.put_back()
     methods = OrderedDict if isinstance(table, OrderedDict) else dict
     methods.clear(table)
     for key, value in contents.items():

@@ -16,6 +16,7 @@ from placer.operands import tensors_of_tree
 from placer.program.backward import hook_owners
 from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
 from placer.program.fake import GuessData
+from placer.program.hook_table import HookTable
 from placer.program.inside import Inside
 from placer.program.leaves import is_torch_leaf, must_stay_whole
 from placer.program.objects import Path
@@ -45,7 +46,7 @@ def call_single_node(
     recorder.paused = True
     plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
     reading = ""
-    before = None
+    before, removes_others = None, False
     if not plain_layer:
         before = Snapshot(_roots(recorder, path, module), recorder.reachable)
         recorder.runs_code = True
@@ -59,7 +60,7 @@ def call_single_node(
             inside = recorder.reached.end(value)
         if before is not None:
             recorder.reached.note_replaced(module, path)
-            _note_changes(recorder, path, before)
+            removes_others = _note_changes(recorder, path, before)
             if inside is not None:
                 inside.note_flags(before.changes())
         if guess.guessed:
@@ -83,6 +84,9 @@ def call_single_node(
     if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
         with recorder.refusing():
             raise Untraceable(f"{path} returns a number that depends on the values of tensors")
+    if removes_others:
+        with recorder.refusing():
+            raise Untraceable(f"a hook of {path} removes one of another layer")
     function = _way_of_calling(recorder, path, module, args, kwargs)
     if function is not None:
         reference = writer.node("get_attr", path, layer=path)
@@ -127,15 +131,20 @@ def _way_of_calling(
     return found
 
 
-def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> None:
-    """Note what a single node has changed, except tensors that do not depend on its inputs."""
-    for change in before.changes():
+def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> bool:
+    """Note what a single node has changed, except tensors that do not depend on its inputs.
+
+    Has it removed hooks of other layers, which may run in other processes?
+    """
+    changes = list(before.changes())
+    for change in changes:
         tensors = tensors_of_tree(change.value)
         if not tensors or any(tensor in recorder.reached for tensor in tensors):
             recorder.changing.add(path)
-            recorder.changed_inside[change.root, change.path] = change
+            recorder.changed_inside[change.place] = change
         else:
-            recorder.changed_inside[change.root, change.path] = replace(change, value=None)
+            recorder.changed_inside[change.place] = replace(change, value=None)
+    return any(isinstance(each.holder, HookTable) and each.root == "code" for each in changes)
 
 
 def find_reading(

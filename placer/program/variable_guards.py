@@ -120,7 +120,7 @@ def settings_guards(
     variables: Collection[Reference], changes: Collection[Change], numbers: Collection[StateInput]
 ) -> tuple[SettingsGuard, ...]:
     """Guards for the plain values of ``variables``, except those that ``changes`` or ``numbers`` have."""
-    skipped = {_place_of(change) for change in changes}
+    skipped = {change.place for change in changes}
     skipped.update(_place_in(x.variable) for x in numbers if x.variable is not None)
     guards = []
     for each in variables:
@@ -140,14 +140,6 @@ def settings_guards(
             )
         )
     return tuple(guards)
-
-
-def _place_of(change: Change) -> tuple[int, Any]:
-    """The id of the table and the key of what has changed; the key None stands for all items."""
-    if isinstance(change.holder, Reference):
-        return id(change.holder.holder), change.holder.key
-    key = change.path[-1] if change.kind in ("set", "delete") else None
-    return id(change.holder), key
 
 
 def _place_in(number: Reference) -> tuple[int, Any]:

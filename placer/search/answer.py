@@ -77,7 +77,7 @@ def _alternative(rated: Rated, best: Plan) -> Alternative:
         state = format_bytes(rated.bound.state)
         reason = f"needs at least {format_bytes(nbytes)} on a device, {state} of it for state"
         if rated.fits:
-            reason = "by a rough estimate, without a plan"
+            reason = "by a rough estimate, without a plan" + _worst(rated, best)
         return Alternative(
             strategy=rated.strategy.describe(),
             devices=rated.strategy.devices,
@@ -98,8 +98,16 @@ def _alternative(rated: Rated, best: Plan) -> Alternative:
         slower=plan.rank_time / best.rank_time if best.rank_time else None,
         peak=rated.peak,
         headroom=plan.tightest.headroom,
-        reason="; ".join(_reasons(plan, best, judged=rated.judged)),
+        reason="; ".join(_reasons(plan, best, judged=rated.judged)) + _worst(rated, best),
     )
+
+
+def _worst(rated: Rated, best: Plan) -> str:
+    """What speaks against a strategy that is faster than ``best``: its time on the machine at its worst."""
+    seconds = rated.bound.seconds if rated.plan is None else rated.plan.rank_time
+    if not rated.fits or seconds >= best.rank_time or rated.worst_time <= seconds * AS_GOOD:
+        return ""
+    return f"; {format_seconds(rated.worst_time)} if collectives use one network card of a node"
 
 
 def _reasons(plan: Plan, best: Plan, *, judged: bool) -> Iterator[str]:

@@ -150,8 +150,10 @@ class Bounds:
         slowest = chain.slowest_seconds(limits)
         if slowest is None:
             return None
-        sent = self._links.send_seconds(float(np.mean(chain.crossing)), 0, self._links.node)
-        seconds, worst = self._seconds(strategy, sums, slowest, sent)
+        nbytes, node = float(np.mean(chain.crossing)), self._links.node
+        # Stages fill one node after the other.
+        sent = np.mean([self._links.send_seconds(nbytes, rank, rank + 1) for rank in range(node)])
+        seconds, worst = self._seconds(strategy, sums, slowest, float(sent))
         return replace(self(strategy), seconds=seconds, worst_seconds=worst)
 
     def _make_chain(self, replicas: int, microbatches: int) -> Chain:
@@ -178,10 +180,12 @@ class Bounds:
         others, split = (stages - 1) / stages, splits_backward(strategy.schedule)
         filling = others * (forward if split else forward + backward)
         work = count * slowest + filling + (stages - 1) * sent * (1 + self._wanted.training)
-        if split and sent:
-            # In few micro-batches nothing is left to do while the last one comes back to the first stage.
-            half = (slowest * stages - forward) / 2
-            alone = others * (forward + half) + count * (slowest - half / stages)
+        if sent and self._wanted.training:
+            # There is nothing to do in their place while values of further micro-batches are sent, but the
+            # second halves of backwards; and few micro-batches have few of these.
+            half = split * (slowest - forward / stages) / 2
+            work += max(0, count - stages) * max(0.0, 2 * sent - half)
+            alone = others * (forward + half * stages) + count * (slowest - half)
             work = max(work, alone + 2 * (stages - 1) * sent)
         if self._serial:
             work = least = strategy.replicas * count * strategy.shards * (forward + backward)

@@ -131,6 +131,12 @@ def test_features_that_a_hook_keeps(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(cases.step_where_a_hook_keeps_features, spec)
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_hooks_that_are_removed(job_of: Callable[[int], Job], first: int) -> None:
+    layers = {str(index): f"cpu:{int(index >= first)}" for index in range(3)}
+    job_of(2).run(cases.step_where_hooks_are_removed, make_spec(2, 1, 1, layers=layers))
+
+
 def test_features_that_a_hook_keeps_of_every_slice() -> None:
     with pytest.raises(placer.CaptureError, match="would set it for every slice"):
         placer.make_plan(cases.KeepsFeatures(), make_spec(1, 2, 2), torch.randn(8, 4))

@@ -79,6 +79,12 @@ def test_the_answer_for_four_cards_fits_and_has_alternatives() -> None:
     assert 1 < len(plan.devices) <= 4
 
 
+def test_gpt_on_many_devices_fits_and_has_alternatives() -> None:
+    plan = _example("gpt3_ten_thousand").answer(blocks=4, sequences=128, nodes=8)
+    assert plan.fits and plan.strategy and plan.alternatives
+    assert 24 < plan.grid.size <= 64
+
+
 def test_unet_skips_cross_by_themselves() -> None:
     example = _example("unet3d_two_devices")
     plan = example.plan()

@@ -175,7 +175,12 @@ def test_other_lengths(replicas: int) -> None:
 def test_a_program_that_depends_on_the_batch() -> None:
     torch.manual_seed(0)
     model = ByBatch().double()
-    placed = _place(model, torch.randn(4, 4, dtype=D), microbatches=2)
+    x = torch.randn(4, 4, dtype=D)
+    with pytest.raises(placer.CaptureError, match="something else for another batch size"):
+        _place(model, x, microbatches=2)
+    placed = _place(
+        model, x, microbatches=2, inputs={"x": {"batch_dim": 0}}
+    )  # slices by themselves
     for rows in (4, 5, 1):  # in micro-batches of 2 + 2, 3 + 2, and 1
         _same(placed, model, torch.randn(rows, 4, dtype=D))
 

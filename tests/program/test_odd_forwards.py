@@ -192,9 +192,8 @@ class RowByRow(nn.Module):
 def test_a_model_that_goes_row_by_row_is_not_cut_and_says_why() -> None:
     x = torch.randn(4, 8)
     assert placer.verify(RowByRow(), SPEC, x, run_on="cpu").ok
-    with pytest.raises(placer.CaptureError, match=r"does not run on a micro-batch of 2x8") as error:
+    with pytest.raises(placer.CaptureError, match="something else for another batch size") as error:
         placer.make_plan(RowByRow(), {**SPEC, "microbatches": 2}, x)
-    assert "the batch size decides what is computed" in str(error.value)
     assert "test_odd_forwards.py:" in str(error.value)
 
 

@@ -10,7 +10,7 @@ import torch
 from captured import captured_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Pairs
+from models import Blocks, Pairs
 from torch import Tensor, nn
 from unet3d import unet3d
 
@@ -26,28 +26,6 @@ from placer.search.search import AS_GOOD, find_strategy
 from placer.search.strategy import Pool, Strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec
-
-
-class Blocks(nn.Module):
-    """Residual blocks of linear layers: many weights, or many activations, by width and rows."""
-
-    def __init__(self, width: int = 256, depth: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(width),
-                nn.Linear(width, 4 * width),
-                nn.GELU(),
-                nn.Linear(4 * width, width),
-            )
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)  # type: ignore[no-any-return]
 
 
 def _cards(count: int, memory: str = "2GiB", kind: str = "rtx3090") -> list[dict[str, Any]]:

@@ -261,7 +261,7 @@ class DistributedRuntime(Runtime):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        self._set_flags(call)
+        self._set_flags(call, call.programs.captured.stored)
         programs, leaves = call.programs, call.leaves
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()

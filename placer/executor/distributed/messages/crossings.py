@@ -36,6 +36,7 @@ from placer.program import (
     tensors_of,
     unflatten,
 )
+from placer.program.reachable import find_reachable_state
 from placer.schedule import Flow
 from placer.space import Alone
 
@@ -171,6 +172,7 @@ class CrossingFinder:
         with self._converter.mode, torch.no_grad():
             empty = partial(_empty_like, device=device)
             self._fake = _copy_with(self._shadow, empty, plain=empty)
+        self._converter.reachable.extend(find_reachable_state(self._fake))
         self._copies = [dict(model.named_modules()) for model in (self._shadow, self._fake)]
         self.part = part
         self._ownership = ownership
