@@ -1,11 +1,11 @@
 """A U-Net split in space: memory of each shard, the largest volumes, and a step on this machine.
 
-    python -m benchmarks.space [shares] [capacity] [ranks]
+    python -m benchmarks.space [shares] [capacity] [networks] [ranks]
 
-``shares`` and ``capacity`` allocate nothing: they are dry runs of every kind of rank, the first with a CPU's
-kernels, the second with an H100's and placer's model of torch's allocator on devices of 16 GiB. ``ranks``
-runs two processes with one thread each, and needs a quiet machine with two cores. Parts that are not named
-keep their figures in results/space.json.
+``networks`` are MONAI's SegResNet and DynUNet. All parts but ``ranks`` allocate nothing: they are dry runs of
+every kind of rank, the first with a CPU's kernels, the others with an H100's and placer's model of torch's
+allocator on devices of 16 GiB. ``ranks`` runs two processes with one thread each, and needs a quiet machine
+with two cores. Parts that are not named keep their figures in results/space.json.
 
 The loss is computed in forward, so that it is split too: a mean of squares, or cross-entropy with a target of
 the volume's size. Training is with Adam, batch 1, fp32.
@@ -18,6 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import placer
+from benchmarks.capacity import SUBJECTS
 from benchmarks.record import RESULTS, table, write_page
 from examples.unet3d import unet3d
 from placer.executor.distributed.partial import runtime_of_rank
@@ -43,6 +45,11 @@ CAPACITY: tuple[tuple[int, int, Any, bool], ...] = (  # edge, devices, grid, is 
     (400, 8, None, False),
     (1024, 64, [4, 4, 4], True),
 )
+NETWORKS = {
+    "SegResNet": {2: 240, 4: 288, 8: 368},
+    "DynUNet": {2: 256, 4: 320, 8: 384},
+}  # first edges
+_STEP = 16
 RANKS = ((64, 32), (96, 16), (96, 24))  # edge, width
 _ROUNDS = 5
 
@@ -64,9 +71,12 @@ def is_itself(loss: Tensor) -> Tensor:
     return loss
 
 
-def _case(edge: int, width: int, *, classes: bool = False, device: str = "meta") -> Any:
+def _case(
+    edge: int, width: int, *, classes: bool = False, device: str = "meta", network: str = ""
+) -> Any:
     with torch.device(device):
-        model = WithLoss(unet3d(width=width, depth=4))
+        own = SUBJECTS[network].build() if network else unet3d(width=width, depth=4)
+        model = WithLoss(own)
         inputs = [torch.empty(1, 1, edge, edge, edge)]
         if classes:
             inputs.append(torch.zeros(1, edge, edge, edge, dtype=torch.int64))
@@ -141,6 +151,68 @@ def measure_capacity() -> list[dict[str, Any]]:
         )
         print(rows[-1], flush=True)
     return rows
+
+
+def measure_networks() -> list[dict[str, Any]]:
+    """The largest cubes that other networks train on, and those that even shares of one device allow."""
+    rows = []
+    for network, starts in NETWORKS.items():
+        for shards, start in starts.items():
+            largest = _Largest(network, shards)
+            edge = largest.search(start, largest.in_space)
+            even = largest.search(edge, largest.by_even_shares)
+            worst = max(largest.plan(edge).devices, key=lambda device: device.needed)
+            notes = largest.plan(edge).notes
+            rows.append(
+                {
+                    "network": network,
+                    "shards": shards,
+                    "edge": edge,
+                    "even": even,
+                    "peak": worst.peak,
+                    "needed": worst.needed,
+                    "starved": max(device.starved for device in largest.plan(edge).devices),
+                    "gathered": sum("Gathered" in note for note in notes),
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+class _Largest:
+    """Searches the largest cubes of a network; nothing is recomputed."""
+
+    def __init__(self, network: str, shards: int) -> None:
+        self._network, self._shards = network, shards
+        self.plan = cache(self._plan)
+
+    def _plan(self, edge: int, *, whole: bool = False) -> placer.Plan:
+        shards = 1 if whole else self._shards
+        memory = "1024GiB" if whole else "16GiB"
+        devices = [{"name": f"cuda:{i}", "memory": memory, "kind": "h100"} for i in range(shards)]
+        spec: dict[str, Any] = {"devices": devices}
+        if not whole:
+            spec |= {"space": {"shards": shards, "grid": [shards]}, "chunks": 16}
+        return _plan(edge, shards, spec, network=self._network)
+
+    def in_space(self, edge: int) -> bool:
+        return self.plan(edge).fits
+
+    def by_even_shares(self, edge: int) -> bool:
+        """Would the plain model fit if what its allocator reserves could be divided evenly?"""
+        (plain,) = self.plan(edge, whole=True).devices
+        (device, *_) = self.plan(edge).devices
+        assert device.budget is not None
+        share = (plain.needed - plain.context) / self._shards + plain.context
+        return share <= device.budget - device.reserve
+
+    def search(self, edge: int, fits: Callable[[int], bool]) -> int:
+        """The largest edge that fits, from one that is near."""
+        if not fits(edge):
+            return self.search(edge - _STEP, fits)
+        while fits(edge + _STEP):
+            edge += _STEP
+        return edge
 
 
 def measure_ranks() -> list[dict[str, Any]]:
@@ -287,6 +359,30 @@ def _page(found: dict[str, list[dict[str, Any]]]) -> list[str]:
         "Needed is what the process takes of the device: reserved by torch's allocator, and the context; 2 % "
         "of the memory are kept free besides. Starved are kernels without room for their workspace.",
         "",
+        "## The largest cubes of other networks on devices of 16 GiB",
+        "",
+        "In 16 chunks, with nothing recomputed; edges are multiples of 16.",
+        "",
+    ]
+    lines += table(
+        ["network", "devices", "edge", "by even shares", "tensors, GiB", "needed", "starved"],
+        [
+            (
+                row["network"],
+                f"{row['shards']} slabs",
+                f"{row['edge']}³",
+                f"{row['even']}³",
+                _gib(row["peak"]),
+                _gib(row["needed"]),
+                row["starved"],
+            )
+            for row in found.get("networks", [])
+        ],
+    )
+    lines += [
+        "By even shares: the largest cube for which the memory of the plain model on one device, divided by "
+        "the number of devices, would fit. Chunks save what makes more possible.",
+        "",
         "## A step in two processes of one thread, beside one process",
         "",
     ]
@@ -319,7 +415,12 @@ def _page(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def main() -> None:
-    parts = {"shares": measure_shares, "capacity": measure_capacity, "ranks": measure_ranks}
+    parts = {
+        "shares": measure_shares,
+        "capacity": measure_capacity,
+        "networks": measure_networks,
+        "ranks": measure_ranks,
+    }
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", choices=[[], *parts])
     asked = parser.parse_args().parts or list(parts)

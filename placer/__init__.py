@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.profiling import calibrate as calibrate
     from placer.profiling import profile as profile
     from placer.program.marks import Batched as Batched
+    from placer.program.marks import Box as Box
     from placer.program.marks import Whole as Whole
     from placer.spec import PlacementSpec as PlacementSpec
     from placer.spec import load_spec as load_spec
@@ -61,7 +62,7 @@ _NAMES = {
     "profiling": ("calibrate", "profile"),
     "checkpoint": ("load", "save"),
     "executor.module": ("PlacedModule",),
-    "program.marks": ("Batched", "Whole"),
+    "program.marks": ("Batched", "Box", "Whole"),
     "spec": ("PlacementSpec", "load_spec"),
     "spec.device_map": ("from_device_map",),
     "plan.device_map": ("to_device_map",),

@@ -88,6 +88,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._autograd._get_sequence_nr",
         "torch._C._autograd._profiler_enabled",
         "torch._C._current_autograd_node",
+        "torch._C._current_graph_task_id",
+        "torch.utils.checkpoint._StopRecomputationError",
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
         "torch._C._accelerator_setAllocatorSettings",
         "torch.cuda.memory._snapshot",
@@ -347,6 +349,16 @@ def default_timeout(device: torch.device) -> timedelta:
 def is_checkpointing(hooks: object) -> bool:
     """Are these the saved-tensor hooks of non-reentrant ``torch.utils.checkpoint``?"""
     return isinstance(hooks, tuple) and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def current_backward() -> int:
+    """A number of the backward that this thread is running; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def stop_recomputing() -> Exception:
+    """What a function under non-reentrant ``torch.utils.checkpoint`` raises if it need not run again."""
+    return torch.utils.checkpoint._StopRecomputationError()
 
 
 REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction

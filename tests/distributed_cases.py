@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import assert_close, gradient_noise, mean_square, reference_step
-from space_networks import ValidUNet
+from space_networks import Inputs, ValidUNet, some_inputs
 from thin import thin_resnet18
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -55,6 +55,16 @@ CASES: dict[str, Callable[[int], Case]] = {
         {},
     ),
     "2D U-Net": lambda rows: (ValidUNet(), (torch.randn(rows, 1, 21, 18, dtype=D),), {}),
+    "volume, mask and coarse volume": lambda rows: (Inputs(), some_inputs(rows), {}),
+    "padding modes": lambda rows: (
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular"),
+            nn.GroupNorm(2, 4),
+            nn.Conv2d(4, 2, 3, stride=2, padding=2, padding_mode="reflect"),
+        ),
+        (torch.randn(rows, 1, 12, 7, dtype=D),),
+        {},
+    ),
     "tied transformer": lambda rows: (
         _no_dropout(models.TiedTransformer()),
         (torch.randint(0, 17, (rows, 6)),),
@@ -170,6 +180,42 @@ def count_exchanged(name: str, plan: placer.Plan) -> int:
     before = exchange.sent_nbytes
     placed.step(*args, **kwargs, loss_fn=lambda output: mean_square(output))
     return exchange.sent_nbytes - before
+
+
+def check_boxes(name: str, plan: placer.Plan, rows: int) -> None:
+    """A step and a result from this rank's parts of the inputs, and of inputs of other sizes."""
+    model, args, kwargs = make_case(name, rows)
+    (placed,) = compile_all(model, [plan], capture_case(name, rows))
+    pairs = zip(args, placed.boxes.values(), strict=True)
+    parts = [placer.Box(x[own], x.shape) for x, own in pairs]
+    assert all(part.value.numel() < x.numel() for part, x in zip(parts, args, strict=True))
+    plain = copy.deepcopy(model)
+    expected = reference_step(plain, args, kwargs, plan.replicas, plan.microbatches)
+    assert_close(placed.step(*parts, loss_fn=mean_square, **kwargs), expected, "loss")
+    compare_state(placed, plain, "boxes")
+    for module in (plain, placed):
+        module.eval()
+    with torch.no_grad():
+        wanted = tree_leaves(plain(*args, **kwargs))
+        for found in (placed(*parts, **kwargs), placed(parts[0], *args[1:], **kwargs)):
+            for a, b in zip(tree_leaves(found), wanted, strict=True):
+                assert_close(a, b, "inference")
+
+
+def wrong_boxes(name: str, plan: placer.Plan, rows: int) -> list[str]:
+    """What this rank is told of boxes that are none."""
+    model, (x, *others), kwargs = make_case(name, rows)
+    said = []
+    for given, target in (
+        (placer.Box(x[:, :, :3], x.shape), None),
+        (placer.Box(x[:, :, :4].clone().requires_grad_(), x.shape), None),
+        (x, placer.Box(x[:, :, :4], x.shape)),
+    ):
+        placed = placer.compile(model, plan, (x, *others), kwargs)
+        with pytest.raises(placer.PlacerError) as error:
+            placed.step(given, *others, target=target, loss_fn=mean_square, **kwargs)
+        said.append(str(error.value))
+    return said
 
 
 def _given(program: Program, plan: placer.Plan) -> tuple[Program, placer.Plan]:

@@ -124,6 +124,8 @@ def _convolution(draw: random.Random, dims: int, channels: int) -> tuple[nn.Modu
         options["output_padding"] = [
             draw.randint(0, max(pair) - 1) for pair in zip(stride, dilation, strict=True)
         ]
+    elif draw.random() < 0.3:
+        options["padding_mode"] = draw.choice(("circular", "reflect", "replicate"))
     made = draw.choice((2, 4))
     kernel = [draw.randint(1, 5) for _ in range(dims)]
     return kinds[transposed][dims - 1](channels, made, kernel, **options), made
@@ -214,3 +216,31 @@ def random_case(seed: int) -> tuple[nn.Module, Tensor, dict[str, Any]] | None:
     if dims > 1 and draw.random() < 0.4:
         space = {"shards": 4, "grid": [2, 2]}
     return model, x, {"space": space, "chunks": draw.choice((1, 3))}
+
+
+class Inputs(nn.Module):
+    """A volume with its channels last, a mask without channels, and a coarse volume of two parts as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.coarse = nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(1, 4, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm3d(4), nn.Conv3d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor, mask: Tensor, coarse: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.stem(x.permute(0, 4, 1, 2, 3)) * (mask > 0).unsqueeze(1)
+        y = y + F.interpolate(self.coarse(coarse), scale_factor=2)
+        y = self.head(F.relu(self.norm(y)))
+        return y.permute(0, 2, 3, 4, 1), y[:, 0] * mask
+
+
+INPUTS: dict[str, Any] = {
+    "x": {"space_dims": [1, 2, 3]},
+    "mask": {"space_dims": [1, 2, -1]},
+    "coarse": {"space_dims": [2, 3, 4]},
+}
+
+
+def some_inputs(rows: int) -> tuple[Tensor, ...]:
+    """The arguments of `Inputs`."""
+    x = torch.randn(rows, 8, 6, 6, 2, dtype=torch.float64)
+    return x, torch.randn(rows, 8, 6, 6).double(), torch.randn(rows, 1, 4, 3, 3).double()

@@ -20,6 +20,7 @@ from placer.program import Program, first_names
 from placer.program.graphs import new_node
 from placer.program.targets import CallMethod, call_module
 from placer.regions import Region
+from placer.space import cut_inputs
 
 _DEVICE, _TREE = "stage_device", "stage_layers"
 
@@ -40,6 +41,7 @@ def emit_stages(program: Program, plan: Plan, *, together: bool = True) -> Stage
     """
     made_from = together, tuple((stage.nodes, stage.regions) for stage in plan.stages)
     source, shard_of = program.graph, dict[str, int]()
+    layouts = cut_inputs(program) if plan.shards > 1 else {}
     if together and plan.shards > 1:
         expanded = expand_shards(program, plan)
         program, plan, shard_of = expanded.program, expanded.plan, dict(expanded.shard_of)
@@ -64,6 +66,7 @@ def emit_stages(program: Program, plan: Plan, *, together: bool = True) -> Stage
         together=together,
         shard_of=shard_of,
         layers=program.layers,
+        layouts=layouts,
     )
 
 

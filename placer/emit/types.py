@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from placer.program import CallFormat, Conditions, Path, Rows, StateInput, Stored
+from placer.space import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,8 @@ class StagedModel:
     ``stored`` describes. ``rows`` says how each of them depends on the rows of the batch. ``state_stage`` is
     the stage that owns each parameter and buffer: the first one that reads it. Later stages that read it get
     a copy. ``shard_of`` has the values that are on the devices of shards after the first, if the code is that
-    of all shards; ``layers`` the layer of each node.
+    of all shards; ``layers`` the layer of each node. ``layouts`` says how inputs are cut in space, or which
+    layer reads one whole.
     """
 
     stages: tuple[StageCode, ...]
@@ -79,6 +81,7 @@ class StagedModel:
     together: bool  # is it the code of all shards?
     shard_of: Mapping[str, int]
     layers: Mapping[str, str]
+    layouts: Mapping[str, Layout | str]
 
     def stored_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Those of the result's ``leaves`` that forward stores."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from placer.errors import CaptureError
+from placer.executor.boxes import with_stand_ins
 from placer.executor.numbers import Recaptures
 from placer.executor.program_cache import ProgramCache
 from placer.program import (
@@ -32,17 +33,21 @@ class Call(NamedTuple):
     """A call of a placed model: its programs, its tensors, and its arguments as the caller passed them.
 
     ``arguments`` is None in a dry run, which has no caller. ``leaves_by_name`` are all their leaves.
+    ``boxes`` has, by the position of a leaf that stands for a whole tensor, the part of it that was given.
     """
 
     programs: ProgramCache
     leaves: list[Tensor]
     arguments: Mapping[str, Any] | None
     leaves_by_name: Mapping[str, Any] = {}
+    boxes: Mapping[int, Tensor] = {}
 
 
-def _call(programs: ProgramCache, bound: BoundCall) -> Call:
-    leaves = dict(zip(bound.leaf_names, bound.leaves, strict=True))
-    return Call(programs, call_tensors(programs.call, bound), bound.arguments, leaves)
+def _call(programs: ProgramCache, bound: BoundCall, given: Mapping[int, Tensor]) -> Call:
+    by_name = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    leaves = call_tensors(programs.call, bound)
+    boxes = {i: given[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in given}
+    return Call(programs, leaves, bound.arguments, by_name, boxes)
 
 
 class CallCache:
@@ -91,6 +96,7 @@ class CallCache:
         arguments that are not plain values.
         """
         captured = self._known[0]
+        args, kwargs, boxes = with_stand_ins(args, kwargs)
         try:
             signature = captured.call.signature
             if method != "forward":
@@ -103,7 +109,7 @@ class CallCache:
             raise CaptureError(error.where, error.problem, remedy) from None
         for programs in self._known:
             if call_difference(programs.call, bound) is None:
-                return _call(programs, bound)
+                return _call(programs, bound, boxes)
         difference = call_difference(captured.call, bound)
         assert difference is not None
         named = zip(bound.leaf_names, bound.leaves, strict=True)
@@ -125,7 +131,7 @@ class CallCache:
         self._known.append(captured.for_call(bound))
         self._recaptures.add(captured.model, [difference.where], time.perf_counter() - began)
         del self._known[1:-_MAX_CALLS]
-        return _call(self._known[-1], bound)
+        return _call(self._known[-1], bound, boxes)
 
 
 def _keyword_hint(name: str, value: Any, *, step: bool) -> str:

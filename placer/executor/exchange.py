@@ -9,7 +9,7 @@ from torch import Tensor
 
 from placer.executor.place import Place, on
 from placer.executor.transfer import copy_to
-from placer.space.exchange import Pieces
+from placer.space.exchange import Exchange, Pieces
 
 
 class LocalExchange:
@@ -32,6 +32,9 @@ class LocalExchange:
 
     def sum_processes(self, value: Tensor) -> Tensor:
         return value
+
+    def of_batch_norms(self, counts: list[int]) -> tuple[Exchange, list[int]]:
+        return self, counts
 
     def move(self, value: Tensor, shard: int) -> Tensor:
         return copy_to(self._places[shard], value)

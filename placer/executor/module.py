@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from placer.errors import CaptureError, PlacerError
+from placer.executor.boxes import refuse_boxes
 from placer.executor.hooks import (
     apply_in_place,
     compile_error,
@@ -73,6 +74,16 @@ class PlacedModule(nn.Module):
     def own_share(self) -> tuple[int, int]:
         """``(index, number of shares)``: which share of a batch's rows this process loads."""
         return runtime_of(self).own_share
+
+    @property
+    def boxes(self) -> dict[str, tuple[slice, ...]]:
+        """By the name of an input, a slice per dimension: which part of it this process needs.
+
+        For inputs of the sizes with which the module was placed. Under torchrun, with stages that are split
+        in space, ``placer.Box(x[placed.boxes["x"]], x.shape)`` may be passed instead of ``x``; in one process
+        and for inputs that are not cut, it is all of them.
+        """
+        return runtime_of(self).boxes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's ``forward`` returns for these arguments, on ``output_device``.
@@ -157,6 +168,7 @@ class PlacedModule(nn.Module):
         if it is not known how ``loss_fn`` combines rows.
         """
         refuse_compile()
+        refuse_boxes(target, why="is part of a target, but loss_fn is called with the whole result")
         runtime = runtime_of(self)
         loss_of = StepLoss(
             loss_fn,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer.executor.place import HOST, Place, on
+from placer.executor.place import HOST, Place, on, place_of
 from placer.executor.side_stream import SideStream, side_stream
 
 
@@ -136,21 +136,20 @@ class _Saved:
 
 
 def offload_saved(
-    kept: Iterable[Tensor], place: Place, *, overlapped: bool = False
+    kept: Iterable[Tensor], places: Sequence[Place], *, overlapped: bool = False
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which tensors that autograd saves on ``place`` are moved to the host, except ``kept``.
+    """A context in which tensors that autograd saves on ``places`` are moved to the host, except ``kept``.
 
     ``overlapped``: copies run while kernels do.
     """
     keep = {id(tensor.untyped_storage()) for tensor in kept}
-    queue = _queue_of(place) if overlapped else None
     # The weak reference to a storage tells whether its id is still that of the same storage.
     seen: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[_HostCopy]]] = {}
 
     def pack(tensor: Tensor) -> Tensor | _Saved:
         storage = tensor.untyped_storage()
-        elsewhere = tensor.device != place.device or tensor.layout != torch.strided
-        if id(storage) in keep or elsewhere or not storage.nbytes():
+        place = place_of(tensor, places) if tensor.layout == torch.strided else None
+        if id(storage) in keep or place is None or not storage.nbytes():
             return tensor.detach()
         data = tensor.detach()
         view = (tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -164,6 +163,7 @@ def offload_saved(
         same = source is not None and source() is storage
         copied = known() if same and known is not None else None
         if copied is None:
+            queue = _queue_of(place) if overlapped else None
             copied = _HostCopy(data, place) if queue is None else _OverlappedHostCopy(data, queue)
             seen[key] = (weakref.ref(storage), weakref.ref(copied))
         return _Saved(copied, view if whole else None)

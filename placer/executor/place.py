@@ -6,6 +6,8 @@ run (`placer.simulation`) can count the memory of each device.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,29 @@ _current: list[Place] = []
 def current_place() -> Place | None:
     """The place of the innermost `on` block: where a stage runs or a value is copied to. Or None."""
     return _current[-1] if _current else None
+
+
+# Of dry runs, whose tensors are all on the CPU: the name of the place of a tensor, by their own record.
+_records: list[Callable[[torch.Tensor], str | None]] = []
+
+
+@contextmanager
+def recording(name_of: Callable[[torch.Tensor], str | None]) -> Iterator[None]:
+    """In this block, `place_of` asks ``name_of`` for the name of a tensor's place."""
+    _records.append(name_of)
+    try:
+        yield
+    finally:
+        _records.remove(name_of)
+
+
+def place_of(tensor: torch.Tensor, places: Sequence[Place]) -> Place | None:
+    """The one of ``places`` that ``tensor`` is on; None if it is on none of them."""
+    found = [place for place in places if place.device == tensor.device]
+    if len(found) > 1 and _records:
+        name = _records[-1](tensor)
+        found = [place for place in found if place.name == name]
+    return found[0] if found else None
 
 
 class on:  # contextlib.contextmanager takes three times as long

@@ -15,6 +15,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from placer.emit import StagedModel
+from placer.errors import PlacerError
+from placer.executor.boxes import Slices, own_boxes
 from placer.executor.call_cache import Call, CallCache
 from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
@@ -147,6 +149,11 @@ class Runtime:
         """``(index, number of shares)``: which share of a batch's rows this process loads."""
         return 0, 1
 
+    @property
+    def boxes(self) -> dict[str, Slices]:
+        """By the name of an input, a slice per dimension: the part that this process needs."""
+        return own_boxes(self.staged, None)
+
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the model's ``forward`` returns for these arguments, on ``output_device``."""
         return self.run(self.calls.find(args, kwargs))
@@ -240,6 +247,12 @@ class Runtime:
         All replicas read the weights before any of them runs, because the forward of the first
         replica may write to buffers.
         """
+        if call.boxes:
+            raise PlacerError(
+                "placer.Box",
+                "is a part of an input, but one process runs all shards here",
+                "pass the whole tensor, as placed.boxes says; torchrun has a process per device",
+            )
         programs_of = call.programs.find_all(batch.slices, call.leaves_by_name)
         self._set_flags(call, programs_of[0].stored)
         runs: list[list[PlacedMicrobatch]] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from placer._torch import function_modes, is_transformed
+from placer._torch import current_backward, function_modes, is_transformed, stop_recomputing
 from placer.emit import SegmentCode, StageCode
 from placer.errors import PlacerError
 from placer.executor.compiled import compiled_forward
@@ -85,7 +85,9 @@ def _run(
             return forward(tree, place.device, inputs)
     offloading: AbstractContextManager[Any] = nullcontext()
     if segment.offload:
-        offloading = offload_saved(_state(segment, tree), place, overlapped=segment.overlapped)
+        kept = (x for own in trees[: segment.shards] for x in _state(segment, own))
+        local = places[: segment.shards]
+        offloading = offload_saved(kept, local, overlapped=segment.overlapped)
     with offloading:
         if segment.recompute:
             return _run_recomputed(segment, forward, tree, places, inputs, exchange)
@@ -107,7 +109,8 @@ def _run_recomputed(
     that the segment writes are written once: the second run works on copies of their values before the first.
 
     ``checkpoint`` can restore random states too, but several threads that do so at once leave the CPU's
-    generator in the state of one of the recomputations.
+    generator in the state of one of the recomputations. It also lets each of the devices of a stage that is
+    split in space run the segment again, in its own thread of one backward: all but the first stop.
     """
     before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
     place = places[0]
@@ -115,6 +118,7 @@ def _run_recomputed(
     modes = function_modes()
     training = {module: module.training for module in _modules(segment, tree)}
     runs = 0
+    again: set[int] = set()  # the backwards in which it has run again
 
     def run(*arguments: Any) -> tuple[Any, ...]:
         nonlocal runs
@@ -126,6 +130,9 @@ def _run_recomputed(
                 for mode in modes:
                     stack.enter_context(mode)
                 stack.enter_context(_random_states_swapped(states))
+                if (backward := current_backward()) in again:
+                    raise stop_recomputing()
+                again.update({backward} - {-1})
                 stack.enter_context(_tensors_swapped(tree, before))
                 stack.enter_context(_training_swapped(training))
             return forward(tree, place.device, list(arguments))

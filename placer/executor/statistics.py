@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from placer.executor.place import Place, on
 from placer.executor.transfer import transfer
 from placer.plan.types import Plan
+from placer.space import track
 
 
 def defers_statistics(plan: Plan) -> bool:
@@ -187,6 +188,8 @@ class _NormRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is track:
+            return self._note_tracked(*args)
         if func not in _NORMS:
             return func(*args, **kwargs)
         learns, parameters = _NORMS[func]
@@ -206,6 +209,18 @@ class _NormRecorder(TorchFunctionMode):
         self._numbers[mean] += 1
         self._found(call, count, own)
         return result
+
+    def _note_tracked(self, running_mean: Tensor, running_var: Tensor, *found: Any) -> None:
+        """Statistics of a batch norm over the shards of a value, which knows the mean and variance of all."""
+        mean, var = (self._names.get(id(tensor)) for tensor in (running_mean, running_var))
+        if mean is None or var is None:
+            track(running_mean, running_var, *found)
+            return
+        *statistics, count = found
+        self._found(
+            NormCall(mean, var, self._numbers[mean], False), count, _Statistics(*statistics)
+        )
+        self._numbers[mean] += 1
 
 
 # For each norm: the argument that makes it use its input's statistics, and all arguments in order.

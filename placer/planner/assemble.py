@@ -77,7 +77,7 @@ def assemble_plan(
         notes=(
             *([] if counted is None else [describe_loss(counted, partition.slots[-1].name)]),
             *([] if unknown else _policy_notes(spec, choice)),
-            *placement_notes(program, spec, options, rows=rows, microbatches=microbatches),
+            *placement_notes(program, spec, options, costs, rows=rows, microbatches=microbatches),
         ),
         optimality=partition.optimality,
         extra_seconds=choice.extra_seconds,

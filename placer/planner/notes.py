@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from placer.cost import CostTable
 from placer.partition import PlanningOptions
 from placer.planner.devices import device_slot
 from placer.program import Program
@@ -35,7 +36,7 @@ def _chunk_notes(program: Program, spec: PlacementSpec) -> list[str]:
     return [f"{what} of concatenated channels run in up to {spec.chunks} chunks of planes."]
 
 
-def _space_notes(program: Program, spec: PlacementSpec) -> list[str]:
+def _space_notes(program: Program, spec: PlacementSpec, costs: CostTable) -> list[str]:
     """How the model is cut, and which values are gathered because their readers cannot be."""
     cuts = cuts_of(program)
     if cuts is None and spec.space.number > 1:
@@ -50,10 +51,17 @@ def _space_notes(program: Program, spec: PlacementSpec) -> list[str]:
         f"Every stage is split in space over {cuts.shards} devices ({grid}); "
         f"{format_count(count_windows(program), 'operation')} read what neighbours have."
     ]
-    for reason, layers in find_gathered(program).items():
-        names = ", ".join(dict.fromkeys(layers[:_NAMED]))
+    position = {name: i for i, name in enumerate(costs.names)}
+    for reason, layer_of in find_gathered(program).items():
+        layers = list(dict.fromkeys(layer_of.values()))
         more = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""
-        notes.append(f"Gathered, and run whole on every shard: {names}{more} ({reason}).")
+        at = [position[name] for name in layer_of]
+        nbytes = format_bytes(sum(costs.nodes[i].output_nbytes for i in at))
+        sent = format_bytes(int(sum(part[at].sum() for part in costs.work.sent)))
+        notes.append(
+            f"Gathered, and run whole on every shard: {', '.join(layers[:_NAMED])}{more} ({reason}). That "
+            f"gathers {nbytes} per micro-batch, for which a shard sends {sent}, forward and backward."
+        )
     return notes
 
 
@@ -61,6 +69,7 @@ def placement_notes(
     program: Program,
     spec: PlacementSpec,
     options: PlanningOptions,
+    costs: CostTable,
     *,
     rows: Sequence[Sequence[str]],
     microbatches: int,
@@ -77,7 +86,7 @@ def placement_notes(
         *_memory_notes(spec),
         *_shared_notes(program, spec),
         *_chunk_notes(program, spec),
-        *_space_notes(program, spec),
+        *_space_notes(program, spec, costs),
         *([_COMPILED] if spec.compile else []),
     ]
     is_split = options.microbatches > 1 or replicas > 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from placer.errors import PlacerError, SpecError
+from placer.errors import SpecError
 from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
@@ -29,12 +29,6 @@ def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
     """Raise ``PlacerError`` for a spec that asks for something unsupported, with ``processes`` or without."""
     if problems := execution_problems(dict(spec)):  # of a spec that was made by `model_copy`
         raise SpecError(SpecError.UNNAMED, problems)
-    if spec.space.number > 1 and spec.offload and not processes:
-        raise PlacerError(
-            "/offload",
-            "is not possible for stages that are split in space, if one process runs all of their devices",
-            'start one process per device (torchrun; --processes for plans), or use "checkpoint"',
-        )
     if spec.shard_state != "none" and not processes:
         raise one_copy()
 

@@ -65,7 +65,7 @@ from placer.program.leaves import (
     without_hooks,
 )
 from placer.program.lower import lower, register_rewrite, rewritten, with_graph
-from placer.program.marks import Batched, Whole, is_mark, marked_dims, unmarked
+from placer.program.marks import Batched, Box, Whole, is_mark, marked_dims, unmarked
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
 from placer.program.packed import unflatten
@@ -104,6 +104,7 @@ __all__ = [
     "BatchDim",
     "Batched",
     "BoundCall",
+    "Box",
     "CallFormat",
     "Conditions",
     "FakeConverter",

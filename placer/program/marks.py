@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,18 @@ class Batched:
 
     value: Any
     dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Marks the part, this process's own, of an input whose whole has the given ``shape``.
+
+    For stages that are split in space, with a process per device: ``placed.boxes`` says which part that is.
+    For example ``placed.step(placer.Box(x[placed.boxes["x"]], x.shape), …)``, without ever making all of x.
+    """
+
+    value: Tensor
+    shape: Sequence[int]
 
 
 def is_mark(value: Any) -> bool:

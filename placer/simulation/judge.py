@@ -233,7 +233,8 @@ class JudgingPlanner:
         self, spec: PlacementSpec, *, rough: bool = False, **options: Any
     ) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
-        known = self._known((*self._base.rewrites, *spec_rewrites(spec)))
+        names = [each.name for each in self._base.call.inputs]
+        known = self._known((*self._base.rewrites, *spec_rewrites(spec, names)))
         self._about = _describe(spec)
         self._say("looking for stages")
         return partial(

@@ -124,6 +124,11 @@ class Ledger(TimelineMode):
             return scalars.pop()
         return here.name if here is not None else self._latest
 
+    def place_of(self, tensor: Tensor) -> str | None:
+        """The name of the tensor's place; None if it is not counted."""
+        entry = self._entry(tensor)
+        return None if entry is None else entry.device
+
     def _entry(self, tensor: Tensor) -> Block | None:
         number = self.block_of(tensor)
         return None if number is None else self._recorder.blocks[number]

@@ -10,7 +10,7 @@ from torch import nn
 
 from placer.executor.attribution import Attribution
 from placer.executor.module import runtime_of
-from placer.executor.place import CALLER, HOST, Place, on
+from placer.executor.place import CALLER, HOST, Place, on, recording
 from placer.executor.place_model import place_model
 from placer.machine.devices import device_type
 from placer.operands import tensors_of_tree
@@ -61,4 +61,5 @@ def run_process(call: FakeCall) -> Timeline:
             # Adam's step counts are there; other state is made from tensors on a device.
             updating=partial(on, HOST),
         )
-        return call.record(process, call.run_on)
+        with recording(ledger.place_of):
+            return call.record(process, call.run_on)

@@ -16,10 +16,12 @@ chunks                     convolutions of a concatenation in chunks of planes, 
 
 from placer.space.chunks import CONVOLUTIONS, MOST_CHUNKS, count_chunked, find_joins
 from placer.space.exchange import Alone, Exchange, Pieces, exchanging, innermost_exchange
-from placer.space.layout import Cuts
+from placer.space.layout import Cuts, Layout
 from placer.space.nodes import CutWhole, GatherParts, InSpace
+from placer.space.norms import track
 from placer.space.queries import (
     count_windows,
+    cut_inputs,
     cuts_of,
     find_gathered,
     nodes_in_space,
@@ -37,9 +39,11 @@ __all__ = [
     "Exchange",
     "GatherParts",
     "InSpace",
+    "Layout",
     "Pieces",
     "count_chunked",
     "count_windows",
+    "cut_inputs",
     "cuts_of",
     "exchanging",
     "find_gathered",
@@ -49,4 +53,5 @@ __all__ = [
     "parts_in",
     "similar_shards",
     "spec_rewrites",
+    "track",
 ]

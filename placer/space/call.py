@@ -71,7 +71,10 @@ class Local:
 
 @dataclass(frozen=True)
 class Replace:
-    """``operation`` runs instead, called with the layer (if it takes it), ``parameters`` and ``inputs``."""
+    """``operation`` runs instead, called with the layer (if it takes it), ``parameters`` and ``inputs``.
+
+    If there are operations ``before``, one for each of the inputs, it gets their results.
+    """
 
     operation: InSpace
     inputs: tuple[fx.Node, ...]
@@ -80,6 +83,7 @@ class Replace:
     dims: tuple[int, ...] = ()  # of the result; none if it is whole
     # How inputs that are not cut are to be cut; the others are cut already.
     layouts: Mapping[fx.Node, Layout] = field(default_factory=dict)
+    before: tuple[InSpace, ...] = ()
 
 
 Rule: TypeAlias = Local | Replace | str

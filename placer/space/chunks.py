@@ -102,7 +102,8 @@ def _rule(
     }
     joined = node.all_input_nodes[0]
     name = type(module).__name__
-    return find_rule(Call(node, name, module, values, layouts, {joined: parts}, count))
+    rule = find_rule(Call(node, name, module, values, layouts, {joined: parts}, count))
+    return "it pads first" if isinstance(rule, Replace) and rule.before else rule
 
 
 def find_joins(program: Program) -> set[fx.Node]:

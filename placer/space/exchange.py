@@ -49,6 +49,12 @@ class Exchange(Protocol):
     def sum_processes(self, value: Tensor) -> Tensor:
         """The sum over processes of a tensor that each of them has once."""
 
+    def of_batch_norms(self, counts: list[int]) -> tuple[Exchange, list[int]]:
+        """The exchange over all that a batch norm has statistics of, and how many values its shards have.
+
+        These are the shards here, which have ``counts``, or also those of other replicas.
+        """
+
     def move(self, value: Tensor, shard: int) -> Tensor:
         """``value`` on the device of a local shard, as a tensor of its own."""
 
@@ -81,6 +87,9 @@ class Alone:
         # In a ring, each sends its share once to sum the parts, and once to spread the sums.
         self._note_sent(2 * value.nbytes * (self.shards - 1) // self.shards)
         return value.clone()
+
+    def of_batch_norms(self, counts: list[int]) -> tuple[Exchange, list[int]]:
+        return self, counts
 
     def move(self, value: Tensor, shard: int) -> Tensor:
         return value.clone()

@@ -102,21 +102,46 @@ class Layout:
 class Window:
     """The box of a value that each shard needs, of which it has its own part.
 
-    Positions below 0 or beyond the value's length belong to no shard: they are padding.
+    Positions below 0 or beyond the value's length belong to no shard: they are padding. Dimensions that
+    ``wraps`` names go on with the other end of the value instead.
     """
 
     layout: Layout
     needed: tuple[Box, ...]
+    wraps: tuple[int, ...] = ()
 
     @cached_property
     def pieces(self) -> dict[tuple[int, int], Box]:
         """``(from, to)`` -> what a shard gets of another one. No piece is empty."""
-        return {
-            (source, target): piece
-            for target, box in enumerate(self.needed)
-            for source, own in enumerate(self.layout.boxes)
-            if source != target and not is_empty(piece := meet(own, box))
-        }
+        return {key: found[0] for key, found in self._found.items() if key[0] != key[1]}
+
+    @cached_property
+    def images(self) -> dict[tuple[int, int], Box]:
+        """``(from, to)`` -> where what a shard gets is in the box that it needs."""
+        return {key: found[1] for key, found in self._found.items() if key[0] != key[1]}
+
+    @property
+    def is_simple(self) -> bool:
+        """Does every shard get at most one piece of each other one, and none of its own other end?"""
+        return all(
+            len(found) == 2 and (source != target or found[0] == found[1])
+            for (source, target), found in self._found.items()
+        )
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int], tuple[Box, ...]]:
+        """``(from, to)`` -> for each piece, where it is in the value, and where in the box."""
+        found: dict[tuple[int, int], tuple[Box, ...]] = {}
+        lengths = self.layout.shape
+        turns = [(0, -n, n) if d in self.wraps else (0,) for d, n in enumerate(lengths)]
+        for target, box in enumerate(self.needed):
+            for source, own in enumerate(self.layout.boxes):
+                for by in itertools.product(*turns):
+                    at = meet(_moved(own, by) if any(by) else own, box)
+                    if not is_empty(at):
+                        here = _moved(at, [-n for n in by])
+                        found[source, target] = (*found.get((source, target), ()), here, at)
+        return found
 
     @property
     def is_local(self) -> bool:
@@ -127,6 +152,10 @@ class Window:
 def meet(a: Box, b: Box) -> Box:
     """The box that is in both; it may be empty."""
     return tuple((max(i, k), min(j, n)) for (i, j), (k, n) in zip(a, b, strict=True))
+
+
+def _moved(box: Box, by: Sequence[int]) -> Box:
+    return tuple((first + n, end + n) for (first, end), n in zip(box, by, strict=True))
 
 
 def sizes(box: Box) -> tuple[int, ...]:

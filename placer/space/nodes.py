@@ -65,11 +65,15 @@ class InSpace:
 
 @dataclass(frozen=True)
 class CutWhole(InSpace):
-    """Cuts a whole value into ``layout``."""
+    """Cuts a whole value into ``layout``; of an input, a process may be given its own part instead."""
 
     layout: Layout
 
     def together(self, exchange: Exchange, arguments: Arguments) -> Sequence[Any]:
+        x: Tensor = arguments[0][0]
+        whole = self.layout.shape_of(self.layout.whole, x.shape)
+        if x.shape != whole:
+            return [x]
         return Cut.apply(exchange, self.layout, arguments[0][0])  # type: ignore[no-any-return]
 
 
@@ -167,11 +171,14 @@ class NormalizeParts(InSpace):
         kind = flat[2].device.type
         if self.is_group_norm and kind != "cpu" and torch.is_autocast_enabled(kind):
             flat = [x if x is None else x.float() for x in flat]  # as autocast does for this norm
+        counts = self.groups.counts(flat[2].size(0))
+        is_batch_norm = self.groups.number is None and self.eps is None
+        if is_batch_norm:
+            exchange, counts = exchange.of_batch_norms(counts)
         with torch.autocast(kind, enabled=False):
-            mean, var, *results = Normalize.apply(exchange, self.groups, eps, *flat)
-        if self.groups.number is None and self.eps is None:
-            rows = arguments[0][1].size(0)
-            update_running(first, mean, var, sum(self.groups.counts(rows)))
+            mean, var, *results = Normalize.apply(exchange, self.groups, counts, eps, *flat)
+        if is_batch_norm:
+            update_running(first, mean, var, sum(counts))
         parts: Sequence[Any] = results
         return parts
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from placer.space.exchange import Exchange
 from placer.space.layout import Layout, sizes
@@ -63,16 +64,21 @@ class Groups:
 class Normalize(torch.autograd.Function):
     """Normalises the local parts; returns mean and variance of the whole, then the results.
 
-    It keeps its input only. ``tensors`` are, for each local shard, weight, bias and input.
+    It keeps its input only. ``tensors`` are, for each local shard, weight, bias and input; ``counts`` are the
+    values of one statistic that each shard of ``exchange`` has.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, groups: Groups, eps: float, *tensors: Tensor
+        ctx: Any,
+        exchange: Exchange,
+        groups: Groups,
+        counts: Sequence[int],
+        eps: float,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         weights, biases, inputs = tensors[::3], tensors[1::3], tensors[2::3]
         moments = [_moments(x, groups) for x in inputs]
-        counts = groups.counts(inputs[0].size(0))
         kept, results = [], []
         total = float(sum(counts))
         for shard, each, weight, bias, x in zip(
@@ -123,7 +129,7 @@ class Normalize(torch.autograd.Function):
                 of_affine[0] if biased else None,
                 dx,
             ]
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def _local_sums(
@@ -185,5 +191,24 @@ def update_running(module: nn.Module, mean: Tensor, var: Tensor, count: int) -> 
         if factor is None:
             factor = 1.0 / float(norm.num_batches_tracked)
         unbiased = var * (count / max(count - 1, 1))
-        for buffer, value in ((norm.running_mean, mean), (norm.running_var, unbiased)):
-            buffer.lerp_(value.to(buffer.dtype), factor)
+        track(norm.running_mean, norm.running_var, mean, unbiased, factor, count)
+
+
+def track(
+    running_mean: Tensor,
+    running_var: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    momentum: float,
+    count: int,
+) -> None:
+    """Update running statistics by those of ``count`` values, as batch norm does.
+
+    Modes for torch functions see the call, as they see one of ``batch_norm``.
+    """
+    given = running_mean, running_var, mean, var, momentum, count
+    if has_torch_function((running_mean,)):
+        handle_torch_function(track, (running_mean,), *given)
+        return
+    for buffer, value in ((running_mean, mean), (running_var, var)):
+        buffer.lerp_(value.to(buffer.dtype), momentum)

@@ -28,6 +28,7 @@ class Operator:
     """An operator on one tensor, with parameters. Where it reads outside of that, it reads ``fill``."""
 
     fill = 0.0  # what padding is filled with
+    wraps: tuple[int, ...] = ()  # dimensions that go on with the other end where it reads outside
     is_linear = False  # is the gradient of the input the same for every input, without parameters?
 
     def source(self, out: Box) -> Box:
@@ -290,7 +291,8 @@ class Resize(Operator):
 class Take(Operator):
     """A slice, or padding: position ``i`` of the output is ``first + i * step`` of the input.
 
-    Where that is outside of the input, it is ``fill``, or by ``mode`` ("reflect", "replicate") one inside.
+    Where that is outside of the input, it is ``fill``, or by ``mode`` ("reflect", "replicate", "circular")
+    one inside. ``wraps`` are the dimensions of which windows have that: those that are cut, if circular.
     """
 
     lengths: tuple[int, ...]
@@ -298,6 +300,7 @@ class Take(Operator):
     step: tuple[int, ...]
     mode: str = "constant"
     fill: float = 0.0
+    wraps: tuple[int, ...] = ()
 
     is_linear = True  # its gradient is that of a linear one, whatever is filled in
 
@@ -306,6 +309,8 @@ class Take(Operator):
         found = [self.first[dim] + i * self.step[dim] for i in range(*span)]
         if self.mode == "replicate":
             return [min(max(at, 0), length - 1) for at in found]
+        if self.mode == "circular" and FIRST + dim not in self.wraps:
+            return [at % length for at in found]
         if self.mode == "reflect":
             return [length - 1 - abs(length - 1 - abs(at)) for at in found]
         return found

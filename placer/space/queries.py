@@ -9,8 +9,8 @@ from typing import TypeAlias
 from torch import fx
 
 from placer.program import Program
-from placer.space.layout import Cuts, is_empty, sizes
-from placer.space.nodes import GatherParts, InSpace, RunInWindows
+from placer.space.layout import Cuts, Layout, is_empty, sizes
+from placer.space.nodes import CutWhole, GatherParts, InSpace, RunInWindows
 
 _EXACT = 8  # shards, of which each that takes another amount of memory is told apart
 _Load: TypeAlias = tuple[tuple[int, ...], ...]
@@ -35,13 +35,25 @@ def nodes_in_space(program: Program) -> Iterable[tuple[fx.Node, InSpace]]:
             yield node, node.target
 
 
-def find_gathered(program: Program) -> dict[str, list[str]]:
-    """Why values of ``program`` are gathered, besides its results, and the layers that need them whole."""
-    found: dict[str, list[str]] = {}
-    for _, operation in nodes_in_space(program):
+def find_gathered(program: Program) -> dict[str, dict[str, str]]:
+    """Why values of ``program`` are gathered, besides its results: node -> the layer that needs it whole."""
+    found: dict[str, dict[str, str]] = {}
+    for node, operation in nodes_in_space(program):
         if isinstance(operation, GatherParts) and operation.reason:
             layer = program.layers.get(operation.reader, "")
-            found.setdefault(operation.reason, []).append(layer or operation.reader)
+            found.setdefault(operation.reason, {})[node.name] = layer or operation.reader
+    return found
+
+
+def cut_inputs(program: Program) -> dict[str, Layout | str]:
+    """How the inputs that are cut are; of one that an operation also reads whole, the layer of that."""
+    found: dict[str, Layout | str] = {}
+    for node in program.graph.nodes:
+        cuts = [user.target for user in node.users if isinstance(user.target, CutWhole)]
+        if node.op == "placeholder" and cuts:
+            others = [user for user in node.users if not isinstance(user.target, CutWhole)]
+            layers = (program.layers.get(user.name) or user.name for user in others)
+            found[node.name] = next(layers, cuts[0].layout)
     return found
 
 

@@ -19,7 +19,7 @@ from placer.program.rows import name_of
 from placer.program.targets import UnderModes
 from placer.space.call import Call, Local, Replace, Rule
 from placer.space.chunks import CONVOLUTIONS, chunk_rewrites, find_joins, parts_of_join
-from placer.space.inputs import input_layouts
+from placer.space.inputs import input_layouts, refuse_unknown
 from placer.space.layout import Layout
 from placer.space.nodes import (
     CutWhole,
@@ -38,8 +38,11 @@ SPACE = "space"
 _MOVING = ("permute", "transpose", "swapaxes", "getitem", "__getitem__")
 
 
-def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
-    """The rewrites that ``spec`` asks for: a split in space, or convolutions in chunks."""
+def spec_rewrites(spec: PlacementSpec, inputs: Sequence[str]) -> tuple[Rewrite, ...]:
+    """The rewrites that ``spec`` asks for: a split in space, or convolutions in chunks.
+
+    ``inputs`` are the names of the model's. Raises ``SpecError`` if what is cut is said of others.
+    """
     space = spec.space
     if space.number == 1:
         return chunk_rewrites(spec.chunks)
@@ -49,6 +52,9 @@ def spec_rewrites(spec: PlacementSpec) -> tuple[Rewrite, ...]:
     for name in ("grid", "dims", "layers"):
         if given := getattr(space, name):
             settings[name] = list(given)
+    if spec.space_dims:
+        refuse_unknown(spec.space_dims, inputs)
+        settings["inputs"] = {pattern: list(dims) for pattern, dims in spec.space_dims.items()}
     return (Rewrite(name=SPACE, settings=settings),)
 
 
@@ -57,8 +63,8 @@ def split_in_space(program: Program, settings: Mapping[str, JsonValue]) -> Progr
     """Let every shard have a part of each value: windows, norms, sums and gathers are nodes of the program.
 
     ``settings`` are ``shards``, and perhaps the ``grid``, ``dims`` of the inputs, patterns of ``layers``
-    outside of which nothing is cut, and the number of ``chunks``. Raises ``SpecError`` if no input can be cut
-    so, and ``CaptureError`` if forward writes to its inputs.
+    outside of which nothing is cut, the dims of some ``inputs``, and the number of ``chunks``. Raises
+    ``SpecError`` if no input can be cut so, and ``CaptureError`` if forward writes to its inputs.
     """
     if program.written_inputs:
         raise CaptureError(
@@ -167,6 +173,8 @@ class _Cutter:
         layout = self._of[source].layout
         sizes = [*node.args[1:], *node.kwargs.values()] if name == "size" else []
         cut = layout or self._of[source].likely
+        if source.op == "placeholder":
+            layout = cut  # so that no operation needs the whole input
         if sizes and isinstance(sizes[0], int) and cut is not None:
             dim = sizes[0] % len(cut.shape)
             if dim in cut.dims or (source in self._upright and dim >= FIRST):
@@ -249,12 +257,14 @@ class _Cutter:
             self._modules[str(node.target)], CONVOLUTIONS
         ):
             return
-        source, like = node.all_input_nodes[0], next(iter(self._inputs.values()))
+        source, rank = node.all_input_nodes[0], self.values[node].dim()
         if (found := self._of.get(source)) is None or found.whole is None or self._is_cut(source):
             return
-        layout = Layout(like.cuts, tuple(self.values[source].shape), like.dims)
-        if len(layout.shape) == len(like.shape) and layout.can_be_cut:
-            found.likely = layout
+        for like in self._inputs.values():
+            if len(like.shape) == rank and min(like.dims) >= FIRST:
+                layout = Layout(like.cuts, tuple(self.values[source].shape), like.dims)
+                found.likely = layout if layout.can_be_cut else None
+                return
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
         """What ``node`` reads; for a concatenation that is not made, what it joins."""
@@ -296,7 +306,11 @@ class _Cutter:
         for x, layout in rule.layouts.items():
             if not self._is_cut(x):
                 self._of[x].likely = layout
-        given += [self._parts(x, node) for x in rule.inputs]
+        parts = [self._parts(x, node) for x in rule.inputs]
+        for i, operation in enumerate(rule.before):
+            name = f"{node.name}_pad{i or ''}"
+            parts[i] = self._new(node, "call_function", operation, (parts[i],), name)
+        given += parts
         made = self._new(node, "call_function", rule.operation, tuple(given), node.name)
         if rule.operation.is_whole:
             self._of[node] = _Values(whole=made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -120,25 +121,55 @@ def pad(call: Call) -> Rule:
         return "some parts are empty"
     if any(map(any, amounts[:FIRST])):
         return "it also pads rows or channels"
-    if mode == "circular":
-        return "its padding is circular"
     if mode != "constant" and min(map(min, amounts)) < 0:
         return "it also takes positions away"
+    return _taken(call, padded(layout, amounts, mode, call.count, value))
+
+
+def padded(
+    layout: Layout, amounts: Sequence[tuple[int, int]], mode: str, count: int, value: float = 0.0
+) -> Windows | str:
+    """Windows that pad every dimension before and after, or why there are none."""
+    wraps = layout.dims if mode == "circular" else ()
+    lengths = tuple(
+        length + before + after
+        for length, (before, after) in zip(layout.shape, amounts, strict=True)
+    )
     first = [-before for before, _ in amounts]
-    return _take(call, layout, first, [1] * rank, mode=mode, fill=value)
+    return _windows(
+        layout, lengths, first, [1] * len(lengths), count, mode=mode, fill=value, wraps=wraps
+    )
 
 
-def _take(call: Call, layout: Layout, first: list[int], step: list[int], **options: Any) -> Rule:
+def _windows(
+    layout: Layout,
+    shape: tuple[int, ...],
+    first: Sequence[int],
+    step: Sequence[int],
+    count: int,
+    **options: Any,
+) -> Windows | str:
     if min(layout.dims) < FIRST:
         return "its rows or channels are cut"
-    if call.is_shared:  # a slice in parts is a copy
-        return "it shares memory that is written"
-    output = Layout(layout.cuts, tuple(call.result.shape), layout.dims)
     lengths = layout.shape[FIRST:]
     operator = Take(lengths, tuple(first[FIRST:]), tuple(step[FIRST:]), **options)
-    windows = Windows(operator, (layout,), output, call.count)
+    windows = Windows(operator, (layout,), Layout(layout.cuts, shape, layout.dims), count)
+    if not windows.windows[0].is_simple:
+        return "parts are thinner than what its padding takes of the other end"
+    return windows
+
+
+def _take(call: Call, layout: Layout, first: list[int], step: list[int]) -> Rule:
+    return _taken(call, _windows(layout, tuple(call.result.shape), first, step, call.count))
+
+
+def _taken(call: Call, windows: Windows | str) -> Rule:
+    if isinstance(windows, str):
+        return windows
+    if call.is_shared:  # a slice in parts is a copy
+        return "it shares memory that is written"
     source = next(node for node in call.inputs if node in call.layouts)
-    return Replace(RunInWindows(windows), (source,), dims=layout.dims)
+    return Replace(RunInWindows(windows), (source,), dims=windows.output.dims)
 
 
 def select(call: Call) -> Rule:

@@ -14,6 +14,7 @@ from placer.space.layout import Layout
 from placer.space.nodes import LossOfParts, NormalizeParts, RunInWindows, SumParts
 from placer.space.norms import Groups
 from placer.space.operators import FIRST, Convolution, Operator, Pool, Resize
+from placer.space.taking import padded
 from placer.space.windowed import Windows, needs_no_window
 
 LOSSES = {
@@ -36,15 +37,25 @@ def _windowed(
     inputs: Sequence[fx.Node],
     takes: str = "",
     parameters: tuple[Any, ...] = (),
+    before: Sequence[RunInWindows] = (),
 ) -> Rule:
-    layouts = tuple(call.layouts[x] for x in inputs)
+    layouts = tuple(x.layout for x in before) or tuple(call.layouts[x] for x in inputs)
     dims = layouts[0].dims
     output = Layout(layouts[0].cuts, tuple(call.result.shape), dims)
     given = Windows(operator, layouts, output, call.count)
     borders = isinstance(operator, Convolution) and (any(operator.padding) or operator.transposed)
-    if takes != "tensors" and not borders and call.count == 1 and needs_no_window(given):
+    if (
+        takes != "tensors"
+        and not borders
+        and not before
+        and call.count == 1
+        and needs_no_window(given)
+    ):
         return Local(dims)
-    return Replace(RunInWindows(given, takes), tuple(inputs), parameters, takes == "module", dims)
+    return Replace(
+        *(RunInWindows(given, takes), tuple(inputs), parameters, takes == "module", dims),
+        before=tuple(before),
+    )
 
 
 def _sizes(value: Any, count: int) -> tuple[int, ...]:
@@ -90,24 +101,28 @@ def convolution(call: Call) -> Rule:
         padding = (0,) * rank if padding == "valid" else tuple(r // 2 for r in reach)
         if any(r % 2 for r in reach) and any(padding):
             return "its two sides are padded differently"
-    if mode != "zeros":
-        return f"its padding is {mode}"
+    padding, lengths, before = _sizes(padding, rank), layout.shape[FIRST:], []
+    if mode != "zeros" and any(padding):
+        # Each input is padded first, and then read without padding.
+        for x in inputs:
+            made = padded(call.layouts[x], [(n, n) for n in (0, 0, *padding)], mode, call.count)
+            if isinstance(made, str):
+                return made
+            before.append(RunInWindows(made))
+        lengths, padding = before[0].layout.shape[FIRST:], (0,) * rank
+    operator = Convolution(
+        lengths=lengths,
+        cut=tuple(FIRST + dim in layout.dims for dim in range(rank)),
+        kernel=tuple(kernel),
+        stride=_sizes(stride, rank),
+        padding=padding,
+        dilation=dilation,
+        output_padding=_sizes(extra, rank),
+        groups=groups,
+        transposed="ranspose" in call.name,
+    )
     return _windowed(
-        call,
-        Convolution(
-            lengths=layout.shape[FIRST:],
-            cut=tuple(FIRST + dim in layout.dims for dim in range(rank)),
-            kernel=tuple(kernel),
-            stride=_sizes(stride, rank),
-            padding=_sizes(padding, rank),
-            dilation=dilation,
-            output_padding=_sizes(extra, rank),
-            groups=groups,
-            transposed="ranspose" in call.name,
-        ),
-        inputs,
-        "tensors" if parameters else "module",
-        parameters,
+        call, operator, inputs, "tensors" if parameters else "module", parameters, before
     )
 
 

@@ -39,7 +39,8 @@ class Windows:
     @cached_property
     def windows(self) -> tuple[Window, ...]:
         """The window of each input."""
-        return tuple(Window(layout, self._needed(layout)) for layout in self.inputs)
+        wraps = self.operator.wraps
+        return tuple(Window(layout, self._needed(layout), wraps) for layout in self.inputs)
 
     def _needed(self, layout: Layout) -> tuple[Box, ...]:
         front = layout.whole[:FIRST]
@@ -226,7 +227,7 @@ class _Run:
             box = window.layout.boxes[shard][FIRST:]
             if not is_empty(mine := meet(source, box)):
                 cut_spatial(total, mine, box).add_(cut_spatial(of_input, mine, source))
-            for (sender, target), piece in window.pieces.items():
+            for (sender, target), piece in window.images.items():
                 there = meet(source, piece[FIRST:])
                 if target != shard or is_empty(there):
                     continue
@@ -287,7 +288,8 @@ def _assemble(
     if box == own:
         return x
     inside = meet(box, window.layout.whole)
-    if not is_empty(inside) and inside == meet(box, own):  # all that is read is here
+    alone = inside == meet(box, own) and not (window.wraps and inside != box)
+    if alone and not is_empty(inside):  # all that is read is here
         x = cut(x, inside, own)
         if inside == box:
             return x
@@ -303,7 +305,7 @@ def _assemble(
         cut(made, mine, box).copy_(cut(x, mine, own))
     for (sender, target), piece in pieces.items():
         if target == shard:
-            at = window.pieces[sender, target]
+            at = window.images[sender, target]
             if not is_empty(there := meet(box, at)):
                 cut(made, there, box).copy_(cut(piece, there, at))
     return made

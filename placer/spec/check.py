@@ -80,30 +80,19 @@ def _number_of_shards(data: Mapping[str, Any]) -> int:
 
 
 def _shards(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
-    """Problems of ``space`` with the number of devices, and with fields that it cannot be combined with."""
+    """Problems of ``space`` with the number of devices."""
     shards = _number_of_shards(data)
-    if shards < 2 or not names:
+    if len(names) % shards == 0:
         return []
-    problems = []
-    if len(names) % shards:
-        few, many = len(names) // shards * shards, -(-len(names) // shards) * shards
-        wanted = f"{few} or {many}" if few else f"{many}"
-        problems.append(
-            (
-                "/devices",
-                f"{format_count(len(names), 'device')} for stages of {shards} devices each",
-                f'list {wanted} devices, stage by stage, or change "space"',
-            )
+    few, many = len(names) // shards * shards, -(-len(names) // shards) * shards
+    wanted = f"{few} or {many}" if few else f"{many}"
+    return [
+        (
+            "/devices",
+            f"{format_count(len(names), 'device')} for stages of {shards} devices each",
+            f'list {wanted} devices, stage by stage, or change "space"',
         )
-    if data.get("batch_norm", "per_microbatch") != "per_microbatch":
-        problems.append(
-            (
-                "/batch_norm",
-                f'{data["batch_norm"]!r} cannot be combined with "space"',
-                "use 'per_microbatch': a micro-batch has its statistics over all shards",
-            )
-        )
-    return problems
+    ]
 
 
 # Fields that "compile" cannot be combined with -> the only value they may have then, and why.

@@ -30,7 +30,7 @@ _REQUIRED = "is required"
 _DID_YOU_MEAN = "did you mean '{}'?"
 _KEYS = {
     "devices": ["name", "memory", "kind", "allocator"],
-    "inputs": ["batch_dim"],
+    "inputs": ["batch_dim", "space_dims"],
     "loss": ["function", "target"],
     "space": ["shards", "grid", "dims", "layers"],
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -47,6 +46,7 @@ from placer.spec.fields import (
 )
 from placer.spec.loss import LossSpec
 from placer.spec.rows import shifted_rows
+from placer.spec.space import InputSplit, SpaceSpec
 
 _SHORT = reprlib.Repr()
 _SHORT.maxdict = _SHORT.maxtuple = 6
@@ -110,76 +110,6 @@ class OptimizerBytes(BaseModel):
     bytes_per_parameter: StrictInt = Field(
         ge=0, description="Bytes of optimizer state per parameter element; 8 for fp32 Adam."
     )
-
-
-class InputSplit(BaseModel):
-    """How an input is split with the batch."""
-
-    model_config = _MODEL
-
-    batch_dim: StrictInt = Field(
-        description="The dimension along which the input has a row per sample; -1 is the last one."
-    )
-
-
-class SpaceSpec(BaseModel):
-    """How stages are split in space."""
-
-    model_config = _MODEL
-
-    shards: Count = Field(description="The number of devices of a stage, or 'auto'.")
-    grid: tuple[StrictInt, ...] = Field(
-        default=(),
-        description="The number of parts along each of the dims; their product is the number of shards. By "
-        "default placer chooses the grid of the least faces between parts.",
-    )
-    dims: tuple[StrictInt | Literal["depth", "height", "width"], ...] = Field(
-        default=(),
-        description="The dimensions of the inputs that are cut, as numbers or, for inputs of rows x channels "
-        "x space, names. By default all after the first two.",
-    )
-    layers: tuple[str, ...] = Field(
-        default=(),
-        description="Patterns of the layers that are cut; others run whole on every shard. By default all "
-        "are cut that can be.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_number(cls, value: Any) -> Any:
-        return {"shards": value} if isinstance(value, int | str) else value
-
-    @property
-    def number(self) -> int:
-        """The number of devices of a stage; 1 while "auto" is not resolved."""
-        return self.shards if isinstance(self.shards, int) else 1
-
-    @model_validator(mode="after")
-    def _agree(self) -> SpaceSpec:
-        if self.grid and self.shards == "auto":
-            raise ValueError("a grid needs a number of shards, not 'auto'")
-        if self.grid and (min(self.grid) < 1 or math.prod(self.grid) != self.shards):
-            parts = "x".join(map(str, self.grid))
-            raise ValueError(
-                f"grid {parts} has {math.prod(self.grid)} parts, not {self.shards}; its numbers must "
-                "multiply to the number of shards"
-            )
-        if self.dims and len(self.grid) > len(self.dims):
-            raise ValueError(f"grid has {len(self.grid)} numbers for {len(self.dims)} dims")
-        return self
-
-    @model_serializer
-    def _shortest(self) -> int | str | dict[str, Any]:
-        given = {"grid": self.grid, "dims": self.dims, "layers": self.layers}
-        fields = {key: list(value) for key, value in given.items() if value}
-        return {"shards": self.shards, **fields} if fields else self.shards
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        return {"anyOf": [*schema["properties"]["shards"]["anyOf"], schema]}
 
 
 def _optimizer(value: Any) -> str | OptimizerBytes:
@@ -255,7 +185,8 @@ class PlacementSpec(BaseModel):
     inputs: dict[str, Literal["whole"] | InputSplit] = Field(
         default={},
         description="Name of an input, such as image or batch.image, or a pattern as in layers -> how it is "
-        "split with the batch: 'whole' if every slice needs all of it, or {'batch_dim': n}. Placer finds out "
+        "split with the batch: 'whole' if every slice needs all of it, or {'batch_dim': n}; and with "
+        "{'space_dims': [...]} which dimensions are cut in space. Placer finds out "
         "what is not said here, and asks where the example cannot tell.",
     )
     stored: dict[str, StoredRule] = Field(
@@ -402,8 +333,18 @@ class PlacementSpec(BaseModel):
     def batch_dims(self) -> dict[str, int | None]:
         """Pattern of ``inputs`` -> the dimension of the batch, None for inputs that are whole."""
         return {
-            pattern: split.batch_dim if isinstance(split, InputSplit) else None
+            pattern: None if split == "whole" else split.batch_dim
             for pattern, split in self.inputs.items()
+            if split == "whole" or "batch_dim" in split.model_fields_set
+        }
+
+    @property
+    def space_dims(self) -> dict[str, tuple[int, ...]]:
+        """Pattern of ``inputs`` -> the dimensions that are cut in space."""
+        return {
+            pattern: split.space_dims
+            for pattern, split in self.inputs.items()
+            if isinstance(split, InputSplit) and split.space_dims is not None
         }
 
     def device_rows(self, replicas: int) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import distributed_cases as cases
 import norm_cases
@@ -173,12 +174,20 @@ def test_only_this_ranks_part_is_held(job_of: Callable[[int], Job]) -> None:
     assert not set(found[0]["owned"]) & set(found[1]["owned"])
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(
+    ("shape", "fields"),
+    [
+        ((2, 2), {}),
+        ((2, 2), {"space": {"shards": 2, "layers": ["encoder.**", "head"]}}),  # others run whole
+        ((1, 2), {}),
+    ],
+    ids=["stages", "space", "replicas"],
+)
 def test_synchronised_batch_norm_equals_the_uncut_original(
-    job_of: Callable[[int], Job], shape: tuple[int, int]
+    job_of: Callable[[int], Job], shape: tuple[int, int], fields: dict[str, Any]
 ) -> None:
-    spec = cases.make_spec(*shape, 1, batch_norm="sync")
+    spec = cases.make_spec(*shape, 1, batch_norm="sync", **fields)
     job_of(shape[0] * shape[1]).run(cases.train_with_synchronised_norms, spec)
 
 
@@ -202,6 +211,10 @@ def test_deferred_statistics_are_those_of_all_replicas(
 def test_deferred_statistics_of_one_stage_or_one_replica(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 1, 2)
     job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 2, 1, checkpoint=("0", "3"))
+
+
+def test_deferred_statistics_in_space(job_of: Callable[[int], Job]) -> None:
+    job_of(4).run(norm_cases.train_with_deferred_statistics, "shared", 2, 2, space=2)
 
 
 def test_a_layer_that_synchronises_itself_is_not_deferred(job_of: Callable[[int], Job]) -> None:

@@ -83,6 +83,27 @@ def test_statistics_of_a_first_layer_are_those_of_the_whole_batch(name: str) -> 
             assert_close(placed.get_buffer(f"0.{key}"), buffer, f"{cut}, {key}")
 
 
+@pytest.mark.parametrize("name", ["shared", "acting"])
+def test_statistics_of_stages_that_are_split_in_space(name: str) -> None:
+    """Also of norms that run whole: "acting" is a function with running statistics."""
+    x = torch.randn(10, 3, 5, 4, dtype=D)
+    for cut, fields in (((2, 1, 4), {}), ((2, 2, 2), {"checkpoint": ["**"]}), ((4, 2, 2), {})):
+        net = make_net(name)
+        placed = placer.compile(net, _spec(*cut, space=2, **fields), x)
+        for rows in (10, 7):
+            net.zero_grad()
+            placed.zero_grad()
+            loss, expected = step_by_hand(net, x[:rows], *cut[1:])
+            assert_close(placed.step(x[:rows], loss_fn=mean_square), loss, f"{cut}, loss")
+            for (path, ours), theirs in zip(
+                placed.named_parameters(), net.parameters(), strict=True
+            ):
+                assert_close(ours.grad, theirs.grad, path, floor=gradient_noise(net))
+            _compare_buffers(placed, expected)
+            for path, buffer in net.named_buffers():
+                buffer.copy_(expected[path])
+
+
 def test_instance_norm_equals_the_uncut_original_wholly() -> None:
     x = torch.randn(7, 3, 4, 4, dtype=D)
     net = make_net("instance")

@@ -138,7 +138,7 @@ def test_what_a_layer_saves_on_a_device_of_its_own_is_not_offloaded() -> None:
     """It would come back on the device of the stage."""
     with FakeTensorMode():
         x = torch.ones(4, device="cpu:2", requires_grad=True)
-        with offload_saved([], Place("first", torch.device("cpu:1"))):
+        with offload_saved([], [Place("first", torch.device("cpu:1"))]):
             y = x.sin()
         y.sum().backward()
         assert x.grad is not None and x.grad.device == x.device

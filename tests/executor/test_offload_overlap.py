@@ -117,7 +117,7 @@ def test_results_equal_eager_on_the_latest_stream(
 def _chain(size: int = 3) -> tuple[Tensor, Tensor]:
     """A result whose backward needs three tensors that nothing else keeps, and its input."""
     x = torch.randn(size, dtype=D, requires_grad=True)
-    with offload_saved([], Place("cuda:0", torch.device("cpu")), overlapped=True):
+    with offload_saved([], [Place("cuda:0", torch.device("cpu"))], overlapped=True):
         return x.sin().sin().sin(), x
 
 

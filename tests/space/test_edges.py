@@ -179,7 +179,11 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
             torch.max(y, y.flip(2)),
         ),
     ),
-    "circular padding": (TWO, {}, lambda m, y: F.pad(y, (1, 1, 0, 0, 2, 1), "circular")),
+    "circular padding of more than a part": (
+        TWO,
+        {"c": lambda: nn.Conv3d(4, 2, 3, padding=(6, 1, 1), padding_mode="circular")},
+        lambda m, y: (F.pad(y, (1, 1, 0, 0, 7, 6), "circular"), m.c(y)),
+    ),
     "running statistics": (
         TWO,
         {"mean": lambda: nn.Buffer(torch.zeros(4)), "var": lambda: nn.Buffer(torch.ones(4))},
@@ -208,7 +212,22 @@ def test_calls(
         _assert_same(plain, placed, (torch.randn(rows, 2, 8, 6, 6, dtype=D),))
 
 
+def _padding(mode: str) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """Convolutions that pad so: of a value, of a concatenation, with a stride, on two sides of a length."""
+    own = {
+        "one": lambda: nn.Conv3d(4, 4, 3, padding=1, padding_mode=mode),
+        "two": lambda: nn.Conv3d(8, 3, (2, 3, 5), stride=2, padding=(1, 1, 2), padding_mode=mode),
+        "same": lambda: nn.Conv3d(4, 2, 3, padding="same", dilation=(1, 2, 1), padding_mode=mode),
+    }
+    return own, lambda m, y: (m.one(y), m.two(torch.cat([y, F.relu(y)], 1)), m.same(y))
+
+
 CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    **{f"{mode} convolutions": _padding(mode) for mode in ("circular", "reflect", "replicate")},
+    "circular pads": (
+        {"pad": lambda: nn.CircularPad3d((0, 1, 2, 2, 1, 1))},
+        lambda m, y: (m.pad(y), F.pad(y, (1, 1, 0, 0, 2, 1), "circular")),
+    ),
     "crop of a skip": ({}, _crop),
     "statistics": ({}, _statistics),
     "pads": (
@@ -270,6 +289,15 @@ def test_calls_of_which_nothing_is_gathered(
     assert not any("Gathered" in note for note in placed.plan.notes)
     for rows in (2, 3):
         _assert_same(plain, placed, (torch.randn(rows, 2, 8, 6, 6, dtype=D),))
+
+
+def test_a_note_says_what_is_gathered_and_what_that_costs() -> None:
+    """A value of 2 x 4 x 8 x 6 x 6 doubles; each of two shards sends a half, and half of the gradient."""
+    plain = _Calls(lambda m, y: y.roll(1, 2) + m.again(y).roll(1, 2)).double()
+    plan = placer.make_plan(plain, TWO, torch.randn(2, 2, 8, 6, 6, dtype=D))
+    (note,) = (note for note in plan.notes if "Gathered" in note)
+    assert "roll, roll_1 (placer has no rule for it). That gathers 36.00 KiB" in note
+    assert "a shard sends 36.00 KiB" in note
 
 
 def test_a_convolution_after_tokens_runs_on_parts() -> None:

@@ -147,6 +147,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "width": {"space": {"shards": 2, "dims": ["width"]}},
     "2 stages, recomputed": {"space": 2, "stages": 2, "checkpoint": ["**"]},
     "2 replicas": {"space": 2, "replicas": 2},
+    "2 stages, offloaded": {"space": 2, "stages": 2, "microbatches": 2, "offload": ["**"]},
     "2 stages, 2 replicas": {
         "space": 2,
         "stages": 2,
@@ -196,6 +197,19 @@ def test_models_with_batch_norm(
     plain, args = model()
     shards = space if isinstance(space, int) else space["shards"]
     assert_same(plain.double(), {"devices": _devices(shards), "space": space}, args)
+
+
+def test_one_process_offloads_the_parts_of_every_shard() -> None:
+    """As the process of a shard does, which is tested under torchrun."""
+    plain, args = unet3d(width=2, depth=2, norm="group"), _volume(2, 10, 8, 8)
+    peaks = {}
+    for processes in (False, True):
+        spec = {"devices": _devices(2), "space": 2, "offload": ["**"]}
+        plan = placer.make_plan(plain.double(), spec, args, processes=processes)
+        peaks[processes] = [device.peak for device in plan.devices]
+    kept = placer.make_plan(plain, {"devices": _devices(2), "space": 2}, args)
+    assert peaks[False] == pytest.approx(peaks[True], rel=0.01)
+    assert max(peaks[False]) < 0.6 * max(device.peak for device in kept.devices)
 
 
 def test_dropout_has_the_masks_of_the_plain_model() -> None:
@@ -248,8 +262,6 @@ def test_other_sizes_are_cut_anew() -> None:
         ({"space": {"shards": 2, "grid": [3]}}, "must multiply to the number of shards"),
         ({"space": {"shards": 2, "dims": ["dept"]}}, "did you mean"),
         ({"space": 0}, "space"),
-        ({"space": 2, "batch_norm": "deferred"}, 'cannot be combined with "space"'),
-        ({"space": 2, "replicas": 2, "batch_norm": "sync"}, 'cannot be combined with "space"'),
     ],
 )
 def test_a_spec_that_cannot_be_meant_is_refused(fields: dict[str, Any], said: str) -> None:

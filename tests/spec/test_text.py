@@ -219,7 +219,7 @@ GOOD: tuple[dict[str, Any], ...] = (
         "version": 1,
         "devices": ["cuda:0", {"name": "cuda:1", "memory": "16GiB", "kind": "h100", "allocator": "default"}],
         "layers": {"enc": "cuda:0"},
-        "inputs": {"x": "whole", "y": {"batch_dim": 1}},
+        "inputs": {"x": "whole", "y": {"batch_dim": 1, "space_dims": [2, 3]}},
         "stored": {"aux": "mean"},
         "replicas": 2,
         "replica_devices": [["cuda:2", "cuda:3"]],

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import default_timeout
 from placer.emit import StagedModel
 from placer.errors import PlacerError, StageError
+from placer.executor.boxes import Slices, own_boxes
 from placer.executor.call_cache import Call
 from placer.executor.caller_graph import CallerGraph
 from placer.executor.distributed.checks import (
@@ -109,7 +110,8 @@ class DistributedRuntime(Runtime):
         groups = make_groups(mesh, assignment.grid, ownership, device)
         exchange = None
         if groups.sp is not None:
-            exchange = GroupExchange(groups.sp)
+            over_replicas = plan.batch_norm == "sync" and plan.replicas > 1
+            exchange = GroupExchange(groups.sp, device, groups.dp if over_replicas else None)
         places = [[[place]] * len(staged.stages)]
         super().__init__(part, plan=plan, staged=staged, places=places, exchange=exchange)
         self.exchange = exchange  # with the other shards of its stages
@@ -140,7 +142,7 @@ class DistributedRuntime(Runtime):
             layers=[stage.layers for stage in plan.stages],
         )
         if plan.batch_norm == "sync" and plan.replicas > 1:
-            synchronise_norms(part, groups.dp)
+            synchronise_norms(part, groups.columns)
         # Shards, and norms that are synchronised, by the plan or by the user.
         self._communicates_in_forward = exchange is not None or any(
             vars(module).get("process_group") for module in part.modules()
@@ -186,6 +188,11 @@ class DistributedRuntime(Runtime):
     @property
     def own_share(self) -> tuple[int, int]:
         return self.replica_index, self.num_replicas
+
+    @property
+    def boxes(self) -> dict[str, Slices]:
+        shard = self.assignment.shard_index if self.plan.shards > 1 else None
+        return own_boxes(self.staged, shard)
 
     @property
     def output_device(self) -> torch.device:
@@ -269,6 +276,12 @@ class DistributedRuntime(Runtime):
                     "hooks on the placed module would get the inputs of one replica and results of all",
                     "give every rank the whole batch, without own_rows",
                 )
+        if call.boxes and self.module._forward_hooks:
+            raise PlacerError(
+                "placer.Box",
+                "is a part of an input, and hooks on the placed module would get the whole one",
+                "pass the whole tensor, or remove the hooks",
+            )
         callers = CallerGraph()
         leaves, target = callers.cut((leaves, target))
         if loss_of.whole_batch and not own_rows:
@@ -584,7 +597,8 @@ class DistributedRuntime(Runtime):
         if not calls and not own:
             return None
         place = self.replicas[0].places[0]
-        return SharedMoments(self.tree, calls, own, group=self.process_groups.dp, place=place)
+        group, copies = self.process_groups.dp, self.plan.shards
+        return SharedMoments(self.tree, calls, own, group=group, copies=copies, place=place)
 
     def _share_written(self, largest: Crossings) -> SharedTensors:
         """Start to send what forward wrote in the first replica to all replicas: buffers and parameters.

@@ -78,9 +78,18 @@ def test_two_steps_of_a_mixed_model(how: str) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_of_a_u_net(how: str) -> None:
+    step_of_a_u_net({**TWO, **HOW[how]})
+
+
+@pytest.mark.parametrize("fields", [{}, {"offload": ["**"]}, OFFLOADED, {"checkpoint": ["**"]}])
+def test_a_step_of_a_u_net_in_space(fields: dict[str, Any]) -> None:
+    step_of_a_u_net({**TWO, "space": 2, **fields})
+
+
+def step_of_a_u_net(spec: dict[str, Any]) -> None:
     model, x = network("U-Net, group")
     plain = copy.deepcopy(model)
-    placed = placer.compile(model, {**TWO, **HOW[how]}, x)
+    placed = placer.compile(model, spec, x)
     placed.step(x, loss_fn=lambda y: y.square().mean(), reduction="mean")
     plain(x).square().mean().backward()
     assert_same_gradients(placed, plain)

@@ -27,13 +27,15 @@ CLOSED_BY_TIMEOUT = "timeout caused pair closure"  # gloo's error text for a tim
 class Groups:
     """The process groups in which a rank communicates.
 
-    ``dp`` has the ranks with the same stages in all replicas and shards, ``pp`` those of the same replica and
+    ``dp`` has the ranks with the same stages in all replicas and shards, ``columns`` those of them with the
+    same shard, ``pp`` those of the same replica and
     shard, ``sp`` the shards of a stage (None if there is one), ``row`` the ranks of the same replica, and
     ``world`` all ranks. ``tied`` has, for each set of devices that share a tensor, the group of these
     devices in all replicas and shards.
     """
 
     dp: dist.ProcessGroup
+    columns: dist.ProcessGroup
     pp: dist.ProcessGroup
     sp: dist.ProcessGroup | None
     row: dist.ProcessGroup
@@ -46,7 +48,7 @@ class Groups:
 
     def each(self) -> list[dist.ProcessGroup]:
         """All groups, each once."""
-        found = self.world, self.pp, self.dp, self.row, self.sp, *self.tied.values()
+        found = self.world, self.pp, self.dp, self.columns, self.row, self.sp, *self.tied.values()
         return list(dict.fromkeys(group for group in found if group is not None))
 
 
@@ -65,7 +67,8 @@ def make_groups(mesh: DeviceMesh, grid: Grid, ownership: Ownership, device: torc
 
     If the mesh has only one row or column, that is also the world group, which saves threads.
     """
-    dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
+    columns, pp = mesh.get_group("dp"), mesh.get_group("pp")
+    dp = columns
     sp, row, rank = None, pp, dist.get_rank()
     if grid.shards > 1:
         sp = mesh.get_group("sp")
@@ -79,7 +82,7 @@ def make_groups(mesh: DeviceMesh, grid: Grid, ownership: Ownership, device: torc
         world = _make_group(range(grid.size), device)
     shared = sorted({holders for holders in ownership.holders.values() if len(holders) > 1})
     tied = {holders: _make_group(grid.ranks_of(holders), device) for holders in shared}
-    return Groups(dp=dp, pp=pp, sp=sp, row=row, world=world, tied=tied)
+    return Groups(dp=dp, columns=columns, pp=pp, sp=sp, row=row, world=world, tied=tied)
 
 
 def connect(groups: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from placer.emit import StagedModel
 from placer.errors import PlacerError
+from placer.executor.boxes import check_boxes
 from placer.executor.call_cache import Call
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.groups import sendable
@@ -22,6 +23,7 @@ from placer.executor.scatter import (
     batch_size,
     join_results,
     scatter_batch,
+    split_rows,
     split_target,
 )
 from placer.executor.state import CallState
@@ -106,7 +108,13 @@ def take_share(
     sizes, slices = batch.sizes, batch.slices
     own, largest = batch.of_replica(mine), batch.largest
     some = {sizes[position]: slices[position] for position in (*own, largest)}
+    if called.boxes:
+        parts = [called.boxes.get(i, leaf) for i, leaf in enumerate(leaves)]
+        slices = split_rows(call, parts, sizes)
     crossings = {size: finder.find(called, slice_, grad=grad) for size, slice_ in some.items()}
+    check_boxes(
+        crossings[sizes[largest]].staged, leaves, called.boxes, shard=assignment.shard_index
+    )
     needed = {
         size: _inputs_needed(c.staged, assignment.stage_indices) for size, c in crossings.items()
     }

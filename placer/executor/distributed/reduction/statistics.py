@@ -16,8 +16,9 @@ class SharedMoments:
     """Gathers the moments of all ranks of ``group`` on each of them, in one message.
 
     ``calls`` are the calls that the stages here make; they are known without running the stages, because
-    a rank may have no rows. `wait` then makes the same update to the running statistics of ``part`` on
-    all ranks. Raises ``ValueError`` if ``own`` has other calls. The message is in float64::
+    a rank may have no rows. Of ``copies`` ranks in a row, the shards of a replica, all have the same. `wait`
+    then makes the same update to the running statistics of ``part`` on all ranks. Raises ``ValueError`` if
+    ``own`` has other calls. The message is in float64::
 
         count, momentum | count, momentum | … | mean, deviations per channel | …
     """
@@ -29,6 +30,7 @@ class SharedMoments:
         own: Mapping[NormCall, Moments],
         *,
         group: dist.ProcessGroup,
+        copies: int,
         place: Place,
     ) -> None:
         unknown = [call for call in own if call not in calls]
@@ -37,7 +39,7 @@ class SharedMoments:
                 f"{unknown[0].mean} is updated more often than with fake tensors, so that depends on "
                 'the data; use "batch_norm": "per_microbatch", or run the spec in one process'
             )
-        self._part = part
+        self._part, self._copies = part, copies
         self._calls = calls
         self._place = place
         self._widths = [part.get_buffer(call.mean).numel() for call in calls]
@@ -57,7 +59,7 @@ class SharedMoments:
         """Wait for the message and update the running statistics."""
         assert self._work is not None  # this rank is in the group
         self._work.wait()
-        replicas = [self._read(message) for message in self._messages]
+        replicas = [self._read(message) for message in self._messages[:: self._copies]]
         update_statistics(
             self._part,
             {c: join_moments(c, (found[c] for found in replicas)) for c in self._calls},
