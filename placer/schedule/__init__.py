@@ -5,7 +5,7 @@ of all ranks into one order, `find_messages` finds the messages between ranks, a
 counts the micro-batches whose activations each stage keeps.
 """
 
-from placer.schedule.batch import all_have_rows, split_batch
+from placer.schedule.batch import num_chunks, split_batch, split_evenly
 from placer.schedule.build import (
     SCHEDULES,
     make_schedule,
@@ -27,16 +27,17 @@ __all__ = [
     "InFlight",
     "Message",
     "Schedule",
-    "all_have_rows",
     "find_messages",
     "in_flight_by_stage",
     "linearize",
     "make_schedule",
     "merge_backward",
+    "num_chunks",
     "one_process_order",
     "ranks_of",
     "schedule_on",
     "split_batch",
+    "split_evenly",
     "splits_backward",
     "take_due_receives",
 ]

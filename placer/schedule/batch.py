@@ -12,17 +12,26 @@ def split_batch(total: int, replicas: int, microbatches: int) -> tuple[tuple[int
     return tuple(_chunk_sizes(size, microbatches) for size in _chunk_sizes(total, replicas))
 
 
-def all_have_rows(total: int, replicas: int, microbatches: int) -> bool:
-    """Does every one of so many replicas have a row for each of its micro-batches?
+def split_evenly(total: int, replicas: int, microbatches: int) -> bool:
+    """Has every replica that gets rows one for each of its micro-batches?
 
-    >>> all_have_rows(10, 2, 2), all_have_rows(10, 2, 4), all_have_rows(1, 2, 1)
+    Takes no time that grows with the replicas, of which all but the last have as many rows.
+
+    >>> split_evenly(10, 2, 2), split_evenly(10, 2, 4), split_evenly(3, 2, 2)
     (True, False, False)
     """
     most = -(-total // replicas)
-    least = total - (replicas - 1) * most
-    return least > 0 and all(
-        -(-size // -(-size // microbatches)) == microbatches for size in (most, least)
-    )
+    last = total - (num_chunks(total, replicas) - 1) * most
+    return all(num_chunks(size, microbatches) == microbatches for size in (most, last))
+
+
+def num_chunks(total: int, chunks: int) -> int:
+    """How many chunks ``torch.chunk`` makes of so many rows.
+
+    >>> num_chunks(30, 8), num_chunks(10, 8)
+    (8, 5)
+    """
+    return -(-total // -(-total // chunks))
 
 
 def _chunk_sizes(total: int, chunks: int) -> tuple[int, ...]:

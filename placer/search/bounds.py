@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from placer.cost import CostTable, Estimate, Loss
+from placer.cost import CostEstimates, CostTable, Estimate, Loss, batch_rows, with_fewer_rows
+from placer.errors import CaptureError
 from placer.machine.devices import device_type
 from placer.machine.links import Links
 from placer.partition import MANY_STAGES
@@ -56,7 +57,8 @@ class _Sums:
 class Bounds:
     """The `Bound` of strategies for one program and its inputs, on devices like the best of a pool.
 
-    Costs of micro-batches are scaled from those of the whole batch, so the model runs once.
+    Costs of micro-batches are scaled from those of the whole batch, so the model runs once. This leaves out
+    what does not depend on the rows, as casting weights; estimates get it from another run, of one row.
     """
 
     def __init__(
@@ -64,13 +66,13 @@ class Bounds:
         program: Program,
         inputs: Sequence[Tensor],
         wanted: PlacementSpec,
-        estimate: Estimate,
+        costs: CostEstimates,
         loss: Loss,
         *,
         processes: bool,
     ) -> None:
         self._program, self._inputs, self._wanted = program, inputs, wanted
-        self._estimate, self._loss, self._processes = estimate, loss, processes
+        self._estimates, self._loss, self._processes = costs, loss, processes
         self._slots = list(
             dict.fromkeys(replace(device_slot(d, wanted), name="") for d in wanted.devices)
         )
@@ -79,16 +81,19 @@ class Bounds:
         self._serial = not processes and all(device_type(d.name) == "cpu" for d in wanted.devices)
         optimizer = wanted.optimizer
         self._optimizer = optimizer if isinstance(optimizer, str) else optimizer.model_dump()
-        costs = self._costs(1, 1)
-        self._parameters = sum(t.nbytes for t in costs.state)
-        self._trained = costs.trained_nbytes
+        self._rows = batch_rows(program, inputs) or 1
+        whole = self._costs(1, 1)
+        self._parameters = sum(t.nbytes for t in whole.state)
+        self._trained = whole.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
+        self._left_out = functools.lru_cache(maxsize=None)(self._find_left_out)
         self._chain = functools.lru_cache(maxsize=None)(self._make_chain)
         # The most bytes that any device has for tensors
         self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
 
-    def _costs(self, replicas: int, microbatches: int) -> CostTable:
-        return self._estimate(
+    def _costs(self, replicas: int, microbatches: int, *, exact: bool = False) -> CostTable:
+        estimate: Estimate = self._estimates if exact else self._estimates.scaled
+        return estimate(
             microbatch_inputs(self._program, self._inputs, replicas, microbatches),
             training=self._wanted.training,
             precision=self._wanted.precision,
@@ -142,7 +147,10 @@ class Bounds:
             updating=2 + memory.state + memory.together,
             recomputations=strategy.recompute * (1 + splits_backward(strategy.schedule)),
         )
-        chain = self._chain(strategy.replicas, strategy.microbatches)
+        of_replica = -(-self._rows // strategy.replicas)
+        chain = self._chain(-(-of_replica // strategy.microbatches))
+        backward = chain.both[-1] - chain.forward[-1]
+        sums = replace(sums, forward=chain.forward[-1], backward=backward)
         if strategy.recompute and strategy.stages > MANY_STAGES:  # as they are planned
             # What enters a stage is little beside what one micro-batch saves when it runs again.
             chain = chain.recomputing(limits.recomputations)
@@ -156,9 +164,26 @@ class Bounds:
         seconds, worst = self._seconds(strategy, sums, slowest, float(sent))
         return replace(self(strategy), seconds=seconds, worst_seconds=worst)
 
-    def _make_chain(self, replicas: int, microbatches: int) -> Chain:
-        costs = self._costs(replicas, microbatches)
+    def _make_chain(self, rows: int) -> Chain:
+        """The chain for a micro-batch of so many rows."""
+        share = (self._rows - rows) / max(self._rows - 1, 1)
+        return self._scaled_chain(rows / self._rows).plus(self._left_out(), share)
+
+    def _scaled_chain(self, share: float) -> Chain:
+        return self._chain_of(with_fewer_rows(self._costs(1, 1), share))
+
+    def _chain_of(self, costs: CostTable) -> Chain:
         return Chain.of(costs, self._slots[0].kind, training=self._wanted.training)
+
+    def _find_left_out(self) -> Chain:
+        """What does not depend on the rows, from the costs of one row and of all rows."""
+        rows = self._rows
+        scaled = self._scaled_chain(1 / rows)
+        try:
+            exact = self._chain_of(self._costs(1, rows, exact=True)) if rows > 1 else scaled
+        except CaptureError:  # a model that needs more rows, such as for BatchNorm
+            exact = scaled
+        return exact.plus(scaled, -1)
 
     def _seconds(
         self, strategy: Strategy, sums: _Sums, slowest: float, sent: float = 0.0

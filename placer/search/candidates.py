@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from placer.program import Program
-from placer.schedule import all_have_rows
+from placer.schedule import num_chunks, split_evenly
 from placer.search.strategy import SEARCHED, Strategy, degrees
 from placer.space import CONVOLUTIONS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
@@ -65,7 +65,7 @@ def list_strategies(
         for replica in replicas:
             left = most // (shard * replica)
             counts = choices("microbatches", _count(wanted.microbatches), _MICROBATCHES)
-            counts = [count for count in counts if all_have_rows(rows, replica, count)]
+            counts = [count for count in counts if split_evenly(rows, replica, count)]
             stages = choices("stages", _count(wanted.stages), list(degrees(left)))
             for stage in stages if counts else ():
                 if not 0 < stage <= min(left, operations):
@@ -95,7 +95,7 @@ def list_strategies(
 def _replica_counts(rows: int, most: int) -> list[int]:
     """The numbers of replicas that are tried: all have rows, and equally many if they are not few."""
     counts = range(1, min(rows, most) + 1)
-    return [n for n in counts if all_have_rows(rows, n, 1) and (n <= _FEW or rows % n == 0)]
+    return [n for n in counts if num_chunks(rows, n) == n and (n <= _FEW or rows % n == 0)]
 
 
 def _count(value: int | str) -> int:

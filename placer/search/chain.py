@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -76,6 +76,14 @@ class Chain:
             trained=_before(trained),
             crossing=_before(crossing),
         )
+
+    def plus(self, other: Chain, factor: float) -> Chain:
+        """The sums with ``factor`` times those of ``other`` added."""
+        added = {}
+        for field in fields(self):
+            pairs = zip(getattr(self, field.name), getattr(other, field.name), strict=True)
+            added[field.name] = [own + factor * more for own, more in pairs]
+        return Chain(**added)
 
     def recomputing(self, times: int) -> Chain:
         """The sums for stages that run their whole forward so many more times."""

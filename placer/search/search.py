@@ -106,7 +106,7 @@ class _Search:
             make.program,
             make.inputs,
             wanted,
-            make.costs.scaled,
+            make.costs,
             make.loss_of(wanted),
             processes=make.processes,
         )
@@ -128,9 +128,9 @@ class _Search:
                     self._estimate_along_program_order(family)
                 else:
                     self._estimate_next(family)
-        if with_nearest and not self._rated:
-            smallest = min((*unfit, *self._smallest()), key=lambda rated: rated.bound.nbytes)
-            self._estimate(smallest.strategy, smallest.bound)
+        smallest = [*unfit, *self._smallest()] if with_nearest and not self._rated else []
+        for rated in sorted(smallest, key=lambda rated: rated.bound.nbytes)[:1]:
+            self._estimate(rated.strategy, rated.bound)
         if not self._rated and self._failure is not None:
             raise self._failure  # it is not a matter of memory
         best = self._choose(self._judge_best() if many else self._judge())
@@ -255,7 +255,7 @@ class _Search:
 
     def _smallest(self) -> Iterator[Rated]:
         """Of each family the member with the least bound on its bytes."""
-        for members in self._left.values():
+        for members in filter(None, self._left.values()):
             strategy, bound = min(members, key=lambda pair: pair[1].nbytes)
             if (spec := strategy.spec(self._wanted, self._pool)) is not None:
                 yield Rated(strategy=strategy, bound=bound, spec=spec)

@@ -32,7 +32,7 @@ def planner() -> tuple[PlacementSpec, JudgingPlanner, Bounds]:
     program, inputs = lower_call(model, (x,), None, wanted)
     make = JudgingPlanner(program, inputs, processes=True)
     loss = make.loss_of(wanted)
-    return wanted, make, Bounds(program, inputs, wanted, make.costs.scaled, loss, processes=True)
+    return wanted, make, Bounds(program, inputs, wanted, make.costs, loss, processes=True)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_an_estimate_along_program_order_recomputes_what_it_must(
         devices = [d.model_copy(update={"memory": parse_bytes(memory)}) for d in wanted.devices]
         less = wanted.model_copy(update={"machine": None, "devices": tuple(devices)})
         bounds = Bounds(
-            make.program, make.inputs, less, make.costs.scaled, make.loss_of(less), processes=True
+            make.program, make.inputs, less, make.costs, make.loss_of(less), processes=True
         )
         found = bounds.along_program_order(strategy)
         return None if found is None else found.seconds

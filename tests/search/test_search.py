@@ -107,9 +107,7 @@ def test_no_plan_is_better_than_its_bound(processes: bool) -> None:
         model, x = unet3d(width=8, depth=2), torch.empty(4, 1, 32, 32, 32)
     spec = PlacementSpec.model_validate({"devices": _cards(4)})
     program, make = _planner(model, x, spec, processes=processes)
-    bounds = Bounds(
-        program, make.inputs, spec, make.costs.scaled, make.loss_of(spec), processes=processes
-    )
+    bounds = Bounds(program, make.inputs, spec, make.costs, make.loss_of(spec), processes=processes)
     seen = set()
     for strategy, plan in _all_plans(program, spec, make, make.estimate, most=2):
         if strategy.lighter:
