@@ -16,6 +16,7 @@ from placer.space import count_chunked, count_windows, cuts_of, find_gathered
 from placer.spec import PlacementSpec, resolve_layers
 
 _NAMED = 3  # layers that a note names
+_MOST_NAMED = 8  # devices of a replica that are named, not only the first and the last
 _COMPILED = (
     "Stages are compiled when they first run. Peaks and times are those of stages that are not compiled: "
     "compiled ones save other activations, and may need more or less memory."
@@ -148,10 +149,12 @@ def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:
 
 
 def _replica_notes(spec: PlacementSpec, rows: Sequence[Sequence[str]]) -> list[str]:
-    """A note on the devices of replicas that the spec does not name."""
-    if len(rows) == 1 or spec.replica_devices:
+    """A note on the devices of replicas that the spec does not name; those of a machine are known."""
+    if len(rows) == 1 or spec.replica_devices or spec.machine is not None:
         return []
-    first, *others = [", ".join(row) for row in rows]
+    first, *others = [
+        ", ".join(row) if len(row) <= _MOST_NAMED else f"{row[0]} … {row[-1]}" for row in rows
+    ]
     return [
         f"{format_count(len(others), 'more replica')} on {'; '.join(others[:3])}{' …' * (len(others) > 3)}: "
         f"these devices are taken to be like {first}."
