@@ -86,7 +86,6 @@ class Bounds:
         self._parameters = sum(t.nbytes for t in whole.state)
         self._trained = whole.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
-        self._left_out = functools.lru_cache(maxsize=None)(self._find_left_out)
         self._chain = functools.lru_cache(maxsize=None)(self._make_chain)
         # The most bytes that any device has for tensors
         self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
@@ -135,7 +134,8 @@ class Bounds:
     def along_program_order(self, strategy: Strategy) -> Bound | None:
         """An estimate of the best stages along program order instead of a bound; None if none fit.
 
-        It is for devices that are alike. Its ``nbytes`` are the bound's.
+        It is for devices that are alike, and strategies without shards, chunks and offloading. Its ``nbytes``
+        are the bound's.
         """
         sums = self._sums(strategy.replicas, strategy.microbatches)
         layout = self._layout(strategy)
@@ -167,7 +167,7 @@ class Bounds:
     def _make_chain(self, rows: int) -> Chain:
         """The chain for a micro-batch of so many rows."""
         share = (self._rows - rows) / max(self._rows - 1, 1)
-        return self._scaled_chain(rows / self._rows).plus(self._left_out(), share)
+        return self._scaled_chain(rows / self._rows).plus(self._left_out, share)
 
     def _scaled_chain(self, share: float) -> Chain:
         return self._chain_of(with_fewer_rows(self._costs(1, 1), share))
@@ -175,7 +175,8 @@ class Bounds:
     def _chain_of(self, costs: CostTable) -> Chain:
         return Chain.of(costs, self._slots[0].kind, training=self._wanted.training)
 
-    def _find_left_out(self) -> Chain:
+    @functools.cached_property
+    def _left_out(self) -> Chain:
         """What does not depend on the rows, from the costs of one row and of all rows."""
         rows = self._rows
         scaled = self._scaled_chain(1 / rows)

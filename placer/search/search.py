@@ -1,7 +1,8 @@
 """Finds the best strategy that fits: bounds prune, estimates rank, and dry runs decide.
 
 An estimate is a plan that got no dry run. For more than `MANY_STAGES` devices, where plans take long, it is
-a sum over stages along program order (`Bounds.along_program_order`), and only the best one is planned.
+if possible a sum over stages along program order (`Bounds.along_program_order`), and only the best one is
+planned.
 """
 
 from __future__ import annotations
@@ -122,12 +123,12 @@ class _Search:
         if not self._left and not unfit:
             raise self._no_strategy()
         many = len(self._wanted.devices) > MANY_STAGES
-        for _ in range(1 if many else _ROUNDS):
+        for number in range(_ROUNDS):
             for family in sorted(self._left, key=_costs):
-                if many:
-                    self._estimate_along_program_order(family)
-                else:
+                if not many or family.shards or family.chunks or family.offload:
                     self._estimate_next(family)
+                elif not number:
+                    self._estimate_along_program_order(family)
         smallest = [*unfit, *self._smallest()] if with_nearest and not self._rated else []
         for rated in sorted(smallest, key=lambda rated: rated.bound.nbytes)[:1]:
             self._estimate(rated.strategy, rated.bound)
@@ -208,6 +209,8 @@ class _Search:
             if not self._needs_help(strategy):
                 continue
             members.remove((strategy, bound))
+            if strategy.stages > MANY_STAGES:  # it would take too long
+                continue
             if bound.nbytes * self._factor.get(family, 1.0) > _FAR * self._bounds.room:
                 continue
             if self._estimate(strategy, bound):
@@ -239,11 +242,16 @@ class _Search:
             if best is not None and bound.seconds >= best[1].seconds:
                 break  # all others are worse
             found = self._bounds.along_program_order(strategy)
-            if found is not None and (best is None or found.seconds < best[1].seconds):
+            if found is None:
+                self._too_large.add(strategy)
+            elif best is None or found.seconds < best[1].seconds:
                 best = strategy, found
         if best is None:
             return
         strategy, bound = best
+        less = (self._rated.get(each) for each in strategy.with_less_help())
+        if any(rated is not None and rated.bound.seconds <= bound.seconds for rated in less):
+            return  # it helps nothing
         if (spec := strategy.spec(self._wanted, self._pool)) is not None:
             self._rated[strategy] = Rated(
                 strategy=strategy,
@@ -341,7 +349,8 @@ class _Search:
     def _judge_best(self) -> list[Rated]:
         """Judge the strategies in the order of their losses until one fits."""
         judged: list[Rated] = []
-        for rated in [each for _, each in self._by_loss(list(self._rated.values()))][:_MOST_JUDGED]:
+        near = [rated for rated in self._rated.values() if rated.is_near]
+        for _, rated in self._by_loss(near)[:_MOST_JUDGED]:
             plan = self._plan(self._make, rated.spec)
             if plan is None:
                 continue
