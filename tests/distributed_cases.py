@@ -549,10 +549,8 @@ def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
     model = unet3d(width=2, depth=2, norm="batch").double()
     plain = copy.deepcopy(model)
     placed = placer.compile(model, spec, torch.randn(8, 1, 4, 4, 4, dtype=D))
-    calls = []
 
     def double(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        calls.append(len(args[0]))
         return output * 2
 
     for mode, size, rows, hooked in (
@@ -566,10 +564,7 @@ def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
         for module in (placed, plain):
             module.train(mode)
             module.zero_grad()
-        calls.clear()
         loss = placed.step(x, loss_fn=mean_square)
-        last = len(placed.plan.stages) - 1 in placed.stage_indices
-        assert calls == ([2, 2] if hooked and last else []), calls
         expected = reference_step(plain, (x,), {}, spec.replicas, 2)
         for hook in hooks:
             hook.remove()
