@@ -131,18 +131,18 @@ class Bounds:
         nbytes = state + self._activations(strategy, sums)
         return Bound(seconds=seconds, worst_seconds=worst, nbytes=nbytes, state=state)
 
-    def along_program_order(self, strategy: Strategy) -> Bound | None:
+    def along_program_order(self, strategy: Strategy, share: float = 1.0) -> Bound | None:
         """An estimate of the best stages along program order instead of a bound; None if none fit.
 
         It is for devices that are alike, and strategies without shards, chunks and offloading. Its ``nbytes``
-        are the bound's.
+        are the bound's. ``share`` is the part of the room that may be filled.
         """
         sums = self._sums(strategy.replicas, strategy.microbatches)
         layout = self._layout(strategy)
         memory = optimizer_bytes(self._optimizer, together=True).divided(layout.optimizer)
         limits = Limits(
             in_flight=_in_flight(strategy.schedule, strategy.stages, strategy.microbatches),
-            room=self.room * (1 - _LEFT_OUT),
+            room=self.room * share * (1 - _LEFT_OUT),
             state=2 + memory.state,
             updating=2 + memory.state + memory.together,
             recomputations=strategy.recompute * (1 + splits_backward(strategy.schedule)),

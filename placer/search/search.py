@@ -30,6 +30,7 @@ _WORTH_IT = (
 )
 _ROUNDS = 4  # of estimates: each takes the best of every family that may still win
 _MOST_JUDGED = 6  # plans that get a dry run
+_MOST_ACTIONS = 20_000  # forward passes of all stages in a step that takes not too long to plan
 _MOST_TRIED = 1_000  # strategies of a family that are estimated along program order
 _FAR = 1.15  # an estimate above so many times the room does not become a plan that fits
 
@@ -114,6 +115,9 @@ class _Search:
         self._left: dict[Family, list[tuple[Strategy, Bound]]] = {}  # not yet tried, the best first
         # Bytes of an estimate over its bound, where it was too large
         self._factor: dict[Family, float] = {}
+        self._room: dict[
+            Family, float
+        ] = {}  # the share that estimates along program order may fill
         self._too_large: set[Strategy] = set()  # by their bounds
         self._rated: dict[Strategy, Rated] = {}
         self._failure: PlacerError | None = None  # of the last one that could not be planned
@@ -241,7 +245,9 @@ class _Search:
         for strategy, bound in self._left[family][:_MOST_TRIED]:
             if best is not None and bound.seconds >= best[1].seconds:
                 break  # all others are worse
-            found = self._bounds.along_program_order(strategy)
+            if strategy.stages * strategy.microbatches > _MOST_ACTIONS:
+                continue
+            found = self._bounds.along_program_order(strategy, self._room.get(family, 1.0))
             if found is None:
                 self._too_large.add(strategy)
             elif best is None or found.seconds < best[1].seconds:
@@ -347,19 +353,34 @@ class _Search:
         return list(judged.values())
 
     def _judge_best(self) -> list[Rated]:
-        """Judge the strategies in the order of their losses until one fits."""
-        judged: list[Rated] = []
-        near = [rated for rated in self._rated.values() if rated.is_near]
-        for _, rated in self._by_loss(near)[:_MOST_JUDGED]:
-            plan = self._plan(self._make, rated.spec)
+        """Judge the strategies in the order of their losses until one fits.
+
+        Each has one dry run, without corrections, which would be as many again. Where one does not fit, its
+        family is estimated again with as much less room as was missing.
+        """
+        tried: dict[Strategy, Rated] = {}
+        while len(tried) < _MOST_JUDGED:
+            near = [r for r in self._rated.values() if r.is_near and r.strategy not in tried]
+            if not near:
+                break
+            _, rated = self._by_loss(near)[0]
+            plan = self._plan(self._make.estimate, rated.spec)
             if plan is None:
+                del self._rated[rated.strategy]
                 continue
-            found = self._rate(self._rated.pop(rated.strategy), plan, judged=True)
-            self._rated[found.strategy] = found
-            judged.append(found)
+            found = replace(self._rate(rated, plan), strategy=rated.strategy)
+            if found.is_near:
+                judged = self._rate(found, self._make.judge(plan), judged=True)
+                found = replace(judged, strategy=rated.strategy)
+            self._rated[rated.strategy] = tried[rated.strategy] = found
             if found.fits:
                 break
-        return judged
+            family = rated.strategy.family
+            self._room[family] = self._room.get(family, 1.0) * self._bounds.room / found.peak
+            left = [pair for pair in self._left[family] if pair[0] not in tried]
+            self._left[family] = left
+            self._estimate_along_program_order(family)
+        return [found for found in tried.values() if found.judged]
 
     def _values_of(self, rated: Sequence[Rated]) -> list[tuple[float, float]]:
         """What the objective minimises, on the machine and on the same at its worst."""
