@@ -93,9 +93,8 @@ class SplitBackward:
 
     def run_weights(self) -> None:
         """Accumulate the gradients of the weights, unless `run_inputs` has done so."""
-        with (
-            GraphExecGroup()
-        ):  # so that checkpointed regions are recomputed once, not for each weight
+        # In a group, checkpointed regions are recomputed once, not for each weight.
+        with GraphExecGroup():
             while self._weights:
                 edges, gradients, weights = self._weights.pop()
                 torch.autograd.backward(edges, gradients, inputs=weights)

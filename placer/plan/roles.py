@@ -48,8 +48,8 @@ def with_devices(values: Mapping[str, Any]) -> dict[str, Any]:
         for row, memories in zip(rows, zip(*columns, strict=True), strict=True)
         for name, memory in zip(row, memories, strict=True)
     ]
-    own = names.of_stages(rows)
-    stages = [{**s, "devices": all_} for s, all_ in zip(values["stages"], own, strict=True)]
+    named = names.of_stages(rows)
+    stages = [{**s, "devices": own} for s, own in zip(values["stages"], named, strict=True)]
     changed = {**values, "stages": stages, "roles": devices}
     return {"devices" if key == "roles" else key: value for key, value in changed.items()}
 

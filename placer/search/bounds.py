@@ -26,7 +26,7 @@ from placer.state_layout import StateLayout, layout_of
 
 # The share of a device's room that is for what a chain's sums leave out: kernels' workspaces, and
 # activations that are alive for a moment
-_LEFT_OUT = 0.06
+_SPARE = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class Bounds:
         memory = optimizer_bytes(self._optimizer, together=True).divided(layout.optimizer)
         limits = Limits(
             in_flight=_in_flight(strategy.schedule, strategy.stages, strategy.microbatches),
-            room=self.room * share * (1 - _LEFT_OUT),
+            room=self.room * share * (1 - _SPARE),
             state=2 + memory.state,
             updating=2 + memory.state + memory.together,
             recomputations=strategy.recompute * (1 + splits_backward(strategy.schedule)),

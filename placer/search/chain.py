@@ -23,8 +23,8 @@ class Limits:
 
     ``in_flight`` has the micro-batches of which each stage keeps activations, ``room`` the bytes of a device.
     ``state`` and ``updating`` are the bytes that a byte of a trained parameter takes: with its gradient and
-    the optimizer's state, and during the optimizer's step. Every stage runs the share of its forward that it
-    must so many more times.
+    the optimizer's state, and during the optimizer's step. A backward runs what is recomputed
+    ``recomputations`` times again; with 0, nothing is recomputed.
     """
 
     in_flight: Sequence[int]

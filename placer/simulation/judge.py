@@ -37,7 +37,7 @@ _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
 _FAR_SHARE = 0.1  # a plan that overflows by more is not made to fit by corrections
 _ROOMY = 4
-# A dry run of many stages, in which more nodes would run forward than this, is one of the fullest devices.
+# Of many stages only the fullest devices get a dry run, if more nodes than this would run forward in a step.
 _MOST_NODES, _FULLEST = 20_000, 2
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.
@@ -266,7 +266,7 @@ class JudgingPlanner:
     @only_new_garbage()
     def simulate(self, plan: Plan) -> SimulationReport:
         """The report of the dry run of ``plan``, which is made if there was none."""
-        return describe_run(plan, self._dry_run(plan, _most_run(plan)), processes=self._processes)
+        return describe_run(plan, self._dry_run(plan), processes=self._processes)
 
     @only_new_garbage()
     def _plan(
@@ -321,8 +321,8 @@ class JudgingPlanner:
         replaced = self._replaces_estimates(plan)
         if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
             return plan, None
-        run = self._dry_run(plan, most := _most_run(plan))
-        if most is not None:
+        run = self._dry_run(plan)
+        if (most := _most_run(plan)) is not None:
             said = f"The peaks of the {most} fullest devices are a dry run's, all others are estimates."
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
         found = _with_devices(plan, run(plan.devices), run.host)
@@ -346,8 +346,8 @@ class JudgingPlanner:
         allocates = any(device.allocator is not None for device in plan.devices)
         return self._processes or whole_batch or allocates
 
-    def _dry_run(self, plan: Plan, most: int | None) -> DryRun:
-        """The dry run of ``plan``, of at most so many processes; cached."""
+    def _dry_run(self, plan: Plan) -> DryRun:
+        """The dry run of ``plan``; cached."""
         key = _PLAN.dump_json(plan, exclude=_COSTS)
         if key not in self._runs:
             self._say("running a step without data")
@@ -357,7 +357,7 @@ class JudgingPlanner:
                 self._inputs,
                 self.loss_of(plan),
                 processes=self._processes,
-                most=most,
+                most=_most_run(plan),
             )
         return self._runs[key]
 

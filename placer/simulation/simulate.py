@@ -122,13 +122,14 @@ def describe_run(
 ) -> SimulationReport:
     """The report of a `dry_run` of ``plan``."""
     count = plan.num_devices if processes else len(plan.devices)
-    found = [each for each in run.found[:count] if each is not None]
-    shown = [d for d, each in zip(plan.devices, run.found[:count], strict=False) if each]
+    ran = zip(plan.devices[:count], run.found[:count], strict=True)
+    pairs = [(device, timeline) for device, timeline in ran if timeline is not None]
+    found = [timeline for _, timeline in pairs]
     curves = memory_over_time(replace(plan, processes=processes), found)
     return SimulationReport(
         devices=tuple(
-            _describe(*of_device, run_on=run_on)
-            for of_device in zip(shown, found, curves, strict=True)
+            _describe(*pair, curve, run_on=run_on)
+            for pair, curve in zip(pairs, curves, strict=True)
         ),
         host=measure_host(plan.host, run.host),
         step_ok=True,

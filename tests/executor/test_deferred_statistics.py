@@ -41,6 +41,21 @@ def _spec(stages: int, replicas: int, microbatches: int, **fields: Any) -> place
     )
 
 
+def _check_step(
+    net: nn.Module, placed: placer.PlacedModule, x: Tensor, cut: tuple[int, int, int]
+) -> None:
+    """A step of ``placed`` equals that of ``net`` by hand, which then gets the same statistics."""
+    net.zero_grad()
+    placed.zero_grad()
+    loss, expected = step_by_hand(net, x, *cut[1:])
+    assert_close(placed.step(x, loss_fn=mean_square), loss, f"{cut}, loss")
+    for (path, ours), theirs in zip(placed.named_parameters(), net.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, path, floor=gradient_noise(net))
+    _compare_buffers(placed, expected)
+    for path, buffer in net.named_buffers():
+        buffer.copy_(expected[path])
+
+
 def _compare_buffers(placed: nn.Module, expected: dict[str, Tensor]) -> None:
     found = dict(placed.named_buffers())
     assert list(found) == list(expected)
@@ -57,18 +72,7 @@ def test_statistics_are_those_of_all_that_the_norm_was_given(name: str) -> None:
         placed = placer.compile(net, _spec(*cut), x)
         assert list(placed.state_dict()) == list(net.state_dict())
         for rows in (10, 7, 2):  # the last has fewer rows than cuts
-            net.zero_grad()
-            placed.zero_grad()
-            loss, expected = step_by_hand(net, x[:rows], *cut[1:])
-            found = placed.step(x[:rows], loss_fn=mean_square)
-            assert_close(found, loss, f"{cut}, loss")
-            for (path, ours), theirs in zip(
-                placed.named_parameters(), net.parameters(), strict=True
-            ):
-                assert_close(ours.grad, theirs.grad, path, floor=gradient_noise(net))
-            _compare_buffers(placed, expected)
-            for path, buffer in net.named_buffers():
-                buffer.copy_(expected[path])
+            _check_step(net, placed, x[:rows], cut)
 
 
 @pytest.mark.parametrize("name", ["batch", "cumulative", "acting", "not affine", "instance"])
@@ -91,17 +95,7 @@ def test_statistics_of_stages_that_are_split_in_space(name: str) -> None:
         net = make_net(name)
         placed = placer.compile(net, _spec(*cut, space=2, **fields), x)
         for rows in (10, 7):
-            net.zero_grad()
-            placed.zero_grad()
-            loss, expected = step_by_hand(net, x[:rows], *cut[1:])
-            assert_close(placed.step(x[:rows], loss_fn=mean_square), loss, f"{cut}, loss")
-            for (path, ours), theirs in zip(
-                placed.named_parameters(), net.parameters(), strict=True
-            ):
-                assert_close(ours.grad, theirs.grad, path, floor=gradient_noise(net))
-            _compare_buffers(placed, expected)
-            for path, buffer in net.named_buffers():
-                buffer.copy_(expected[path])
+            _check_step(net, placed, x[:rows], cut)
 
 
 def test_instance_norm_equals_the_uncut_original_wholly() -> None:

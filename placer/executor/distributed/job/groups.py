@@ -28,10 +28,9 @@ class Groups:
     """The process groups in which a rank communicates.
 
     ``dp`` has the ranks with the same stages in all replicas and shards, ``columns`` those of them with the
-    same shard, ``pp`` those of the same replica and
-    shard, ``sp`` the shards of a stage (None if there is one), ``row`` the ranks of the same replica, and
-    ``world`` all ranks. ``tied`` has, for each set of devices that share a tensor, the group of these
-    devices in all replicas and shards.
+    same shard, ``pp`` the ranks of the same replica and shard, ``sp`` the shards of a stage (None if there is
+    one), ``row`` the ranks of the same replica, and ``world`` all ranks. ``tied`` has, for each set of
+    devices that share a tensor, the group of these devices in all replicas and shards.
     """
 
     dp: dist.ProcessGroup
