@@ -34,10 +34,10 @@ from benchmarks.fresh import (
     measure_all,
     take_turn,
 )
-from benchmarks.gpu_cases import DEVICE, PROFILED, GPUCase, gpu_kind
+from benchmarks.gpu_cases import DEVICE, PROFILED, GPUCase
 from benchmarks.loss import LOSS
 from benchmarks.memory_gpu import cube, process_context, trained_steps
-from benchmarks.record import table
+from benchmarks.record import gpu_kind, table
 from placer.api import as_spec
 from placer.plan.types import Plan
 from placer.program import flatten_call, lower

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.memory_gpu import CASES, cube
-from benchmarks.record import gpu_name
-from placer.machine.catalogue import CATALOGUE
 
 DEVICE = "cuda:0"
 Build = Callable[[], tuple[nn.Module, Tensor]]
@@ -46,18 +43,3 @@ PROFILED = {
         family="GPT-2", build=CASES["GPT-2 size, 8 x 512"].build, fields=_BF16
     ),
 }
-
-
-def gpu_kind(name: str | None = None) -> str:
-    """The kind in the catalogue of a GPU with this name, by default of this machine's.
-
-    >>> gpu_kind("NVIDIA H100 80GB HBM3"), gpu_kind("NVIDIA GeForce RTX 4090")
-    ('h100', 'rtx4090')
-    """
-    name = gpu_name() if name is None else name
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    joined = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
-    found = [kind for kind in CATALOGUE if kind in joined]
-    if not found:
-        raise ValueError(f"the catalogue has no kind for {name}; `placer calibrate` measures one")
-    return max(found, key=len)

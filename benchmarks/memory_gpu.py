@@ -40,7 +40,7 @@ from benchmarks.fresh import (
 )
 from benchmarks.loss import LOSS
 from benchmarks.memory import Build, r3d_18, resnet50
-from benchmarks.record import table
+from benchmarks.record import gpu_kind, table
 from examples.unet3d import unet3d
 from placer.cost import mean_square
 from placer.simulation.optimizers import make_optimizer
@@ -129,6 +129,7 @@ def measure(case: Case, part: str, device: str, allocator: str | None = None) ->
         x = torch.randn(x.shape)
     names = [f"{device}:0"] if part == "all" else ["cuda:0", "cuda:1"]
     mode = {} if allocator is None else {"allocator": allocator}
+    mode |= {"kind": gpu_kind()} if device == "cuda" else {}
     devices = [{"name": name, **mode} for name in names]
     spec = {"devices": devices, "objective": "memory", **LOSS, **case.fields}
     plan = placer.make_plan(model, spec, (x,))

@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torchvision
 
+from placer.machine.catalogue import CATALOGUE
 from placer.profiling.files import processor_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -86,6 +88,21 @@ def gpu_name() -> str:
     if not torch.cuda.is_available():
         return "no GPU"
     return _ask_driver("name") or torch.cuda.get_device_name()
+
+
+def gpu_kind(name: str | None = None) -> str:
+    """The kind in the catalogue of a GPU with this name, by default of this machine's.
+
+    >>> gpu_kind("NVIDIA H100 80GB HBM3"), gpu_kind("NVIDIA GeForce RTX 4090")
+    ('h100', 'rtx4090')
+    """
+    name = gpu_name() if name is None else name
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    joined = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    found = [kind for kind in CATALOGUE if kind in joined]
+    if not found:
+        raise ValueError(f"the catalogue has no kind for {name}; `placer calibrate` measures one")
+    return max(found, key=len)
 
 
 def _driver() -> str:

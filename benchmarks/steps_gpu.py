@@ -34,11 +34,11 @@ from benchmarks.fresh import (
     output_folder,
     take_turn,
 )
-from benchmarks.gpu_cases import PROFILED, gpu_kind
+from benchmarks.gpu_cases import PROFILED
 from benchmarks.loss import LOSS
 from benchmarks.memory import Build, r3d_18
 from benchmarks.memory_gpu import GPT2, cube, trained_steps
-from benchmarks.record import table
+from benchmarks.record import gpu_kind, table
 from examples.unet3d import unet3d
 from placer.machine.kindfile import save_kind
 from placer.profiling import calibrate, file_values

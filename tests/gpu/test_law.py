@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import models
 import pytest
@@ -29,6 +29,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 HOW: dict[str, dict[str, Any]] = {
     "two stages": {},
     "micro-batches": {"microbatches": 2, "schedule": "1F1B"},
+    "a split backward, recomputed": {
+        "schedule": "InterleavedZeroBubble", "microbatches": 4, "checkpoint": ["**"]
+    },
     "two replicas": {"replicas": 2},
     "recomputed": {"checkpoint": ["**"]},
     "offloaded": {"offload": ["**"]},
@@ -99,10 +102,13 @@ def _loss(output: Tensor) -> Tensor:
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("fields", [{"space": 2}, {"space": 2, "chunks": 2, "checkpoint": ["**"]}])
+@pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_volume_split_in_space_equals_the_whole(device: str, fields: dict[str, Any]) -> None:
+def test_a_volume_split_in_space_equals_the_whole(
+    device: str, norm: Literal["group", "batch"], fields: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
-    model = unet3d(width=4, depth=2, norm="group").double()
+    model = unet3d(width=4, depth=2, norm=norm).double()
     x = torch.randn(2, 1, 16, 16, 16, dtype=torch.float64)
     spec = {"devices": [f"{device}:0", f"{device}:1"], **fields}
     found = placer.verify(model, spec, x, run_on=_run_on(device, "two stages"))
