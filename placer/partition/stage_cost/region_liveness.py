@@ -96,8 +96,6 @@ class RegionLiveness:
         row_of = {start: row for row, start in enumerate(starts)}
         for index, start, nbytes in copied_parts(costs, place, starts):
             self._parts.setdefault(index, []).append((row_of[start], nbytes))
-        # value -> for each reason to keep it, the first column of every row
-        self._since: dict[int, list[Columns]] = {}
         # Savers of a value in a region; for each row, the first column, the column after the last, and bytes
         self._offloaded: list[tuple[Sequence[int], Columns, Columns, Table]] = []
         self._again = self._empty()  # alive while the forward is recomputed
@@ -160,7 +158,6 @@ class RegionLiveness:
                 self._recompute(live, number)
             else:
                 self._offload(live, number)
-        self._since[index] = [live.always, *(since for _, since, _ in live.passing)]
         self._count(live)
         return True
 
@@ -228,12 +225,6 @@ class RegionLiveness:
     def _passing(self) -> Table:
         """Bytes that are alive only during the backward of their own recomputed region."""
         return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
-
-    def live_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
-        """Yields (first, last) starts of stages in which a copy of the value is alive from ``column`` on."""
-        copies = self._since.get(index, [np.full(len(self._starts), self._width)])
-        for row in np.flatnonzero(np.any([since == column for since in copies], axis=0)):
-            yield int(self._starts[row]), int(self._starts[row])
 
     def overcounts(self) -> Iterator[IntervalCorrection]:
         """Corrections of overcounts in the table ``backward``, for stages that end inside a region."""
