@@ -73,9 +73,7 @@ def _private(lifetimes: Lifetimes) -> dict[int, int]:
     return sums
 
 
-def _most_live(
-    node: int, changes: Sequence[Change], nbytes: int, *, fetch: bool = False
-) -> int:
+def _most_live(node: int, changes: Sequence[Change], nbytes: int, *, fetch: bool = False) -> int:
     """The most bytes alive at a time in the backward of ``node``, which begins with ``nbytes``."""
     live = most = nbytes
     fetched: set[int] = set()

@@ -47,9 +47,7 @@ class IntervalCorrection(NamedTuple):
     nbytes: float
 
 
-def pending_gradients(
-    costs: CostTable, place: Sequence[int], add: Add
-) -> list[IntervalCorrection]:
+def pending_gradients(costs: CostTable, place: Sequence[int], add: Add) -> list[IntervalCorrection]:
     """Fill a table for stages that have all senders; return the corrections for other stages.
 
     ``add(first start, last start, column, until, nbytes)`` adds to the table. ``place`` has the position of

@@ -22,7 +22,7 @@ from placer.partition.stage_cost.order_bytes import (
     positions_of,
 )
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
-from placer.partition.stage_cost.received import releases, smaller_copies
+from placer.partition.stage_cost.received import releases
 from placer.partition.stage_cost.rectangles import NEVER, Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 from placer.partition.stage_cost.state import StageState
@@ -76,11 +76,8 @@ def build_tables(
         regions = RegionLiveness(costs, place, build.starts, build.ends, width)
     along = known or find_order_bytes(costs, place, regions)
     retained, crossing, state = along.retained, along.crossing, along.state
-    parts = Rectangles()  # the parts of storages that are not received
-    for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
-        parts.add(start, start, first_saver, -nbytes)
-    saved = build.at_ends(retained.saved.with_more(parts))
-    backward = build.everywhere(retained.backward.with_more(parts))
+    saved = build.at_ends(retained.saved)
+    backward = build.everywhere(retained.backward)
     gone, freed = Rectangles(), list[IntervalCorrection]()
     for each in (each for value in crossing.copies for each in releases(value, build.starts)):
         if each.sender == NEVER:  # whatever the stage's end
