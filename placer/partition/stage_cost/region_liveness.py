@@ -16,21 +16,19 @@ the forward are alive together.
 
 A region may be split between two stages, and which values enter it depends on where the stage starts. If a
 stage ends inside a region, its backward may begin with nodes that save nothing. While these run, the values
-for the first saver have not been recomputed or fetched yet; `overcounts` corrects the tables for such
-stages. Takes O(values in regions * starts) time.
+for the first saver have not been recomputed or fetched yet, but they count. Takes
+O(values in regions * starts) time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.stage_cost.pending_gradients import IntervalCorrection
 from placer.regions import RegionKey
 
 Table = NDArray[np.float64]
@@ -71,8 +69,8 @@ class _LiveValue:
 class RegionLiveness:
     """Bytes of the values that regions need, in tables with a row per start and a column per position.
 
-    Stages start at ``starts`` and end at ``ends``; there are ``width`` positions. The tables are ``saved``
-    (alive between forward and backward), ``backward`` (during backward) and ``forward`` (during forward).
+    Stages start at ``starts``; there are ``width`` positions. The tables are ``saved`` (alive between forward
+    and backward), ``backward`` (during backward) and ``forward`` (during forward).
     """
 
     def __init__(
@@ -80,18 +78,14 @@ class RegionLiveness:
         costs: CostTable,
         place: NDArray[np.int64],
         starts: Sequence[int],
-        ends: Sequence[int],
         width: int,
     ) -> None:
         self._starts = np.asarray(starts, dtype=np.int64)
-        self._ends = sorted(ends)
         self._width = width
         self._costs = costs
         self._place = place
         names = ("kept", "fetched", "inside", "saved", "forward")
         self._steps = {name: self._empty() for name in names}
-        # Savers of a value in a region, for each row the first column, the column after the last, and bytes
-        self._offloaded: list[tuple[Sequence[int], Columns, int, int]] = []
         self._again = self._empty()  # alive while the forward is recomputed
         self._private = np.zeros((len(starts), width))
         keys: list[RegionKey | None] = [None] * width
@@ -187,8 +181,6 @@ class RegionLiveness:
         if saving:
             since = np.append(saving, none)[np.searchsorted(saving, starts)]
             live.passing.append(("kept", since, saving[-1] + 1))
-            if len(saving) > 1:
-                self._offloaded.append((saving, since, saving[-1] + 1, live.nbytes))
 
     def _count(self, live: _LiveValue) -> None:
         """Add the value to the tables for the columns recorded in it."""
@@ -204,50 +196,10 @@ class RegionLiveness:
 
     def table(self, name: str) -> Table:
         """The table with this name: ``saved``, ``backward`` or ``forward``."""
+        steps = self._steps
         if name == "backward":
-            return self._sum(self._steps["kept"]) + self._passing()
-        return self._sum(self._steps[name])
-
-    def _passing(self) -> Table:
-        """Bytes that are alive only during the backward of their own recomputed region."""
-        return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
-
-    def overcounts(self) -> Iterator[IntervalCorrection]:
-        """Corrections of overcounts in the table ``backward``, for stages that end inside a region."""
-        passing = self._passing()
-        for region in self._regions:
-            if not region.key.recompute:
-                continue
-            for saver, following in self._split_gaps(region.savers):
-                amounts = passing[:, saver + 1]
-                yield from self._overcount(saver, following, amounts)
-        for savers, since, until, nbytes in self._offloaded:
-            for saver, following in self._split_gaps(savers):
-                there = (since <= saver) & (until > saver + 1)
-                yield from self._overcount(saver, following, there * float(nbytes))
-
-    def _split_gaps(self, savers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Pairs of consecutive ``savers`` between which a stage may end."""
-        for saver, following in pairwise(savers):
-            if any(saver + 1 < end <= following for end in self._ends):
-                yield saver, following
-
-    def _overcount(
-        self, saver: int, following: int, amounts: Table
-    ) -> Iterator[IntervalCorrection]:
-        """Corrections that subtract ``amounts`` (one per row) from stages that end between the two savers."""
-        rows = range(int(np.searchsorted(self._starts, saver, side="right")))
-        for nbytes, group in groupby(rows, key=lambda row: float(amounts[row])):
-            same = list(group)
-            if nbytes:
-                yield IntervalCorrection(
-                    first=int(self._starts[same[0]]),
-                    last=int(self._starts[same[-1]]),
-                    begin=saver + 1,
-                    until=following,
-                    sender=following,
-                    nbytes=-nbytes,
-                )
+            return self._sum(steps["kept"] + steps["fetched"] + steps["inside"])
+        return self._sum(steps[name])
 
     def peak_while_recomputing(
         self, backward: Table, incoming: Table, forward_transient: Table

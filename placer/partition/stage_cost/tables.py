@@ -73,7 +73,7 @@ def build_tables(
     place = positions_of(order) if known is None else known.place
     regions = None
     if costs.keys:
-        regions = RegionLiveness(costs, place, build.starts, build.ends, width)
+        regions = RegionLiveness(costs, place, build.starts, width)
     along = known or find_order_bytes(costs, place, regions)
     retained, crossing, state = along.retained, along.crossing, along.state
     saved = build.at_ends(retained.saved)
@@ -85,18 +85,16 @@ def build_tables(
         else:
             freed.append(each)
     forward = build.everywhere(retained.forward.with_more(gone))
-    corrections = list(retained.pending)
     live = backward + along.backward_transient
     if regions is not None:
         live += regions.table("backward")
         incoming = by_position(place, [c.backward_incoming for c in costs.nodes])
         again = regions.peak_while_recomputing(backward, incoming, along.forward_transient)
         live = np.maximum(live, again)
-        corrections += regions.overcounts()
         saved = saved + build.pick_ends(regions.table("saved"))
         forward = forward + regions.table("forward")
     used, stays = build.everywhere(state.trained), build.everywhere(state.kept_gradients)
-    growing, grown = _backward_live(build, live, corrections, used, stays, later=later)
+    growing, grown = _backward_live(build, live, retained.pending, used, stays, later=later)
     growing += build.at_ends(state.sent_home)
     growing[:, -1] += LOSS_NBYTES
     if grown is not None:
