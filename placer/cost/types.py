@@ -85,6 +85,9 @@ class NodeCost:
         0  # bytes that it offloads: copied to the host in forward and back in backward
     )
     host_pinned_nbytes: int = 0  # bytes of pinned host memory that ``host_nbytes`` take
+    cast_nbytes: int = (
+        0  # copies of weights in half precision that it is the first to need in a step
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

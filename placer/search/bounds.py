@@ -17,6 +17,7 @@ from placer.partition import MANY_STAGES
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.planner.devices import device_slot, likely_kernels, links_of
 from placer.planner.resolve import microbatch_inputs
+from placer.precision import keeps_casts
 from placer.program import Program
 from placer.schedule import splits_backward
 from placer.search.chain import Chain, Limits
@@ -58,7 +59,7 @@ class Bounds:
     """The `Bound` of strategies for one program and its inputs, on devices like the best of a pool.
 
     Costs of micro-batches are scaled from those of the whole batch, so the model runs once. This leaves out
-    what does not depend on the rows, as casting weights; estimates get it from another run, of one row.
+    what does not depend on the rows, as sums over weights; estimates get it from another run, of one row.
     """
 
     def __init__(
@@ -90,14 +91,25 @@ class Bounds:
         # The most bytes that any device has for tensors
         self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
 
-    def _costs(self, replicas: int, microbatches: int, *, exact: bool = False) -> CostTable:
-        estimate: Estimate = self._estimates if exact else self._estimates.scaled
+    def _costs(self, replicas: int, microbatches: int) -> CostTable:
+        """Scaled from those of the whole batch."""
+        own_weights = self._processes or replicas == 1
+        kept = keeps_casts(self._wanted.precision, microbatches, own_weights=own_weights)
+        self._whole_costs(kept)
+        return self._run(self._estimates.scaled, replicas, microbatches, kept)
+
+    def _whole_costs(self, kept: bool) -> CostTable:
+        """Of the whole batch, but as if it were one micro-batch of several where casts are ``kept``."""
+        return self._run(self._estimates, 1, 1, kept)
+
+    def _run(self, estimate: Estimate, replicas: int, microbatches: int, kept: bool) -> CostTable:
         return estimate(
             microbatch_inputs(self._program, self._inputs, replicas, microbatches),
             training=self._wanted.training,
             precision=self._wanted.precision,
             kernels=likely_kernels(self._wanted),
             loss=self._loss,
+            keeps_casts=kept,
         )
 
     def _sum(self, replicas: int, microbatches: int) -> _Sums:
@@ -164,13 +176,18 @@ class Bounds:
         seconds, worst = self._seconds(strategy, sums, slowest, float(sent))
         return replace(self(strategy), seconds=seconds, worst_seconds=worst)
 
+    @property
+    def _keeps_casts(self) -> bool:
+        """Whether many stages do, which have many micro-batches."""
+        return keeps_casts(self._wanted.precision, 2, own_weights=True)
+
     def _make_chain(self, rows: int) -> Chain:
         """The chain for a micro-batch of so many rows."""
         share = (self._rows - rows) / max(self._rows - 1, 1)
         return self._scaled_chain(rows / self._rows).plus(self._left_out, share)
 
     def _scaled_chain(self, share: float) -> Chain:
-        return self._chain_of(with_fewer_rows(self._costs(1, 1), share))
+        return self._chain_of(with_fewer_rows(self._whole_costs(self._keeps_casts), share))
 
     def _chain_of(self, costs: CostTable) -> Chain:
         return Chain.of(costs, self._slots[0].kind, training=self._wanted.training)
@@ -181,7 +198,8 @@ class Bounds:
         rows = self._rows
         scaled = self._scaled_chain(1 / rows)
         try:
-            exact = self._chain_of(self._costs(1, rows, exact=True)) if rows > 1 else scaled
+            one = self._run(self._estimates, 1, rows, self._keeps_casts) if rows > 1 else None
+            exact = scaled if one is None else self._chain_of(one)
         except CaptureError:  # a model that needs more rows, such as for BatchNorm
             exact = scaled
         return exact.plus(scaled, -1)
