@@ -132,6 +132,12 @@ class CostTable:
     loss: str = ""  # its name
 
     @property
+    def waiting_nbytes(self) -> list[int]:
+        """Per node, the gradient of its result, if it reads a weight that gets one through it."""
+        readers = {node for tensor in self.state if tensor.trained for node in tensor.readers}
+        return [self.nodes[i].output_nbytes if i in readers else 0 for i in range(len(self.nodes))]
+
+    @property
     def trained_nbytes(self) -> int:
         """Bytes of the parameters that get gradients."""
         return sum(tensor.nbytes for tensor in self.state if tensor.trained)

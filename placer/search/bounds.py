@@ -150,14 +150,16 @@ class Bounds:
         are the bound's. ``share`` is the part of the room that may be filled.
         """
         sums = self._sums(strategy.replicas, strategy.microbatches)
+        counts = self._schedule(strategy), strategy.stages, strategy.microbatches
         layout = self._layout(strategy)
         memory = optimizer_bytes(self._optimizer, together=True).divided(layout.optimizer)
         limits = Limits(
-            in_flight=_in_flight(strategy.schedule, strategy.stages, strategy.microbatches),
+            in_flight=_in_flight(*counts),
+            waiting=_waiting(*counts),
             room=self.room * share * (1 - _SPARE),
             state=2 + memory.state,
             updating=2 + memory.state + memory.together,
-            recomputations=strategy.recompute * (1 + splits_backward(strategy.schedule)),
+            recomputations=strategy.recompute * (1 + splits_backward(counts[0])),
         )
         of_replica = -(-self._rows // strategy.replicas)
         chain = self._chain(-(-of_replica // strategy.microbatches))
@@ -253,6 +255,11 @@ class Bounds:
         summed = links.all_reduce_seconds(own, ranks=ranks, stride=strategy.stages)
         return max(0.0, summed - backward)
 
+    def _schedule(self, strategy: Strategy) -> str:
+        """Its schedule; one process runs whole backwards."""
+        whole = splits_backward(strategy.schedule) and not self._processes
+        return "1F1B" if whole else strategy.schedule
+
     def _state(self, strategy: Strategy) -> float:
         """Bytes of weights, gradients and optimizer state that the fullest device holds at least."""
         optimizer = optimizer_bytes(self._optimizer).state / self._layout(strategy).optimizer
@@ -264,18 +271,28 @@ class Bounds:
         if not self._wanted.training or strategy.recompute or strategy.offload:
             return 0.0
         # A stage with k micro-batches in flight holds at most 1/k of what another holds with one.
-        room = _saved_room(strategy.schedule, strategy.stages, strategy.microbatches)
+        room = _saved_room(self._schedule(strategy), strategy.stages, strategy.microbatches)
         return max(0.0, sums.saved / strategy.shards / room - self._trained / strategy.stages)
 
 
 def _in_flight(schedule: str, stages: int, microbatches: int) -> list[int]:
     """The micro-batches that each stage has in flight: all, or with 1F1B as many as stages follow, and one.
 
-    A zero-bubble schedule keeps as many (Qi et al. 2024, ZB-H1).
+    A zero-bubble schedule keeps as many at every stage as 1F1B at the first: from the forward to the
+    backward's half for weights (Qi et al. 2023, ZB-H1).
     """
     if schedule == "GPipe":
         return [microbatches] * stages
+    if splits_backward(schedule):
+        return [min(microbatches, stages)] * stages
     return [min(microbatches, following) for following in range(stages, 0, -1)]
+
+
+def _waiting(schedule: str, stages: int, microbatches: int) -> list[int]:
+    """The micro-batches between the halves of their backward at each stage, at most."""
+    if not splits_backward(schedule):
+        return [0] * stages
+    return [min(microbatches, index + 1) for index in range(stages)]
 
 
 @functools.cache
