@@ -18,6 +18,7 @@ from placer.cost.regions import with_regions
 from placer.cost.rows import with_added_rows, with_fewer_rows
 from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
 from placer.cost.types import (
+    AddedGradient,
     CostTable,
     NodeCost,
     PendingGradient,
@@ -28,6 +29,7 @@ from placer.cost.work import Work
 
 __all__ = [
     "BLAS_NBYTES",
+    "AddedGradient",
     "CostEstimates",
     "CostTable",
     "Estimate",

@@ -269,6 +269,7 @@ def _table(
         values=found.values,
         results=found.results,
         gradients=found.gradients,
+        added=found.added,
         readers=readers,
         input_readers=input_readers,
         input_nbytes=tuple(

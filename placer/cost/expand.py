@@ -21,6 +21,7 @@ from placer.program.blocks import Repeat, Shortened
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "values": (("producer",), ("users", "savers", "parts")),
     "gradients": (("source", "target", "home", "sender"), ("earlier",)),
+    "added": (("node", "home"), ()),
 }
 Move = Callable[[int], int]
 
@@ -77,6 +78,7 @@ def _expanded(found: Measured, short: Shortened) -> Measured:
         values=tuple(values),
         results=tuple(results(position, at[i]) for position, i in enumerate(source[:-1])),
         gradients=tuple(sorted(lists["gradients"])),
+        added=tuple(sorted(lists["added"], key=lambda sum_: sum_.node)),
         saving=frozenset(p for p, i in enumerate(source) if i in found.saving),
         operations=tuple(found.operations[i] for i in source),
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placer.cost.lifetimes import Change, Lifetime, Lifetimes
-from placer.cost.types import PendingGradient
+from placer.cost.types import AddedGradient, PendingGradient
 
 
 def pending_gradients(lifetimes: Lifetimes) -> tuple[PendingGradient, ...]:
@@ -35,6 +35,7 @@ class BackwardNeeds:
     alone: tuple[int, ...]
     fetched: tuple[int, ...]
     incoming: tuple[int, ...]
+    added: tuple[AddedGradient, ...]
 
 
 def backward_needs(lifetimes: Lifetimes) -> BackwardNeeds:
@@ -42,21 +43,37 @@ def backward_needs(lifetimes: Lifetimes) -> BackwardNeeds:
 
     These are the tensors that only this node saved, the gradients that it receives, and everything that it
     makes, including gradients of its parameters. If several nodes read the result of an earlier node, the
-    sum of their gradients is made in the backward of one of them, and counts there even if it would be made
-    on another device.
+    sums of their gradients are counted separately, as ``added``, because they are made on that node's device.
     """
     private = _private(lifetimes)
-    received: dict[int, list[Lifetime]] = defaultdict(list)
+    incoming: dict[int, list[Lifetime]] = defaultdict(list)
+    sums: dict[int, list[Lifetime]] = defaultdict(list)
+    home_of: dict[int, int] = {}
     for stored in _gradients(lifetimes):
         if stored.freed_by is not None and stored.made_by != stored.freed_by:
-            received[stored.freed_by].append(stored)
-    alone, fetched, incoming = [], [], []
+            incoming[stored.freed_by].append(stored)
+        for node, home in _adding(stored):
+            sums[node].append(stored)
+            home_of[node] = max(home, home_of.get(node, 0))
+    alone, came, fetched, added = [], [], [], []
     for node, changes in enumerate(lifetimes.backward):
-        nbytes = sum(stored.nbytes for stored in received[node])
-        alone.append(_most_live(node, changes, private.get(node, 0) + nbytes))
-        fetched.append(_most_live(node, changes, nbytes, fetch=True))
-        incoming.append(nbytes)
-    return BackwardNeeds(alone=tuple(alone), fetched=tuple(fetched), incoming=tuple(incoming))
+        elsewhere = {id(stored) for stored in sums[node]}
+        most = _most_live(node, changes, incoming[node], private.get(node, 0), elsewhere)
+        alone.append(most)
+        fetched.append(_most_live(node, changes, incoming[node], 0, elsewhere, fetch=True))
+        came.append(sum(s.nbytes for s in incoming[node] if id(s) not in elsewhere))
+        if elsewhere:
+            made = {id(stored) for stored in sums[node] if stored.made_by == node}
+            before = _most_live(node, changes, incoming[node], private.get(node, 0), made)
+            whole = _most_live(node, changes, incoming[node], private.get(node, 0), set())
+            added.append(
+                AddedGradient(
+                    node=node, home=home_of[node], nbytes=whole - most, before_sum=before - most
+                )
+            )
+    return BackwardNeeds(
+        alone=tuple(alone), fetched=tuple(fetched), incoming=tuple(came), added=tuple(added)
+    )
 
 
 def _gradients(lifetimes: Lifetimes) -> list[Lifetime]:
@@ -73,13 +90,20 @@ def _private(lifetimes: Lifetimes) -> dict[int, int]:
     return sums
 
 
-def _most_live(node: int, changes: Sequence[Change], nbytes: int, *, fetch: bool = False) -> int:
-    """The most bytes alive at a time in the backward of ``node``, which begins with ``nbytes``."""
-    live = most = nbytes
+def _most_live(
+    node: int,
+    changes: Sequence[Change],
+    incoming: Sequence[Lifetime],
+    private: int,
+    elsewhere: set[int],
+    *,
+    fetch: bool = False,
+) -> int:
+    live = most = private + sum(s.nbytes for s in incoming if id(s) not in elsewhere)
     fetched: set[int] = set()
     for stored, change in changes:
         if stored.backward:
-            live += change
+            live += change * (id(stored) not in elsewhere)
         elif stored.uses.savers == {node}:
             if fetch and change == 0 and id(stored) not in fetched:
                 fetched.add(id(stored))
@@ -121,3 +145,17 @@ def _parts_for(stored: Lifetime, target: int) -> list[tuple[int, int, int]]:
 def _home(stored: Lifetime, target: int) -> int:
     """The node whose result the gradient belongs to; ``target`` is the last node that adds to it."""
     return max((to for _, to, _ in _parts_for(stored, target)), default=target)
+
+
+def _adding(stored: Lifetime) -> list[tuple[int, int]]:
+    """Pairs (node, home): in the backward of ``node``, the gradient of ``home``'s result is accumulated."""
+    target = stored.freed_by
+    if target is None or target < 0:
+        return []
+    home = _home(stored, target)
+    found = []
+    if stored.made_by > target and not stored.uses.sent:
+        found.append((stored.made_by, home))  # the sum itself: no backward sent it on
+    if home < target < stored.made_by:
+        found.append((target, home))
+    return found

@@ -9,7 +9,7 @@ from placer.cost.gradients import backward_needs, pending_gradients
 from placer.cost.lifetimes import Lifetime, find_lifetimes
 from placer.cost.record import Recording
 from placer.cost.storages import NodeOperations
-from placer.cost.types import NodeCost, PendingGradient, StoredValue
+from placer.cost.types import AddedGradient, NodeCost, PendingGradient, StoredValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Measured:
     values: tuple[StoredValue, ...]
     results: tuple[tuple[int, ...], ...]
     gradients: tuple[PendingGradient, ...]
+    added: tuple[AddedGradient, ...]
     saving: frozenset[int]
     operations: tuple[NodeOperations, ...]
     row_gradients: Mapping[str, int]
@@ -64,6 +65,7 @@ def measured(recording: Recording, *, training: bool) -> Measured:
             for held in lifetimes.results[: len(recording.order)]
         ),
         gradients=pending_gradients(lifetimes),
+        added=needs.added,
         saving=recording.saving if training else frozenset(),
         operations=recording.operations,
         row_gradients=recording.row_gradients,

@@ -60,6 +60,10 @@ def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
             )
             for gradient in costs.gradients
         ),
+        added=tuple(
+            replace(added, nbytes=shrink(added.nbytes), before_sum=shrink(added.before_sum))
+            for added in costs.added
+        ),
         work=costs.work.with_share(share),
         state=_with_row_gradients(costs, share),
         input_nbytes=tuple(shrink(nbytes) for nbytes in costs.input_nbytes),

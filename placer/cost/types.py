@@ -49,6 +49,21 @@ class PendingGradient:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddedGradient:
+    """Additional bytes in the backward of ``node`` if ``home`` is in the same stage.
+
+    If several nodes read the result of ``home``, their gradients are added up on the device of
+    ``home``. ``before_sum`` is the part of ``nbytes`` that is needed before the sum is computed; the tensors
+    that ``node`` saved are freed in between.
+    """
+
+    node: int
+    home: int
+    nbytes: int
+    before_sum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCost:
     """Costs of one node for one micro-batch.
 
@@ -104,6 +119,7 @@ class CostTable:
     values: tuple[StoredValue, ...]
     results: tuple[tuple[int, ...], ...]  # per node: indices of the values that store its result
     gradients: tuple[PendingGradient, ...]  # sorted
+    added: tuple[AddedGradient, ...]
     readers: tuple[tuple[int, ...], ...]  # per node: positions of the nodes that read its result
     input_readers: tuple[tuple[int, ...], ...]  # per tensor input of the model
     input_nbytes: tuple[int, ...]

@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...], bool]] = {
     "one layer": (
         lambda: nn.Sequential(nn.ReLU(), nn.Linear(8, 8), *[Residual()] * 20),
         (2, 8),
-        True,
+        False,
     ),
     "written in place": (lambda: Transformer("written"), SEQUENCE, True),
     "growing sequence": (Grows, (2, 4), False),

@@ -52,6 +52,7 @@ def _costs(draw: random.Random, count: int) -> CostTable:
         values=tuple(values),
         results=((),) * count,
         gradients=(),
+        added=(),
         readers=((),) * count,
         input_readers=(),
         input_nbytes=(),

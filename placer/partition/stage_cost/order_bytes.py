@@ -133,6 +133,7 @@ def _retained_values(
         costs,
         at,
         lambda x, y, i, j, nbytes: backward.add(x, y, i, nbytes, until=j),
+        live_from=None if regions is None else regions.live_from,
     )
     # The loss is alive during the whole backward of its stage, and `build_tables` adds it for stages that end
     # with it. It has been counted above too, so it is subtracted here.

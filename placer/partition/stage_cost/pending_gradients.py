@@ -17,19 +17,22 @@ Whether a stage has a sender depends on where the stage ends. The tables assume 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.cost import CostTable, PendingGradient
+from placer.cost import AddedGradient, CostTable, PendingGradient
+from placer.regions import RegionKey
 
 _BLOCK = 64  # columns in a block; 16 to 128 were about equally fast for 2,600 columns
 
 Add = Callable[[int, int, int, int, float], None]  # (first start, last start, column, until, bytes)
+LiveFrom = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
 class IntervalCorrection(NamedTuple):
@@ -47,16 +50,53 @@ class IntervalCorrection(NamedTuple):
     nbytes: float
 
 
-def pending_gradients(costs: CostTable, place: Sequence[int], add: Add) -> list[IntervalCorrection]:
+def pending_gradients(
+    costs: CostTable,
+    place: Sequence[int],
+    add: Add,
+    *,
+    live_from: LiveFrom | None = None,
+) -> list[IntervalCorrection]:
     """Fill a table for stages that have all senders; return the corrections for other stages.
 
     ``add(first start, last start, column, until, nbytes)`` adds to the table. ``place`` has the position of
-    each node. Takes O(parts of gradients) time.
+    each node. ``live_from(value, column)`` yields the (first, last) starts of stages that keep a value for a
+    region from this column on. Takes O(parts of gradients) time.
     """
     filling = _Filling(costs, place, add)
+    # (node, home) -> the first sender of a gradient that is added at the node
+    sender_of: dict[tuple[int, int], int] = {}
+    # (node, home) -> the last source of such a gradient, if all sources come before the node in this order
+    source_of: dict[tuple[int, int], int] = {}
     for gradient in costs.gradients:
-        if place[gradient.target] < place[gradient.source]:
+        sum_at = gradient.target, gradient.home
+        source = place[gradient.source]
+        if place[gradient.target] < source:
             filling.count(gradient)
+            sender = place[gradient.sender]
+            sender_of[sum_at] = min(sender, sender_of.get(sum_at, sender))
+        else:
+            source_of[sum_at] = max(source, source_of.get(sum_at, source))
+    # node -> values that other nodes save as well
+    shared: dict[int, list[_SharedValue]] = defaultdict(list)
+    for index, value in enumerate(costs.values):
+        if len(value.savers) > 1:
+            found = _shared_value(index, costs, place)
+            for saver in value.savers:
+                shared[saver].append(found)
+    for sum_ in costs.added:
+        home, node = place[sum_.home], place[sum_.node]
+        if home >= node:
+            continue
+        sum_at = sum_.node, sum_.home
+        sender = sender_of.get(sum_at, node)
+        # A stage that starts after the sources has nothing to add to the node's gradient.
+        last_start = node if sum_at in sender_of else source_of.get(sum_at, node)
+        for first, last, nbytes in _beside_sum(sum_, shared[sum_.node], costs, place, live_from):
+            last = min(last, last_start)
+            if first <= last:
+                add(first, last, node, node + 1, nbytes)
+                filling.change(max(first, home + 1), last, node, node + 1, sender, -nbytes)
     return filling.corrections
 
 
@@ -127,6 +167,66 @@ class _Filling:
         if gradient.surplus:
             self._add(target + 1, last, last, source, whole)
             self.change(target + 1, last, last, source, sender, -whole)
+
+
+class _SharedValue(NamedTuple):
+    """A value that several nodes save, with their sorted positions by the region that they are in."""
+
+    number: int
+    nbytes: int
+    savers: Mapping[RegionKey | None, Sequence[int]]
+    is_recomputed: bool  # by one of these regions
+
+
+def _shared_value(number: int, costs: CostTable, place: Sequence[int]) -> _SharedValue:
+    value = costs.values[number]
+    savers: dict[RegionKey | None, list[int]] = defaultdict(list)
+    for saver in value.savers:
+        savers[_key_of(saver, costs)].append(place[saver])
+    return _SharedValue(
+        number=number,
+        nbytes=value.nbytes,
+        savers={key: sorted(positions) for key, positions in savers.items()},
+        is_recomputed=any(key is not None and key.recompute for key in savers),
+    )
+
+
+def _key_of(node: int, costs: CostTable) -> RegionKey | None:
+    return costs.keys[node] if node < len(costs.keys) else None
+
+
+def _beside_sum(
+    added: AddedGradient,
+    shared: Sequence[_SharedValue],
+    costs: CostTable,
+    place: Sequence[int],
+    live_from: LiveFrom | None,
+) -> Iterator[tuple[int, int, float]]:
+    """Yields the bytes that a sum of gradients adds, as (first start, last start, bytes).
+
+    Values that the node has saved and that no earlier node of the stage needs are freed before gradients are
+    added. ``shared`` are the values that both this node and others save.
+    """
+    node = place[added.node]
+    own = _key_of(added.node, costs)
+    # start of a stage -> change of the freed bytes, compared with the previous start
+    steps: dict[int, float] = defaultdict(float)
+    for value in shared:
+        if value.is_recomputed:
+            for first, last in live_from(value.number, node) if live_from is not None else ():
+                steps[first] += value.nbytes
+                steps[last + 1] -= value.nbytes
+            continue
+        # An offloaded region fetches its own copy, which only its savers need.
+        savers = value.savers[own]
+        earlier = bisect_left(savers, node)
+        steps[savers[earlier - 1] + 1 if earlier else 0] += value.nbytes
+    released = 0.0
+    starts = sorted({0, *(start for start in steps if start <= node)})
+    nbytes = float(added.nbytes)
+    for first, following in pairwise([*starts, node + 1]):
+        released += steps.get(first, 0.0)
+        yield first, following - 1, max(added.before_sum, nbytes - released)
 
 
 def largest_up_to(

@@ -22,7 +22,7 @@ O(values in regions * starts) time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +86,8 @@ class RegionLiveness:
         self._place = place
         names = ("kept", "fetched", "inside", "saved", "forward")
         self._steps = {name: self._empty() for name in names}
+        # value -> for each reason to keep it, the first column of every row
+        self._since: dict[int, list[Columns]] = {}
         self._again = self._empty()  # alive while the forward is recomputed
         self._private = np.zeros((len(starts), width))
         keys: list[RegionKey | None] = [None] * width
@@ -143,6 +145,7 @@ class RegionLiveness:
                 self._recompute(live, number)
             else:
                 self._offload(live, number)
+        self._since[index] = [live.always, *(since for _, since, _ in live.passing)]
         self._count(live)
         return True
 
@@ -200,6 +203,12 @@ class RegionLiveness:
         if name == "backward":
             return self._sum(steps["kept"] + steps["fetched"] + steps["inside"])
         return self._sum(steps[name])
+
+    def live_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
+        """Yields (first, last) starts of stages in which a copy of the value is alive from ``column`` on."""
+        copies = self._since.get(index, [np.full(len(self._starts), self._width)])
+        for row in np.flatnonzero(np.any([since == column for since in copies], axis=0)):
+            yield int(self._starts[row]), int(self._starts[row])
 
     def peak_while_recomputing(
         self, backward: Table, incoming: Table, forward_transient: Table
