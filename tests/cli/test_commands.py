@@ -259,11 +259,8 @@ def test_auto_says_why_nothing_fits(placer: Run) -> None:
     assert data["device"] == "cpu:0"
     assert data["missing_bytes"] > 0
     assert any("cpu:1" in remedy for remedy in data["remedies"])
-    text = placer(*command)
-    assert text.exit_code == 3
-    assert text.stdout == ""  # the spec would go there
-    assert "what would make it fit" in text.stderr
-    assert "tried (largest peak of a device):" in text.stderr
+    assert "what would make it fit" in result.stderr
+    assert "tried (largest peak of a device):" in result.stderr
 
 
 def test_check_a_spec(placer: Run) -> None:
