@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-collect_ignore = ["captured_cases.py"]  # it has no doctests, and captures models when it is imported
+collect_ignore = [
+    "captured_cases.py"
+]  # it has no doctests, and captures models when it is imported
 
 # Before torch is imported; child processes have it too. Some test processes share two cores, where
 # torch's own threads would wait for each other.
