@@ -21,8 +21,8 @@ from placer.program import lower
 from placer.quantities import parse_bytes
 from placer.simulation.judge import JudgingPlanner
 
-MODEL = unet3d(width=4, depth=3)
-X = torch.randn(4, 1, 16, 16, 16)
+MODEL = unet3d(width=4, depth=2)
+X = torch.randn(4, 1, 8, 8, 8)
 
 
 @pytest.fixture(autouse=True, scope="module")

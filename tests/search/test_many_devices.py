@@ -81,7 +81,7 @@ def test_an_estimate_along_program_order_recomputes_what_it_must(
 
 
 def test_the_best_of_many_devices_is_planned() -> None:
-    model, x = _model(16)
+    model, x = _model(8)
     plan = placer.auto_plan(model, x, machine=f"dgx-a100:{NODES}", precision="bf16", processes=True)
     assert plan.fits and plan.grid.size <= 8 * NODES
     estimated = [each for each in plan.alternatives if each.fits]

@@ -112,7 +112,7 @@ def within(model: nn.Module, x: Tensor, share: float, *, stages: int, **fields: 
 )
 def test_what_is_offloaded_fits_the_host_too(stages: int, fields: dict[str, Any]) -> None:
     """It also computes what the model computes. Activations without room on the host are recomputed."""
-    model, x = unet(4, 16)
+    model, x = unet(2, 8)
     free = within(model, x, 0.55, stages=stages, **fields)
     unlimited = placer.make_plan(model, free, x)
     assert unlimited.fits and unlimited.host is not None
