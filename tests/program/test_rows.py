@@ -199,6 +199,13 @@ def test_rows_that_read_state_of_the_batch_are_mixed() -> None:
         placer.compile(_KeepsPart(), SPEC, torch.randn(8, 6), run_on="cpu")
 
 
+def test_halves_of_rows_beside_whole_rows_are_mixed() -> None:
+    """Both have two entries per row: one after the other in one, one block after the other in the other."""
+    model = Net(lambda y: torch.cat([y, y])[:, :3] + y.view(-1, 3))
+    with pytest.raises(placer.CaptureError, match="it pairs the rows of the batch"):
+        placer.compile(model, SPEC, torch.randn(8, 6), run_on="cpu")
+
+
 def test_the_dimension_that_grows_with_the_batch_has_the_rows() -> None:
     one, two = torch.Size([3, 4, 5]), torch.Size([3, 8, 5])
     assert rows_by_size(one, two) == Rows(dim=1, combination=None, depends=True)
