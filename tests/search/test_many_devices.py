@@ -101,9 +101,13 @@ def test_devices_without_a_dry_run_need_as_much_more_than_their_estimates() -> N
     program, inputs = lower_call(model, (x,), None, placer.load_spec(spec))
     estimated = JudgingPlanner(program, inputs, processes=True).estimate(placer.load_spec(spec))
     whole = dry_run(program, estimated, inputs, processes=True)(estimated.devices)
-    part = dry_run(program, estimated, inputs, processes=True, most=1)(estimated.devices)
-    fullest = max(range(3), key=lambda i: estimated.devices[i].needed)
-    more = whole[fullest].needed - estimated.devices[fullest].needed
-    assert whole == plan.devices and part[fullest] == whole[fullest]
-    for i in {0, 1, 2} - {fullest}:
-        assert part[i].needed == estimated.devices[i].needed + max(0, more)
+    assert whole == plan.devices
+    more = [run.needed - each.needed for run, each in zip(whole, estimated.devices, strict=True)]
+    fullest_first = sorted(range(3), key=lambda i: -estimated.devices[i].needed)
+    assert more[fullest_first[0]] != more[fullest_first[1]]
+    for most in (1, 2):
+        part = dry_run(program, estimated, inputs, processes=True, most=most)(estimated.devices)
+        run, left = fullest_first[:most], fullest_first[most:]
+        assert [part[i] for i in run] == [whole[i] for i in run]
+        excess = max(0, *(more[i] for i in run))
+        assert all(part[i].needed == estimated.devices[i].needed + excess for i in left)

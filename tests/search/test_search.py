@@ -119,6 +119,21 @@ def test_no_plan_is_better_than_its_bound(processes: bool) -> None:
     assert len(seen) == 7  # every combination of replicas, stages and shards on four devices
 
 
+def test_a_bound_holds_for_the_fastest_of_unlike_devices() -> None:
+    with torch.device("meta"):
+        model, x = Blocks(256, 1), torch.empty(16, 256)
+    found = []
+    for kinds in (("h100",), ("h100", "t4"), ("t4",)):
+        devices = [{"name": f"cuda:{i}", "kind": kind} for i, kind in enumerate(kinds)]
+        spec = PlacementSpec.model_validate({"devices": devices})
+        program, make = _planner(model, x, spec, processes=False)
+        loss = make.loss_of(spec)
+        bounds = Bounds(program, make.inputs, spec, make.costs, loss, processes=False)
+        found.append(bounds(Strategy()).seconds)
+    fast, both, slow = found
+    assert both <= fast < slow
+
+
 @captured_once()
 def test_what_is_given_stays_and_the_answer_is_always_the_same() -> None:
     with torch.device("meta"):
