@@ -387,8 +387,12 @@ class _Search:
             for i in shared
             if i > index
         ]
+        waiting = 0.0
+        if count.waiting:
+            by_node = dict(zip(self._costs.names, self._costs.waiting_nbytes, strict=False))
+            waiting = count.waiting * sum(by_node[node] for node in stage.nodes)
         return StageLimits(
-            static=stage.memory.state,
+            static=stage.memory.state + waiting,
             budget=budget,
             in_flight=count.most,
             all_gradients=count.microbatches > 1,

@@ -45,6 +45,7 @@ from placer.planner.resolve import (
     wanted_devices,
     wanted_regions,
 )
+from placer.precision import keeps_casts
 from placer.program import Program
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
@@ -188,6 +189,11 @@ def _plan_for(
         training=spec.training,
         precision=spec.precision,
         loss=loss,
+        keeps_casts=keeps_casts(
+            spec.precision,
+            microbatches,
+            own_weights=processes or replicas * spec.space.number == 1,
+        ),
     )
     choices = policies_of(spec)
     offloaded = any(key is not None and key.offload for key in keys)

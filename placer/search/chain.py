@@ -21,13 +21,15 @@ _NEAR = 1.3  # most often the slowest stage takes less than so many times the me
 class Limits:
     """What the stages of a chain may need.
 
-    ``in_flight`` has the micro-batches of which each stage keeps activations, ``room`` the bytes of a device.
+    ``in_flight`` has the micro-batches of which each stage keeps activations, ``waiting`` those between the
+    halves of a split backward, ``room`` the bytes of a device.
     ``state`` and ``updating`` are the bytes that a byte of a trained parameter takes: with its gradient and
     the optimizer's state, and during the optimizer's step. A backward runs what is recomputed
     ``recomputations`` times again; with 0, nothing is recomputed.
     """
 
     in_flight: Sequence[int]
+    waiting: Sequence[int]
     room: float
     state: float
     updating: float
@@ -46,6 +48,7 @@ class Chain:
     both: Sequence[float]  # forward and backward
     launching: Sequence[float]
     saved: Sequence[float]
+    waiting: Sequence[float]  # gradients between the halves of a split backward
     frozen: Sequence[float]
     trained: Sequence[float]
     crossing: Sequence[float]
@@ -63,6 +66,7 @@ class Chain:
         for tensor in costs.state:
             first = min(tensor.readers, default=0)
             (trained if tensor.trained and training else frozen)[first] += tensor.nbytes
+        frozen += [node.cast_nbytes for node in costs.nodes]
         for node, readers in enumerate(costs.readers):
             if readers:
                 crossing[node] += costs.nodes[node].output_nbytes
@@ -72,6 +76,7 @@ class Chain:
             both=_before(forward + training * backward),
             launching=_before(seconds.forward.host + training * seconds.backward.host),
             saved=_before(saved),
+            waiting=_before(np.array(costs.waiting_nbytes, dtype=float)),
             frozen=_before(frozen),
             trained=_before(trained),
             crossing=_before(crossing),
@@ -111,10 +116,10 @@ class Chain:
     def _is_enough(self, seconds: float, limits: Limits) -> bool:
         """Do stages of at most so many seconds reach the last node?"""
         start, last = 0, len(self.both) - 1
-        for in_flight in limits.in_flight:
+        for counts in zip(limits.in_flight, limits.waiting, strict=True):
             end = bisect_right(self.both, self.both[start] + seconds) - 1
             end = min(end, bisect_right(self.launching, self.launching[start] + seconds) - 1)
-            too_large = partial(self._is_too_large, start, in_flight, seconds, limits)
+            too_large = partial(self._is_too_large, start, counts, seconds, limits)
             if too_large(end):
                 end = bisect_left(range(end), True, lo=start + 1, key=too_large) - 1
             if end in (start, last):
@@ -123,15 +128,17 @@ class Chain:
         return False
 
     def _is_too_large(
-        self, start: int, in_flight: int, seconds: float, limits: Limits, end: int
+        self, start: int, counts: tuple[int, int], seconds: float, limits: Limits, end: int
     ) -> bool:
         """Does the stage need more bytes than there are, whatever it recomputes in the seconds left?"""
         frozen = self.frozen[end] - self.frozen[start]
         trained = self.trained[end] - self.trained[start]
+        in_flight, halfway = counts
         saved = in_flight * (self.saved[end] - self.saved[start])
+        waiting = halfway * (self.waiting[end] - self.waiting[start])
         if frozen + limits.updating * trained > limits.room:
             return True
-        excess = frozen + limits.state * trained + saved - limits.room
+        excess = frozen + limits.state * trained + saved + waiting - limits.room
         if excess <= 0 or not limits.recomputations:
             return excess > 0
         # What is recomputed keeps what enters the stage.
