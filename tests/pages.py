@@ -6,7 +6,6 @@ A comment right before a block says how it is tested:
     <!-- machine: lab.json -->   it is saved under this name, and describes a machine
     <!-- exit: 3 -->             the exit code of its last command; of a spec, that it is wrong
     <!-- not run: the reason --> it is not run
-    <!-- law: the reason -->     it is run with --law only
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 FOR_DEVELOPERS = (ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md")
 
-_COMMENT = re.compile(r"<!-- (file|machine|exit|not run|law): (.+?) -->")
+_COMMENT = re.compile(r"<!-- (file|machine|exit|not run): (.+?) -->")
 _PATH = re.compile(r"`([\w./]*(?:/|\.py|\.toml)[\w./]*)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
