@@ -159,7 +159,7 @@ class Bounds:
             room=self.room * share * (1 - _SPARE),
             state=2 + memory.state,
             updating=2 + memory.state + memory.together,
-            recomputations=strategy.recompute * (1 + splits_backward(counts[0])),
+            recomputes=strategy.recompute,
         )
         of_replica = -(-self._rows // strategy.replicas)
         chain = self._chain(-(-of_replica // strategy.microbatches))
@@ -167,8 +167,8 @@ class Bounds:
         sums = replace(sums, forward=chain.forward[-1], backward=backward)
         if strategy.recompute and strategy.stages > MANY_STAGES:  # as they are planned
             # What enters a stage is little beside what one micro-batch saves when it runs again.
-            chain = chain.recomputing(limits.recomputations)
-            limits = replace(limits, recomputations=0, in_flight=[1] * strategy.stages)
+            chain = chain.recomputing()
+            limits = replace(limits, recomputes=False, in_flight=[1] * strategy.stages)
         slowest = chain.slowest_seconds(limits)
         if slowest is None:
             return None
@@ -223,7 +223,7 @@ class Bounds:
         if self._processes:
             slowest, least = max(slowest, sums.launch / stages), 0.0
         # The first stage starts at once, and the last one when a micro-batch has passed all others.
-        others, split = (stages - 1) / stages, splits_backward(strategy.schedule)
+        others, split = (stages - 1) / stages, splits_backward(self._schedule(strategy))
         filling = others * (forward if split else forward + backward)
         work = count * slowest + filling + (stages - 1) * sent * (1 + self._wanted.training)
         if sent and self._wanted.training:
@@ -256,9 +256,9 @@ class Bounds:
         return max(0.0, summed - backward)
 
     def _schedule(self, strategy: Strategy) -> str:
-        """Its schedule; one process runs whole backwards."""
-        whole = splits_backward(strategy.schedule) and not self._processes
-        return "1F1B" if whole else strategy.schedule
+        """Its schedule; one process runs whole backwards, and so does who recomputes."""
+        whole = strategy.recompute or not self._processes
+        return "1F1B" if whole and splits_backward(strategy.schedule) else strategy.schedule
 
     def _state(self, strategy: Strategy) -> float:
         """Bytes of weights, gradients and optimizer state that the fullest device holds at least."""

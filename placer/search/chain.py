@@ -22,10 +22,9 @@ class Limits:
     """What the stages of a chain may need.
 
     ``in_flight`` has the micro-batches of which each stage keeps activations, ``waiting`` those between the
-    halves of a split backward, ``room`` the bytes of a device.
-    ``state`` and ``updating`` are the bytes that a byte of a trained parameter takes: with its gradient and
-    the optimizer's state, and during the optimizer's step. A backward runs what is recomputed
-    ``recomputations`` times again; with 0, nothing is recomputed.
+    halves of a split backward, ``room`` the bytes of a device. ``state`` and ``updating`` are the bytes that
+    a byte of a trained parameter takes: with its gradient and the optimizer's state, and during the
+    optimizer's step. ``recomputes``: a stage may recompute what it must.
     """
 
     in_flight: Sequence[int]
@@ -33,7 +32,7 @@ class Limits:
     room: float
     state: float
     updating: float
-    recomputations: int
+    recomputes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +89,10 @@ class Chain:
             added[field.name] = [own + factor * more for own, more in pairs]
         return Chain(**added)
 
-    def recomputing(self, times: int) -> Chain:
-        """The sums for stages that run their whole forward so many more times."""
+    def recomputing(self) -> Chain:
+        """The sums for stages that run their whole forward again."""
         pairs = zip(self.both, self.forward, strict=True)
-        return replace(self, both=[both + times * forward for both, forward in pairs])
+        return replace(self, both=[both + forward for both, forward in pairs])
 
     def slowest_seconds(self, limits: Limits) -> float | None:
         """The least seconds of the slowest stage for a micro-batch within ``limits``; None if nothing fits.
@@ -101,7 +100,7 @@ class Chain:
         By bisection: stages that are as long as a number of seconds allows tell whether these are enough.
         """
         low = max(self.both[-1], self.launching[-1]) / len(limits.in_flight)
-        high = max(self.both[-1] + self.forward[-1] * limits.recomputations, self.launching[-1])
+        high = max(self.both[-1] + self.forward[-1] * limits.recomputes, self.launching[-1])
         high *= 1 + _PRECISION
         if not self._is_enough(high, limits):
             return None
@@ -139,11 +138,11 @@ class Chain:
         if frozen + limits.updating * trained > limits.room:
             return True
         excess = frozen + limits.state * trained + saved + waiting - limits.room
-        if excess <= 0 or not limits.recomputations:
+        if excess <= 0 or not limits.recomputes:
             return excess > 0
         # What is recomputed keeps what enters the stage.
         spared = saved - in_flight * self.crossing[start]
-        forward = (self.forward[end] - self.forward[start]) * limits.recomputations
+        forward = self.forward[end] - self.forward[start]
         left = seconds - (self.both[end] - self.both[start])
         return excess * forward > min(left, forward) * spared
 
