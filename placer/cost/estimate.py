@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -204,7 +204,7 @@ def _record(
                 training=key.training,
                 run_context=partial(precision_context, key.precision, "cpu"),
                 offloads=key.offloads,
-                keeps_casts=key.keeps_casts,
+                cast_once=_read_once(program) if key.keeps_casts else (),
                 kernels=kernels[: len(ran.order) + 1],  # all alike if it is shortened
                 half=key.precision != "fp32",
                 loss=key.loss,
@@ -214,6 +214,13 @@ def _record(
             )
     except NodeFailure as failure:
         raise _does_not_run(program, failure, inputs, key.precision) from failure.__cause__
+
+
+def _read_once(program: Program) -> set[str]:
+    """The parameters that a single node reads: other stages read copies of the others, and cast these anew."""
+    alias = first_names(program.model)
+    reads = Counter(alias[name] for node in program.nodes.values() for name in node.reads)
+    return {name for name, count in reads.items() if count == 1}
 
 
 def batch_rows(program: Program, inputs: Sequence[Tensor]) -> int | None:

@@ -8,7 +8,7 @@ them for backward, and `placer.cost.attribution` which node's backward is runnin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -76,23 +76,22 @@ def record_run(
     unflatten: Callable[[Sequence[Any]], Any],
     rows: int | None,
     offloads: bool = False,
-    keeps_casts: bool = False,
+    cast_once: Collection[str] = (),
     cuts: Cuts | None = None,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model``; all tensors are fake.
 
-    Call it under the fake mode of the tensors. ``order`` gives the nodes' positions. ``run_context``
-    makes the context in which each node runs (autocast; ``half`` says that its type is half
-    precision). ``kernels`` are device types, per node and for the loss, whose kernels run: "cpu",
-    "cuda", or "" for CPU kernels without their workspaces. ``loss`` gets the result, which ``unflatten``
-    makes of the graph's leaves, and a target for so many ``rows``. With ``offloads``, nothing is kept for
-    backward, as if all saved tensors went to the host at once, and no backward is run. With ``keeps_casts``,
-    an earlier micro-batch of the step has cast the weights. ``cuts`` are those of a program that is split in
-    space; a shard in the middle is run. Raises ``NodeFailure`` if a node fails, and ``CaptureError`` if the
-    loss or the backward fails.
+    Call it under the fake mode of the tensors. ``order`` gives the nodes' positions. ``run_context`` makes
+    the context in which each node runs (autocast; ``half`` says that its type is half precision). ``kernels``
+    are device types, per node and for the loss, whose kernels run: "cpu", "cuda", or "" for CPU kernels
+    without their workspaces. ``loss`` gets the result, which ``unflatten`` makes of the graph's leaves, and a
+    target for so many ``rows``. With ``offloads``, nothing is kept for backward, as if all saved tensors went
+    to the host at once, and no backward is run. An earlier micro-batch of the step has cast the weights of
+    the names ``cast_once``. ``cuts`` are those of a program that is split in space; a shard in the middle is
+    run. Raises ``NodeFailure`` if a node fails, and ``CaptureError`` if the loss or the backward fails.
     """
-    trained = (p for p in model.parameters() if p.requires_grad)
-    recorder = StorageRecorder(order, kernels, trained if keeps_casts else ())
+    known = (p for name, p in model.named_parameters() if name in cast_once and p.requires_grad)
+    recorder = StorageRecorder(order, kernels, known)
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
         recorder.ignore(tensor)
     for tensor in tensors_of_tree(inputs):
