@@ -291,7 +291,7 @@ def hooks(draw: Random) -> Case:
 
 
 def buffers_in_a_graph(draw: Random) -> Case:
-    kind = draw.choice(["assigned", "in place", "replaced", "read next"])
+    kind = draw.choice(["assigned", "in place", "replaced", "read next", "shifted"])
 
     def act(self: Any, x: Tensor, y: Tensor) -> Tensor:
         if kind == "assigned":
@@ -304,11 +304,15 @@ def buffers_in_a_graph(draw: Random) -> Case:
         if kind == "replaced":
             self.state = 0.5 * self.state.detach() + self.linear.bias
             return y - self.state
+        if kind == "shifted":
+            self.last, self.state = self.state, self.state + 1
+            return y * self.state - self.last
         before, self.state = self.state, (self.linear.weight.sum(0)).detach()
         return y + before
 
     part = Part(act)
     part.register_buffer("state", torch.ones(WIDTH))
+    part.register_buffer("last", torch.zeros(WIDTH))
     return Case(Chain(draw, part).to(D), lambda n: (rows(n),))
 
 

@@ -57,6 +57,7 @@ def emit_stages(program: Program, plan: Plan, *, together: bool = True) -> Stage
         result=_result(program.graph),
         rows=program.captured.results,
         stored=program.captured.stored,
+        replaced=program.captured.replaced,
         state=program.captured.state,
         state_stage=_owners(program, stage_of),
         constants=dict(program.captured.constants),

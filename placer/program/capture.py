@@ -601,6 +601,7 @@ def _assemble(
         notes=(capture.mixing_note,) if capture.mixing_note else (),
         mixing=capture.mixing,
         stored=recording.stored,
+        replaced=recording.replaced,
         state=capture.state(recording),
     )
 

@@ -6,6 +6,7 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ class RecordedProgram:
     changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
     changing: frozenset[str]  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
+    replaced: tuple[str, ...]  # buffers that forward replaces
     changed_in_backward: tuple[
         Change, ...
     ]  # known only if the batch is to be split, as is the next
@@ -136,7 +138,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
     try:
         run, setup = _run_with_numbers(setup, inputs, snapshot)
         recorder, writer = run.recorder, run.recorder.writer
-        left = _replace_buffers(recorder, setup, run.left)
+        left, replaced = _replace_buffers(recorder, setup, run.left)
         following = _Next(left, True, ())
         if any(each.change is not None for each in left):
             following = _compare_with_next(setup, inputs, run, left)
@@ -173,6 +175,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         changed_inside=tuple(recorder.changed_inside.values()),
         changing=frozenset(recorder.changing),
         written_inside=recorder.written_inside,
+        replaced=replaced,
         changed_in_backward=tuple(recorder.backward.changes),
         gradient_hooks=tuple(recorder.backward.runs),
         numbers=setup.numbers,
@@ -405,12 +408,19 @@ def _compare_with_next(
     return _Next(left, repeats, containers.unread() if repeats else ())
 
 
-def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> list[Left]:
+def _replace_buffers(
+    recorder: Recorder, setup: Setup, left: Sequence[Left]
+) -> tuple[list[Left], tuple[str, ...]]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    Returns all other changes, among them buffers that require a gradient now.
+    Returns all other changes, among them buffers that require a gradient now, and the names of the buffers.
+    Raises ``TraceFailure`` if the old tensor stays in use, or the new one is also another buffer's.
     """
-    others = []
+    first, last = (
+        Counter(id(x) for module in model.modules() for x in module._buffers.values())
+        for model in (setup.model, setup.fake_model)
+    )
+    others, replaced = [], dict[str, fx.Node]()
     for each in left:
         change = each.change
         name = attribute_of(each.stored.path) if each.stored.root == "model" else ("", "")
@@ -428,8 +438,14 @@ def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> 
         ):
             others.append(each)
         else:
-            recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
-    return others
+            full = f"{path}.{attribute}".lstrip(".")
+            written = storage_key(change.before) in recorder.written
+            if written or first[id(before)] > 1 or last[id(now)] > 1:
+                reason = f"it replaces the buffer {full}, whose tensor it also writes or shares"
+                raise TraceFailure(path, reason, "")
+            replaced[full] = each.leaves[0]
+    recorder.writer.replace_buffers(replaced)
+    return others, tuple(replaced)
 
 
 @contextmanager

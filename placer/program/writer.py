@@ -133,20 +133,26 @@ class GraphWriter:
         self.location_of[node.name] = locate_caller()
         return node
 
-    def replace_buffer(self, name: str, value: Tensor, layer: str) -> None:
-        """Record that forward replaced the buffer ``name`` by ``value``: copy the value into the buffer.
+    def replace_buffers(self, values: Mapping[str, fx.Node]) -> None:
+        """Record that forward replaced buffers by ``values``, by name: copy the values into the buffers.
 
-        Nodes that read the buffer now read a copy of it, so that backward has the old values.
+        Nodes that read a buffer now read a copy of it, so that backward has the old values.
         """
-        for read in self.graph.find_nodes(op="get_attr", target=name):
-            with self.graph.inserting_after(read):
-                kept = self.graph.call_method("clone", (read,))
-            read.replace_all_uses_with(
-                kept, delete_user_cb=lambda user, kept=kept: user is not kept
-            )
-            self._pure.add(kept)
-            self.layer_of[kept.name] = self.layer_of[read.name]
-        self.node("call_method", "copy_", (self.node("get_attr", name), value), layer=layer)
+        written = {name: self.node("get_attr", name) for name in values}
+        for name, value in values.items():
+            layer = name.rpartition(".")[0]
+            self.node("call_method", "copy_", (written[name], value), layer=layer)
+        for name in values:
+            for read in self.graph.find_nodes(op="get_attr", target=name):
+                if read is written[name]:
+                    continue
+                with self.graph.inserting_after(read):
+                    kept = self.graph.call_method("clone", (read,))
+                read.replace_all_uses_with(
+                    kept, delete_user_cb=lambda user, kept=kept: user is not kept
+                )
+                self._pure.add(kept)
+                self.layer_of[kept.name] = self.layer_of[read.name]
 
     def finish(
         self, leaves: list[Any], numbers: Mapping[fx.Node, Any], *, named: bool = True
