@@ -345,7 +345,7 @@ class ProgramCache:
         self._parents = [(module, tuple(module._modules.values())) for module in parents]
 
     def _kept_whole(self) -> tuple[Hashable, ...]:
-        """Indices of the container modules that have hooks or parametrizations at present.
+        """The container modules, by index, and layers that have hooks or parametrizations at present.
 
         Such a module must be recorded as one node, unless forward itself installs all its hooks. If
         forward installs any, each index comes with the number of hooks, which tells when one is added.
@@ -356,6 +356,10 @@ class ProgramCache:
             for index, module in enumerate(self._containers)
             if must_stay_whole(module)
         ]
+        # Hooks of layers run once for every slice, which a capture checks; a single node has copies of them.
+        slices = self._plan.replicas * self._plan.microbatches
+        if slices > 1 or "" in self._captured.conditions.whole:
+            found += [(m, hook_count(m)) for m, *_ in self._leaves if must_stay_whole(m)]
         # What a rewrite makes of a layer depends on its hooks, and on its settings.
         if self._plan.rewrites:
             found += [(hook_count(layer), _settings(layer)) for layer, *_ in self._leaves]

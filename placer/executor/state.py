@@ -15,6 +15,7 @@ from placer.program import StateInput, example_numbers
 class CallState:
     """The state that a call of ``model`` reads, read once before any slice of the batch runs.
 
+    What ``model``, a rank's part, lacks is read from ``whole``.
     ``leaves`` are those of the call's arguments by name; where one is missing, as in a dry run, it is the
     example's. ``sizes`` are the numbers of rows of the slices, and ``cut`` replaces tensors with a graph.
     """
@@ -25,8 +26,9 @@ class CallState:
         leaves: Mapping[str, Any],
         sizes: Sequence[int],
         cut: Callable[[Any], Any] = lambda value: value,
+        whole: nn.Module | None = None,
     ) -> None:
-        self._model = model
+        self._models = [model] if whole is None else [model, whole]
         self._leaves = leaves
         self._sizes = sizes
         self._cut = cut
@@ -55,7 +57,8 @@ class CallState:
 
     def _slices(self, each: StateInput, staged: StagedModel) -> Sequence[Any]:
         leaves = {**example_numbers(staged.call), **self._leaves}
-        value = self._cut(each.read(self._model, leaves))
+        found = (each.read(model, leaves) for model in self._models)
+        value = self._cut(next((value for value in found if value is not None), None))
         if value is None:
             raise PlacerError(
                 each.name,

@@ -113,7 +113,7 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
         for value in callables:
             owner = value.__self__ if isinstance(value, MethodType) else value
             if isinstance(owner, functools.partial):
-                for given in (*owner.args, *owner.keywords.values()):
+                for given in (owner.func, *owner.args, *owner.keywords.values()):
                     if not any(id(x) in owned for _, x in walk([((), given)], functions=True)):
                         known[id(given)] = given
             elif not isinstance(owner, FunctionType) and id(owner) not in owned:

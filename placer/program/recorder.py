@@ -49,6 +49,7 @@ from placer.program.constants import (
 )
 from placer.program.encoder import fill_padding, find_padding
 from placer.program.failure import (
+    CHANGES_FLAGS,
     ForwardFailure,
     TraceFailure,
     Untraceable,
@@ -590,7 +591,7 @@ class Recorder(TorchFunctionMode):
             return False
         node = self.writer.first_use(tensor)
         if node is not None:
-            raise Untraceable("it changes requires_grad of a tensor that it has used before")
+            raise Untraceable(CHANGES_FLAGS)
         self.flags_set.add(id(tensor))
         return True
 

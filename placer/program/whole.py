@@ -87,7 +87,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 changes = [*snapshot.changes(), *given.changes()]
                 once = set(map(id, _made_once(setup, inputs, changes)))
                 others = [change for change in changes if id(change) not in once]
-                _refuse_changes(others, reached, type(model), reason)
+                _refuse_changes(setup, others, reached, reason)
                 if setup.is_split:
                     hooks.run_backward(tensors_of_tree(leaves), inputs)
             finally:
@@ -107,7 +107,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         with suppress(Exception):  # these values may be impossible
             changes, _ = _run_again(setup, inputs, reached, snapshot, other)
         others = [change for change in changes if not _may_be_made_once(change)]
-        _refuse_changes(others, reached, type(model), reason)
+        _refuse_changes(setup, others, reached, reason)
         if inside is not None:
             reading = reading_of_inputs(
                 guesses,
@@ -191,7 +191,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
-    skeleton = copy_module(model, memo)
+    skeleton = copy_module(model, memo, keep_objects=True)
     for name in HOOK_TABLES:
         getattr(skeleton, name).clear()
     return skeleton
@@ -234,25 +234,24 @@ def _may_be_made_once(change: Change) -> bool:
     return kept and not plain and not tensors_of_tree(change.value)
 
 
-def _refuse_changes(
-    changes: Sequence[Change], reached: Reached, kind: type[nn.Module], reason: str
-) -> None:
+def _refuse_changes(setup: Setup, changes: Sequence[Change], reached: Reached, reason: str) -> None:
     """Raise ``CaptureError`` for a change that a caller could see.
 
-    What the code keeps for itself is none, nor are tensors that do not depend on the inputs, as a grid of
-    anchors: the node makes them in its own copy of the model. Buffers and tensors that were there, as a
-    count of the calls, may depend on what they were.
+    What the code keeps for itself is none, but for lists and counts that every slice of a batch changes. Nor
+    are tensors that do not depend on the inputs, as a grid of anchors: the node makes them in its own copy
+    of the model. Buffers and tensors that were there, as a count of the calls, may depend on what they were.
     """
     for change in changes:
         tensors = tensors_of_tree(change.value)
         hooks = change.root == "model" and change.path[1].endswith("hooks")
-        in_code = change.root == "code" and not tensors
+        counts = change.kind != "set" or isinstance(change.before, int | float)
+        in_code = change.root == "code" and not tensors and not (setup.is_split and counts)
         before = change.before if isinstance(change.before, Tensor) else None
         again = before is not None and getattr(change.value, "shape", None) == before.shape
         constant = bool(tensors) and not again and not any(tensor in reached for tensor in tensors)
         if not (hooks or in_code or constant):
             raise CaptureError(
-                kind.__name__,
+                type(setup.model).__name__,
                 f"its forward cannot be captured ({reason}), and it sets {spell(change.path)}, which a call "
                 "of the placed model would not",
                 "move the code that cannot be captured into a submodule, or return the value",
