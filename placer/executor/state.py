@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from placer.emit import StagedModel
-from placer.errors import PlacerError
+from placer.errors import CaptureError, PlacerError
 from placer.program import StateInput, example_numbers
 
 
@@ -80,3 +81,28 @@ def refuse_held_tensors(staged: StagedModel) -> None:
                 "is a tensor that forward keeps from one call to the next, which works in one process only",
                 "pass it as an argument and return it",
             )
+
+
+def refuse_kept_rows(
+    known: Sequence[StagedModel], staged: StagedModel | None, error: Exception | None = None
+) -> None:
+    """Raise ``CaptureError`` if slices read all rows that forward, by a ``known`` program, left before.
+
+    ``staged`` is the program for them; None: it could not be captured, because of ``error``.
+    """
+    for each in known:
+        rows = iter(each.stored_leaves(each.rows))
+        for stored in each.stored:
+            batched = any(x.dim is not None for x in islice(rows, stored.count))
+            read = staged is None or any(
+                x.path[: len(stored.path)] == stored.path and x.batch_dim is None
+                for x in staged.state
+                if x.kind is Tensor
+            )
+            if batched and read and stored.root == "model":
+                raise CaptureError(
+                    stored.name,
+                    "is kept from one call to the next with a row per sample, and slices of the batch "
+                    "cannot read their rows of it",
+                    "pass it as an argument and return it; or use 1 replica and 1 micro-batch",
+                ) from error

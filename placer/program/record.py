@@ -42,7 +42,7 @@ from placer.program.recorder import Recorder
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
-from placer.program.stored import StateInput, Stored, table_at
+from placer.program.stored import StateInput, Stored, set_at
 from placer.program.targets import present_value
 from placer.program.types import Answers
 from placer.program.variable_guards import settings_guards, variable_guards
@@ -460,14 +460,13 @@ def replaced_state(
             original = each.read(setup.model, {})
             if each.path and converter.tensor(original) is not tensor:
                 before = converter.tensor(original)
-                table = table_at(setup.fake_model, each.path)
-                table[each.path[-1]] = tensor
+                set_at(setup.fake_model, each.path, tensor)
                 converter.register(tensor, original)
-                undo.append((table, each.path[-1], before, original))
+                undo.append((each.path, before, original))
         yield
     finally:
-        for table, key, before, original in undo:
-            table[key] = before
+        for path, before, original in undo:
+            set_at(setup.fake_model, path, before)
             converter.register(before, original)
 
 
