@@ -22,6 +22,7 @@ from placer.program.objects import (
     set_attributes,
     walk,
 )
+from placer.program.python_random import set_state, state_of
 from placer.program.reachable import ReachableState, Reference
 
 MISSING = object()
@@ -116,6 +117,8 @@ class Snapshot:
                 if id(each.value) not in known and (contents := _contents(each.value)) is not None
             ]
             self._variables += [(reference, reference.read()) for reference in code.variables]
+        drawn = [] if code is None else [each.value for each in code.generators]
+        self._generators = [(generator, state_of(generator)) for generator in drawn]
 
     def changes(self) -> Iterator[Change]:
         """What has changed since, in the order in which the objects were found."""
@@ -131,6 +134,8 @@ class Snapshot:
         for reference, value in self._variables:
             if reference.read() is not value:
                 reference.write(value)
+        for generator, state in self._generators:
+            set_state(generator, state)
         for holder in self._holders:
             now, before = _contents(holder.object), holder.contents
             if isinstance(before, dict) and isinstance(now, dict):
