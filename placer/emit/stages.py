@@ -88,7 +88,7 @@ def _emit_all(program: Program, plan: Plan, shard_of: Mapping[str, int]) -> tupl
             if source.name in external or stage_of[source.name] != stage_of[name]:
                 reads[stage_of[name]][source.name] = None
     for name in returned:
-        if stage_of.get(name) != num_stages - 1:
+        if stage_of.get(name) != num_stages - 1 or name in program.captured.constants:
             reads[-1][name] = None
     read_elsewhere = {name for names in reads for name in names}
 

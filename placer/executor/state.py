@@ -84,12 +84,14 @@ def refuse_held_tensors(staged: StagedModel) -> None:
 
 
 def refuse_kept_rows(
-    known: Sequence[StagedModel], staged: StagedModel | None, error: Exception | None = None
+    known: Sequence[StagedModel], staged: StagedModel | None, error: CaptureError | None = None
 ) -> None:
     """Raise ``CaptureError`` if slices read all rows that forward, by a ``known`` program, left before.
 
     ``staged`` is the program for them; None: it could not be captured, because of ``error``.
     """
+    if error is not None and "forward fails" not in error.problem:
+        return
     for each in known:
         rows = iter(each.stored_leaves(each.rows))
         for stored in each.stored:

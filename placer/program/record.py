@@ -6,10 +6,13 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
+import dis
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +35,7 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.fingerprint import graph_lines, varying_lines
 from placer.program.forward import ForwardRun, run_forward
-from placer.program.guards import AttributeGuard, object_guards, tensor_paths
+from placer.program.guards import PLAIN_VALUES, AttributeGuard, object_guards, tensor_paths
 from placer.program.inside import Inside
 from placer.program.leaving import Left, written_tensor
 from placer.program.objects import Path, attribute_of, is_object, spell
@@ -147,9 +150,11 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         left = [*left, *written]
         results = [*run.leaves, *(leaf for each in left for leaf in each.leaves)]
         sizes = recorder.sizes.log()
+        results = [writer.inputs_of.get(x, x) if isinstance(x, fx.Node) else x for x in results]
         graph = writer.finish(results, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
+    recorder.attributes |= _set_alike(recorder, left)
     names = {node.name for node in graph.nodes}
     objects = [
         Reference({name: leaf}, name, leaf)
@@ -201,6 +206,28 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         packs=recorder.packs,
         shapes=writer.shapes,
     )
+
+
+def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]:
+    """The attributes that forward may have set to the plain values that they had: by module path and name.
+
+    In a later call they may have others, which such a program would leave as they are.
+    """
+    stored = set().union(*map(_stored_names, recorder.codes.values()))
+    changed = {each.stored.path[:2] for each in left if each.stored.root == "model"}
+    return {
+        (path, name)
+        for path, module in recorder.fake_model.named_modules()
+        for name in stored & vars(module).keys()
+        if (path, name) not in changed and isinstance(vars(module)[name], PLAIN_VALUES)
+    }
+
+
+@functools.cache
+def _stored_names(code: CodeType) -> frozenset[str]:
+    """The names of attributes to which ``code`` assigns."""
+    found = dis.get_instructions(code)
+    return frozenset(str(x.argval) for x in found if x.opname == "STORE_ATTR")
 
 
 def run_once(
@@ -335,7 +362,9 @@ def _state_inputs(
         fake = writer.tensor_of(node)
         is_written = storage_key(fake) in run.recorder.written
         if node in run.recorder.made or not (
-            is_written or original.requires_grad or (path is not None and path in replaced)
+            is_written
+            or original.requires_grad
+            or (path is not None and any(path[: len(x)] == x for x in replaced))
         ):
             continue
         name = (
@@ -401,7 +430,10 @@ def _compare_with_next(
         kinds = {(x.stored.root, x.stored.path): x.stored.kind for x in second.left}
         left = [
             replace(x, stored=replace(x.stored, kind="items"))
-            if x.stored.kind == "extend" and kinds.get((x.stored.root, x.stored.path)) == "items"
+            if x.stored.kind == "extend"
+            and kinds.get((x.stored.root, x.stored.path)) == "items"
+            and x.change is not None
+            and not x.change.before
             else x
             for x in left
         ]

@@ -60,6 +60,7 @@ class GraphWriter:
         self._made: list[tuple[fx.Node, Tensor]] = []  # keeps the ids in _node_of valid
         self._pure: set[fx.Node] = set()
         self._taken: set[str] = set()
+        self.inputs_of: dict[Any, fx.Node] = {}  # constants that became inputs -> these
         self._state = {
             id(tensor): name
             for name, tensor in (*fake_model.named_buffers(), *fake_model.named_parameters())
@@ -92,6 +93,7 @@ class GraphWriter:
         with place:
             node = self._input(name)
         constant.replace_all_uses_with(node)
+        self.inputs_of[constant] = node
         self.constants.pop(constant.name)
         self._made = [(node if made is constant else made, tensor) for made, tensor in self._made]
         self._node_of = {k: node if v is constant else v for k, v in self._node_of.items()}
