@@ -32,6 +32,37 @@ def precision_context(precision: str, device_type: str) -> AbstractContextManage
     return torch.autocast(device_type, _AUTOCAST[precision], cache_enabled=kept)
 
 
+@contextmanager
+def casts_kept(precision: str) -> Iterator[None]:
+    """In this block, autocast casts a weight once, for all micro-batches that read it.
+
+    torch keeps such copies until the outermost autocast of any thread ends, also if that is one of
+    autograd's own threads which recomputes a region. So backwards run in the calling thread here.
+    """
+    if precision == "fp32" or not torch.is_grad_enabled():
+        yield
+        return
+    present = torch.autocast(
+        "cpu",
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+    with present, torch.autograd.set_multithreading_enabled(False):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()  # also where the caller has an autocast of their own
+
+
+def keeps_casts(precision: str, microbatches: int, *, own_weights: bool) -> bool:
+    """Are casts of weights kept for all micro-batches of a training step, and not made for each?
+
+    ``own_weights``: no stage reads copies of another one's weights, of which torch keeps no casts.
+    """
+    return precision != "fp32" and microbatches > 1 and own_weights
+
+
 def present_autocast(precision: str) -> torch.dtype | None:
     """The data type of the autocast under which stages of this precision would run now; None without one.
 

@@ -38,6 +38,9 @@ class CostOptions(TypedDict, total=False):
     # kernels of a CPU, without their workspaces.
     kernels: str | Mapping[str, str]
     loss: Loss  # `ASSUMED` by default
+    keeps_casts: (
+        bool  # whether an earlier micro-batch has cast the weights (`placer.precision.keeps_casts`)
+    )
 
 
 def estimate_costs(
@@ -138,6 +141,7 @@ class _Key(NamedTuple):
     kernels: str | tuple[tuple[str, str], ...]
     offloads: bool
     loss: Loss
+    keeps_casts: bool
 
 
 def _key(
@@ -148,6 +152,7 @@ def _key(
     kernels: str | Mapping[str, str] = "",
     offloads: bool = False,
     loss: Loss = ASSUMED,
+    keeps_casts: bool = False,
 ) -> _Key:
     return _Key(
         shapes=tuple((*t.shape, *t.stride()) for t in inputs),
@@ -157,6 +162,7 @@ def _key(
         kernels=kernels if isinstance(kernels, str) else tuple(sorted(kernels.items())),
         offloads=offloads and training,
         loss=loss,
+        keeps_casts=keeps_casts and training,
     )
 
 
@@ -198,6 +204,7 @@ def _record(
                 training=key.training,
                 run_context=partial(precision_context, key.precision, "cpu"),
                 offloads=key.offloads,
+                keeps_casts=key.keeps_casts,
                 kernels=kernels[: len(ran.order) + 1],  # all alike if it is shortened
                 half=key.precision != "fp32",
                 loss=key.loss,

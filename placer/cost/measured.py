@@ -45,6 +45,7 @@ def measured(recording: Recording, *, training: bool) -> Measured:
                 backward_transient_offloaded=needs.fetched[i],
                 backward_incoming=needs.incoming[i],
                 output_nbytes=recording.output_nbytes[i],
+                cast_nbytes=mine.cast_nbytes,
             )
             for i, mine in enumerate(recording.operations)
         ),

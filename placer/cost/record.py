@@ -76,6 +76,7 @@ def record_run(
     unflatten: Callable[[Sequence[Any]], Any],
     rows: int | None,
     offloads: bool = False,
+    keeps_casts: bool = False,
     cuts: Cuts | None = None,
 ) -> Recording:
     """Record one run of ``graph`` on ``inputs`` with the weights of ``model``; all tensors are fake.
@@ -85,11 +86,13 @@ def record_run(
     precision). ``kernels`` are device types, per node and for the loss, whose kernels run: "cpu",
     "cuda", or "" for CPU kernels without their workspaces. ``loss`` gets the result, which ``unflatten``
     makes of the graph's leaves, and a target for so many ``rows``. With ``offloads``, nothing is kept for
-    backward, as if all saved tensors went to the host at once, and no backward is run. ``cuts`` are those of
-    a program that is split in space; a shard in the middle is run. Raises ``NodeFailure`` if a node fails,
-    and ``CaptureError`` if the loss or the backward fails.
+    backward, as if all saved tensors went to the host at once, and no backward is run. With ``keeps_casts``,
+    an earlier micro-batch of the step has cast the weights. ``cuts`` are those of a program that is split in
+    space; a shard in the middle is run. Raises ``NodeFailure`` if a node fails, and ``CaptureError`` if the
+    loss or the backward fails.
     """
-    recorder = StorageRecorder(order, kernels)
+    trained = (p for p in model.parameters() if p.requires_grad)
+    recorder = StorageRecorder(order, kernels, trained if keeps_casts else ())
     for tensor in (*model.parameters(), *model.buffers(), *constants.values()):
         recorder.ignore(tensor)
     for tensor in tensors_of_tree(inputs):

@@ -10,14 +10,12 @@ from placer.regions import RegionKey
 from placer.timeline import pinned_nbytes
 
 
-def with_regions(
-    costs: CostTable, keys: Sequence[RegionKey | None], recomputations: int = 1
-) -> CostTable:
+def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTable:
     """``costs`` with the region key of each node.
 
-    A recomputed node runs its forward so many times again in backward. The bytes of an offloaded value are
-    counted at the first node of each region that saves it. How regions change the bytes retained for backward
-    depends on the stages; see `placer.partition.stage_cost`.
+    A recomputed node runs its forward again in backward. The bytes of an offloaded value are counted at
+    the first node of each region that saves it. How regions change the bytes retained for backward depends
+    on the stages; see `placer.partition.stage_cost`.
     """
     if not any(keys):
         return costs
@@ -40,5 +38,5 @@ def with_regions(
         replace(cost, host_nbytes=moved, host_pinned_nbytes=taken)
         for cost, moved, taken in zip(costs.nodes, hosted, pinned, strict=True)
     )
-    work = costs.work.with_repeated(again * recomputations)
+    work = costs.work.with_repeated(again)
     return replace(costs, nodes=nodes, work=work, keys=tuple(keys))

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from placer.cost.types import CostTable, NodeCost, StateTensor
 
-_SIZES = tuple(field.name for field in fields(NodeCost))
+_SIZES = tuple(field.name for field in fields(NodeCost) if field.name != "cast_nbytes")
 
 
 def with_added_rows(costs: CostTable, microbatches: int) -> CostTable:
@@ -38,7 +38,7 @@ def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
     return replace(
         costs,
         nodes=tuple(
-            NodeCost(**{name: shrink(getattr(node, name)) for name in _SIZES})
+            replace(node, **{name: shrink(getattr(node, name)) for name in _SIZES})
             for node in costs.nodes
         ),
         values=tuple(

@@ -42,6 +42,7 @@ class NodeOperations:
     # Bytes that a shard sends to the others, if the program is split in space:
     forward_sent: int = 0
     backward_sent: int = 0
+    cast_nbytes: int = 0  # copies of weights in half precision that no node before it needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +58,17 @@ class StorageRecorder(TimelineMode):
     """Records one run. `start_node` and `start_backward` tell it which node runs and in which pass.
 
     ``order`` has the names of the nodes by position; the loss comes last and has no name.
-    ``kernels`` are the device types, per node and for the loss, whose kernels run.
+    ``kernels`` are the device types, per node and for the loss, whose kernels run. The weights in
+    ``cast_once`` were cast by an earlier micro-batch: `NodeOperations.cast_nbytes` has the bytes.
     """
 
-    def __init__(self, order: Sequence[str], kernels: Sequence[str]) -> None:
+    def __init__(
+        self, order: Sequence[str], kernels: Sequence[str], cast_once: Iterable[Tensor] = ()
+    ) -> None:
         super().__init__()
         self._names, self._kernels = [*order, ""], kernels
+        self._weights = {id(weight) for weight in cast_once}
+        self._not_cast = set(self._weights)
         self.operations = [NodeOperations() for _ in kernels]
         self.uses: dict[int, StorageUses] = {}  # by the number of the storage's block
         self.saving: set[int] = set()  # nodes that save something for backward, if only a weight
@@ -100,6 +106,13 @@ class StorageRecorder(TimelineMode):
         result = func(*args, **kwargs)
         if self.position == OUTSIDE:
             return result
+        if (
+            not self.backward
+            and func is torch.ops.aten._to_copy.default
+            and id(args[0]) in self._weights
+        ):
+            self._note_cast(args[0], result)
+            return result
         if self._kernels[self.position] == "cpu":
             result = cpu_result(func, args, result)
         inputs, outputs = tensors_in(args, kwargs), tensors_in(result)
@@ -119,6 +132,13 @@ class StorageRecorder(TimelineMode):
                 if self.backward and func is torch.ops.aten.add.Tensor:
                     made.sum_for = self._common_home(read)
         return result
+
+    def _note_cast(self, weight: Tensor, cast: Tensor) -> None:
+        """``cast`` is there before the micro-batch begins."""
+        self.ignore(cast)
+        if id(weight) in self._not_cast:
+            self._not_cast.discard(id(weight))
+            self.operations[self.position].cast_nbytes += nbytes_of(cast)
 
     def _common_home(self, gradients: Iterable[StorageUses | None]) -> int | None:
         """The node that all of ``gradients`` were sent to, if it is not the running one; otherwise None."""

@@ -85,6 +85,9 @@ class NodeCost:
         0  # bytes that it offloads: copied to the host in forward and back in backward
     )
     host_pinned_nbytes: int = 0  # bytes of pinned host memory that ``host_nbytes`` take
+    cast_nbytes: int = (
+        0  # copies of weights in half precision that it is the first to need in a step
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,12 @@ class CostTable:
         RegionKey | None, ...
     ] = ()  # region of each node; (): all saved activations are kept
     loss: str = ""  # its name
+
+    @property
+    def waiting_nbytes(self) -> list[int]:
+        """Per node, the gradient of its result, if it reads a weight that gets one through it."""
+        readers = {node for tensor in self.state if tensor.trained for node in tensor.readers}
+        return [self.nodes[i].output_nbytes if i in readers else 0 for i in range(len(self.nodes))]
 
     @property
     def trained_nbytes(self) -> int:

@@ -12,6 +12,7 @@ Within a process a value is copied when its reader starts; between processes a `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from placer.executor.split_backward import SplitBackward
 from placer.executor.task import doing
 from placer.executor.transfer import PendingGradients, gradient_root, receive, transfer
 from placer.executor.watch import kind_of, timed
+from placer.precision import casts_kept
 from placer.program import unflatten
 from placer.schedule import Action
 from placer.timeline import Task
@@ -102,7 +104,7 @@ class ScheduleRun:
         local = frozenset(action.stage_index for action in actions)
         has_backward = any(action.kind != "F" for action in actions)
         self._microbatches, self._actions, self._loss_of = microbatches, actions, loss_of
-        self._transport, self._explain = transport, explain
+        self._transport, self._explain, self._has_backward = transport, explain, has_backward
         self.runs = {
             index: MicrobatchRun(
                 given, index, local=local, split=split, cuts_graph=has_backward, scale=scale
@@ -112,12 +114,19 @@ class ScheduleRun:
 
     def do(self, kinds: str = "FBIW") -> None:
         """Run the actions of these kinds, in their order."""
-        for action in self._actions:
-            if action.kind in kinds:
-                given = self._microbatches[action.microbatch_index]
-                device = given.replica.places[action.stage_index].device
-                with doing(task := Task(action, given.replica_index)):
-                    self._do(action, self.runs[action.microbatch_index], task, device)
+        with self._casts_kept():
+            for action in self._actions:
+                if action.kind in kinds:
+                    given = self._microbatches[action.microbatch_index]
+                    device = given.replica.places[action.stage_index].device
+                    with doing(task := Task(action, given.replica_index)):
+                        self._do(action, self.runs[action.microbatch_index], task, device)
+
+    def _casts_kept(self) -> AbstractContextManager[None]:
+        first, *others = self._microbatches.values()
+        # One backward through several micro-batches would add their gradients up in the cast's precision.
+        kept = others and self._has_backward
+        return casts_kept(first.replica.precision) if kept else nullcontext()
 
     def _do(self, action: Action, run: MicrobatchRun, task: Task, device: torch.device) -> None:
         transport = self._transport

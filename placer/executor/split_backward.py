@@ -11,7 +11,8 @@ them::
 
 Two kinds of stages cannot be split, and run their whole backward in the first half: if an output does
 not depend on any received value, its weights do not join the main path; and if a weight joins it at two
-nodes, what lies between them would run twice.
+nodes, what lies between them would run twice. Stages that recompute are in no plan with such a schedule
+(`placer.partition.types.PlanningOptions.with_whole_backwards`).
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
 """
@@ -23,7 +24,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils.checkpoint import GraphExecGroup
 
 from placer.autograd_graph import leaf_of
 
@@ -93,11 +93,9 @@ class SplitBackward:
 
     def run_weights(self) -> None:
         """Accumulate the gradients of the weights, unless `run_inputs` has done so."""
-        # In a group, checkpointed regions are recomputed once, not for each weight.
-        with GraphExecGroup():
-            while self._weights:
-                edges, gradients, weights = self._weights.pop()
-                torch.autograd.backward(edges, gradients, inputs=weights)
+        while self._weights:
+            edges, gradients, weights = self._weights.pop()
+            torch.autograd.backward(edges, gradients, inputs=weights)
 
 
 def _find_meetings(

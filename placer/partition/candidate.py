@@ -21,7 +21,7 @@ from placer.partition.stage_cost.optimizer import (
 from placer.partition.stage_cost.score import peak_bytes, stage_seconds, transfer_seconds
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
-from placer.schedule import InFlight, in_flight_by_stage, make_schedule
+from placer.schedule import InFlight, in_flight_by_stage, make_schedule, merge_backward
 
 Bytes = TypeVar("Bytes", float, Table)
 
@@ -122,17 +122,17 @@ def in_flight_at(options: PlanningOptions, num_stages: int, stage_index: int) ->
     """The micro-batches in flight at a stage under the schedule of ``options``."""
     if options.microbatches == 1 or not options.training:
         return InFlight(microbatches=options.microbatches, last_share=options.last_share)
-    stages = _in_flight(options.schedule, num_stages, options.microbatches, options.last_share)
-    return stages[stage_index]
+    key = options.schedule, num_stages, options.microbatches, options.last_share
+    return _in_flight(*key, split=options.processes)[stage_index]
 
 
 @functools.lru_cache(maxsize=64)
 def _in_flight(
-    schedule: str, num_stages: int, microbatches: int, last_share: float
+    schedule: str, num_stages: int, microbatches: int, last_share: float, *, split: bool
 ) -> tuple[InFlight, ...]:
     """`in_flight_at` for every stage; cached, because a search asks for the same ones hundreds of times."""
     table = make_schedule(schedule, num_stages, microbatches)
-    return in_flight_by_stage(table, last_share=last_share)
+    return in_flight_by_stage(table if split else merge_backward(table), last_share=last_share)
 
 
 def copies_overlap(options: PlanningOptions, slot: DeviceSlot) -> bool:

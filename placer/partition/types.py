@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from placer.machine.catalogue import DeviceKind
 from placer.machine.links import Link, Links
 from placer.plan.types import Boundary, Optimality, StagePlan, Transfer
 from placer.schedule import splits_backward
-from placer.spec.fields import AllocatorName
+from placer.spec.fields import AllocatorName, ScheduleName
 from placer.state_layout import StateLayout
 
 _INSTANT = Links(inside=Link(send=math.inf, bus=math.inf))
@@ -53,7 +53,7 @@ class PlanningOptions:
     """The parts of a spec that the cost of a stage depends on."""
 
     objective: str = "throughput"
-    schedule: str = "GPipe"
+    schedule: ScheduleName = "GPipe"
     microbatches: int = 1  # that get rows; may be fewer than the spec asks for
     replicas: int = 1
     shards: int = 1
@@ -67,10 +67,13 @@ class PlanningOptions:
     # Bytes of host memory for the offloaded activations of a replica
     host_budget: int | None = None
 
-    @property
-    def recomputations(self) -> int:
-        """How often a backward recomputes a region: each half of a split one does."""
-        return 2 if splits_backward(self.schedule) else 1
+    def with_whole_backwards(self) -> PlanningOptions:
+        """The same if the schedule splits no backwards, else with 1F1B.
+
+        Both halves of a split backward would run what is recomputed again, and what the first one made
+        again for weights would stay until the second (`torch.utils.checkpoint` keeps it).
+        """
+        return replace(self, schedule="1F1B") if splits_backward(self.schedule) else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,12 @@ class Choose(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """A partition with the regions chosen for it, which are in the keys of ``costs``."""
+    """A partition with the regions chosen for it, which are in the keys of ``costs``.
 
+    ``options`` are those that it was chosen with.
+    """
+
+    options: PlanningOptions
     costs: CostTable
     partition: Partition
     extra_seconds: float
@@ -99,10 +103,10 @@ def choose_policy(
     ``first`` is the partition for the plain costs, if it is known. With ``at_once``, the search ends with the
     first placement that fits, whatever extra time it takes.
     """
-    plain = with_regions(costs, keys, options.recomputations)
+    plain = with_regions(costs, keys)
     first = first or choose(plain, {})
     if not is_heavy(first, choices, slots, options):
-        return PolicyChoice(costs=plain, partition=first, extra_seconds=0.0)
+        return PolicyChoice(options=options, costs=plain, partition=first, extra_seconds=0.0)
     limited = any(slot.budget is not None for slot in slots)
     search = _Search(program, costs, keys, choices, options, limited=limited)
     everything = list(range(len(costs.names)))
@@ -113,6 +117,7 @@ def choose_policy(
         light = search.lightest(first, unpinned)
         if light.fits or _is_far(light.partition):
             return PolicyChoice(
+                options=options,
                 costs=light.costs,
                 partition=light.partition,
                 extra_seconds=light.extra_seconds,
@@ -144,7 +149,9 @@ def choose_policy(
         # The search adds up the seconds of copies as if they did not overlap with computation.
         without = search.rate(plain, best.partition)
         extra = max(0.0, _busy_seconds(best.partition) - _busy_seconds(without))
-    return PolicyChoice(costs=best.costs, partition=best.partition, extra_seconds=extra)
+    return PolicyChoice(
+        options=options, costs=best.costs, partition=best.partition, extra_seconds=extra
+    )
 
 
 def is_heavy(
@@ -244,7 +251,7 @@ class _Search:
             for node, key in keys_of(layers, stage.runs).items():
                 keys[node] = keys[node] or key
         groups = whole_groups(self._program, keys)
-        return with_regions(self._costs, groups, self._options.recomputations)
+        return with_regions(self._costs, groups)
 
     def _stages(self, partition: Partition) -> tuple[list[PolicySearch], list[StageLimits]]:
         stages = partition.stages
@@ -387,8 +394,12 @@ class _Search:
             for i in shared
             if i > index
         ]
+        waiting = 0.0
+        if count.waiting:
+            by_node = dict(zip(self._costs.names, self._costs.waiting_nbytes, strict=False))
+            waiting = count.waiting * sum(by_node[node] for node in stage.nodes)
         return StageLimits(
-            static=stage.memory.state,
+            static=stage.memory.state + waiting,
             budget=budget,
             in_flight=count.most,
             all_gradients=count.microbatches > 1,

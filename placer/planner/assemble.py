@@ -23,7 +23,6 @@ def assemble_plan(
     program: Program,
     spec: PlacementSpec,
     choice: PolicyChoice,
-    options: PlanningOptions,
     rows: Sequence[Sequence[str]],
     microbatches: int,
     loss: Loss,
@@ -32,7 +31,7 @@ def assemble_plan(
 
     It has no times if the kind of a device is not known.
     """
-    costs, partition = choice.costs, choice.partition
+    costs, partition, options = choice.costs, choice.partition, choice.options
     counted = planned_loss(loss, costs) if spec.training else None
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of, spec)
@@ -47,7 +46,7 @@ def assemble_plan(
         replicas=len(rows),
         microbatches=microbatches,
         shards=spec.space.number,
-        schedule=spec.schedule,
+        schedule=options.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,
         optimizer=options.optimizer,

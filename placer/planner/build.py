@@ -45,6 +45,7 @@ from placer.planner.resolve import (
     wanted_devices,
     wanted_regions,
 )
+from placer.precision import keeps_casts
 from placer.program import Program
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
@@ -188,15 +189,26 @@ def _plan_for(
         training=spec.training,
         precision=spec.precision,
         loss=loss,
+        keeps_casts=keeps_casts(
+            spec.precision,
+            microbatches,
+            own_weights=processes or replicas * spec.space.number == 1,
+        ),
     )
     choices = policies_of(spec)
+    if any(key is not None and key.recompute for key in keys):
+        options = options.with_whole_backwards()
+    recomputing = options
+    if any(choice.recompute for choice in choices):
+        recomputing = options.with_whole_backwards()
     offloaded = any(key is not None and key.offload for key in keys)
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
-        choose = partial(_choose, program, slots, pins, options, tables, stop_at_share)
+        choose = partial(_choose, program, slots, pins, tables, stop_at_share)
         plain = with_added_rows(costs_of(kernels=kernels, offloads=offloaded), len(sizes))
-        first = choose(with_regions(plain, keys, options.recomputations), {})
+        first = choose(options, with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
+        used = recomputing if heavy else options
         if heavy and spec.offload:  # needs another run of the model
             plain = with_added_rows(costs_of(kernels=kernels, offloads=True), len(sizes))
         return choose_policy(
@@ -205,9 +217,9 @@ def _plan_for(
             keys,
             choices if heavy else (),
             slots,
-            options,
-            choose,
-            first=first,
+            used,
+            partial(choose, used),
+            first=first if used == options else None,
             at_once=stop_at_share > 0,
         )
 
@@ -218,7 +230,7 @@ def _plan_for(
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(kernels, placed)
-    return assemble_plan(program, spec, light, options, rows, microbatches, loss)
+    return assemble_plan(program, spec, light, rows, microbatches, loss)
 
 
 def _by_stage(corrections: Mapping[str, int], spec: PlacementSpec) -> dict[str, int]:
@@ -236,9 +248,9 @@ def _choose(
     program: Program,
     slots: Sequence[DeviceSlot],
     pins: Mapping[str, str],
-    options: PlanningOptions,
     tables: TableCache,
     stop_at_share: float,
+    options: PlanningOptions,
     costs: CostTable,
     more_pins: Mapping[str, str],
 ) -> Partition:

@@ -111,9 +111,14 @@ def placement_notes(
             "This covers the buffers that torch's batch_norm and instance_norm update; other buffers "
             "change with every micro-batch."
         )
-    if options.microbatches > 1 and spec.schedule != "GPipe":
+    if options.schedule != spec.schedule:
         notes.append(
-            f"placed.step() follows {spec.schedule}. Calling the module and loss.backward() instead "
+            f"The schedule is {options.schedule}, not {spec.schedule}: both halves of a split backward would "
+            "run what is recomputed, and keep it in between."
+        )
+    if options.microbatches > 1 and options.schedule != "GPipe":
+        notes.append(
+            f"placed.step() follows {options.schedule}. Calling the module and loss.backward() instead "
             "keeps all micro-batches at once, as GPipe does, and needs GPipe's memory."
         )
     notes += [

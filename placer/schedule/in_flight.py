@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placer.schedule.order import linearize, merge_backward
+from placer.schedule.order import linearize
 from placer.schedule.types import Action, Schedule
 
 Counts = tuple[tuple[float, ...], ...]
@@ -18,7 +18,8 @@ Moments = tuple[tuple[float, float], ...]
 class InFlight:
     """The micro-batches in flight at one stage during a step, in the order of one process.
 
-    A micro-batch is in flight from its forward to its backward. The unit is one micro-batch; the last one
+    A micro-batch is in flight from its forward to its backward, or to the half for weights of a split one,
+    which needs all that forward kept. The unit is one micro-batch; the last one
     counts as ``last_share``, because it has fewer rows if the batch does not divide evenly.
 
     A moment is a pair: the number of others in flight while a micro-batch runs, and the share of that
@@ -28,7 +29,8 @@ class InFlight:
 
     ``pending_at_forwards`` and ``pending_at_backwards`` count gradients that the stage has computed for
     earlier stages and that those have not used yet. Each entry is a moment, with a number of micro-batches
-    for every earlier stage.
+    for every earlier stage. ``waiting`` is the most micro-batches at a time between the two halves of a
+    split backward: the gradients that arrived at their weights wait, too.
     """
 
     microbatches: int = 1
@@ -40,10 +42,11 @@ class InFlight:
     later_backwards: Moments = ()
     pending_at_forwards: Counts = ()
     pending_at_backwards: Counts = ()
+    waiting: float = 0
 
 
 def in_flight_by_stage(schedule: Schedule, *, last_share: float = 1.0) -> tuple[InFlight, ...]:
-    """The micro-batches in flight at each stage of ``schedule``; split backwards count as whole ones.
+    """The micro-batches in flight at each stage of ``schedule``.
 
     >>> from placer.schedule import make_schedule
     >>> middle = in_flight_by_stage(make_schedule("1F1B", 3, 4))[1]
@@ -51,19 +54,22 @@ def in_flight_by_stage(schedule: Schedule, *, last_share: float = 1.0) -> tuple[
     (2.0, ((1.0, 1.0),), ((1.0,),))
     >>> [stage.most for stage in in_flight_by_stage(make_schedule("1F1B", 4, 8))]
     [4.0, 3.0, 2.0, 1.0]
+    >>> split = in_flight_by_stage(make_schedule("InterleavedZeroBubble", 4, 8))
+    >>> [(stage.most, stage.waiting) for stage in split]
+    [(4.0, 1.0), (4.0, 2.0), (4.0, 3.0), (4.0, 4.0)]
     """
     last = schedule.num_microbatches - 1
     stages = [_Stage() for _ in range(schedule.num_stages)]
     backwards = np.zeros(schedule.num_stages)  # of each stage, so far
-    for action in linearize(merge_backward(schedule)):
+    for action in linearize(schedule):
         index = action.stage_index
         share = last_share if action.microbatch_index == last else 1.0
-        # For each earlier stage, gradients that it has not used
-        stages[index].pending[action.kind].add(
-            tuple((backwards[index] - backwards[:index]).tolist())
-        )
+        if action.kind != "W":
+            # For each earlier stage, gradients that it has not used
+            unused = tuple((backwards[index] - backwards[:index]).tolist())
+            stages[index].pending["F" if action.kind == "F" else "B"].add(unused)
         stages[index].do(action, share)
-        backwards[index] += share * (action.kind == "B")
+        backwards[index] += share * (action.kind in "BI")
     return tuple(
         stage.in_flight(schedule.num_microbatches, last_share=last_share) for stage in stages
     )
@@ -78,6 +84,8 @@ class _Stage:
         self._forwards: list[set[tuple[float, ...]]] = [set(), set()]
         self._backwards: list[set[tuple[float, ...]]] = [set(), set()]
         self._running: dict[int, float] = {}  # the share of each micro-batch in flight
+        self._halfway: dict[int, float] = {}  # of those between the halves of their backward
+        self._waiting = 0.0
         self._later = False
 
     def do(self, action: Action, share: float) -> None:
@@ -85,10 +93,16 @@ class _Stage:
         if action.kind == "F":
             self._forwards[self._later].add((sum(self._running.values()), share))
             self._running[action.microbatch_index] = share
+        elif action.kind == "W":
+            del self._running[action.microbatch_index], self._halfway[action.microbatch_index]
         else:
             del self._running[action.microbatch_index]
             self._backwards[self._later].add((sum(self._running.values()), share))
             self._later = True
+            if action.kind == "I":
+                self._running[action.microbatch_index] = share
+                self._halfway[action.microbatch_index] = share
+                self._waiting = max(self._waiting, sum(self._halfway.values()))
 
     def in_flight(self, microbatches: int, *, last_share: float) -> InFlight:
         """What was in flight in all actions."""
@@ -102,6 +116,7 @@ class _Stage:
             later_backwards=_moments(self._backwards[1]),
             pending_at_forwards=_largest(self.pending["F"]),
             pending_at_backwards=_largest(self.pending["B"]),
+            waiting=self._waiting,
         )
 
 

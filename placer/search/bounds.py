@@ -17,6 +17,7 @@ from placer.partition import MANY_STAGES
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.planner.devices import device_slot, likely_kernels, links_of
 from placer.planner.resolve import microbatch_inputs
+from placer.precision import keeps_casts
 from placer.program import Program
 from placer.schedule import splits_backward
 from placer.search.chain import Chain, Limits
@@ -58,7 +59,7 @@ class Bounds:
     """The `Bound` of strategies for one program and its inputs, on devices like the best of a pool.
 
     Costs of micro-batches are scaled from those of the whole batch, so the model runs once. This leaves out
-    what does not depend on the rows, as casting weights; estimates get it from another run, of one row.
+    what does not depend on the rows, as sums over weights; estimates get it from another run, of one row.
     """
 
     def __init__(
@@ -90,14 +91,25 @@ class Bounds:
         # The most bytes that any device has for tensors
         self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
 
-    def _costs(self, replicas: int, microbatches: int, *, exact: bool = False) -> CostTable:
-        estimate: Estimate = self._estimates if exact else self._estimates.scaled
+    def _costs(self, replicas: int, microbatches: int) -> CostTable:
+        """Scaled from those of the whole batch."""
+        own_weights = self._processes or replicas == 1
+        kept = keeps_casts(self._wanted.precision, microbatches, own_weights=own_weights)
+        self._whole_costs(kept)
+        return self._run(self._estimates.scaled, replicas, microbatches, kept)
+
+    def _whole_costs(self, kept: bool) -> CostTable:
+        """Of the whole batch, but as if it were one micro-batch of several where casts are ``kept``."""
+        return self._run(self._estimates, 1, 1, kept)
+
+    def _run(self, estimate: Estimate, replicas: int, microbatches: int, kept: bool) -> CostTable:
         return estimate(
             microbatch_inputs(self._program, self._inputs, replicas, microbatches),
             training=self._wanted.training,
             precision=self._wanted.precision,
             kernels=likely_kernels(self._wanted),
             loss=self._loss,
+            keeps_casts=kept,
         )
 
     def _sum(self, replicas: int, microbatches: int) -> _Sums:
@@ -138,14 +150,16 @@ class Bounds:
         are the bound's. ``share`` is the part of the room that may be filled.
         """
         sums = self._sums(strategy.replicas, strategy.microbatches)
+        counts = self._schedule(strategy), strategy.stages, strategy.microbatches
         layout = self._layout(strategy)
         memory = optimizer_bytes(self._optimizer, together=True).divided(layout.optimizer)
         limits = Limits(
-            in_flight=_in_flight(strategy.schedule, strategy.stages, strategy.microbatches),
+            in_flight=_in_flight(*counts),
+            waiting=_waiting(*counts),
             room=self.room * share * (1 - _SPARE),
             state=2 + memory.state,
             updating=2 + memory.state + memory.together,
-            recomputations=strategy.recompute * (1 + splits_backward(strategy.schedule)),
+            recomputes=strategy.recompute,
         )
         of_replica = -(-self._rows // strategy.replicas)
         chain = self._chain(-(-of_replica // strategy.microbatches))
@@ -153,8 +167,8 @@ class Bounds:
         sums = replace(sums, forward=chain.forward[-1], backward=backward)
         if strategy.recompute and strategy.stages > MANY_STAGES:  # as they are planned
             # What enters a stage is little beside what one micro-batch saves when it runs again.
-            chain = chain.recomputing(limits.recomputations)
-            limits = replace(limits, recomputations=0, in_flight=[1] * strategy.stages)
+            chain = chain.recomputing()
+            limits = replace(limits, recomputes=False, in_flight=[1] * strategy.stages)
         slowest = chain.slowest_seconds(limits)
         if slowest is None:
             return None
@@ -164,13 +178,18 @@ class Bounds:
         seconds, worst = self._seconds(strategy, sums, slowest, float(sent))
         return replace(self(strategy), seconds=seconds, worst_seconds=worst)
 
+    @property
+    def _keeps_casts(self) -> bool:
+        """Whether many stages do, which have many micro-batches."""
+        return keeps_casts(self._wanted.precision, 2, own_weights=True)
+
     def _make_chain(self, rows: int) -> Chain:
         """The chain for a micro-batch of so many rows."""
         share = (self._rows - rows) / max(self._rows - 1, 1)
         return self._scaled_chain(rows / self._rows).plus(self._left_out, share)
 
     def _scaled_chain(self, share: float) -> Chain:
-        return self._chain_of(with_fewer_rows(self._costs(1, 1), share))
+        return self._chain_of(with_fewer_rows(self._whole_costs(self._keeps_casts), share))
 
     def _chain_of(self, costs: CostTable) -> Chain:
         return Chain.of(costs, self._slots[0].kind, training=self._wanted.training)
@@ -181,7 +200,8 @@ class Bounds:
         rows = self._rows
         scaled = self._scaled_chain(1 / rows)
         try:
-            exact = self._chain_of(self._costs(1, rows, exact=True)) if rows > 1 else scaled
+            one = self._run(self._estimates, 1, rows, self._keeps_casts) if rows > 1 else None
+            exact = scaled if one is None else self._chain_of(one)
         except CaptureError:  # a model that needs more rows, such as for BatchNorm
             exact = scaled
         return exact.plus(scaled, -1)
@@ -203,7 +223,7 @@ class Bounds:
         if self._processes:
             slowest, least = max(slowest, sums.launch / stages), 0.0
         # The first stage starts at once, and the last one when a micro-batch has passed all others.
-        others, split = (stages - 1) / stages, splits_backward(strategy.schedule)
+        others, split = (stages - 1) / stages, splits_backward(self._schedule(strategy))
         filling = others * (forward if split else forward + backward)
         work = count * slowest + filling + (stages - 1) * sent * (1 + self._wanted.training)
         if sent and self._wanted.training:
@@ -235,6 +255,11 @@ class Bounds:
         summed = links.all_reduce_seconds(own, ranks=ranks, stride=strategy.stages)
         return max(0.0, summed - backward)
 
+    def _schedule(self, strategy: Strategy) -> str:
+        """Its schedule; one process runs whole backwards, and so does who recomputes."""
+        whole = strategy.recompute or not self._processes
+        return "1F1B" if whole and splits_backward(strategy.schedule) else strategy.schedule
+
     def _state(self, strategy: Strategy) -> float:
         """Bytes of weights, gradients and optimizer state that the fullest device holds at least."""
         optimizer = optimizer_bytes(self._optimizer).state / self._layout(strategy).optimizer
@@ -246,18 +271,28 @@ class Bounds:
         if not self._wanted.training or strategy.recompute or strategy.offload:
             return 0.0
         # A stage with k micro-batches in flight holds at most 1/k of what another holds with one.
-        room = _saved_room(strategy.schedule, strategy.stages, strategy.microbatches)
+        room = _saved_room(self._schedule(strategy), strategy.stages, strategy.microbatches)
         return max(0.0, sums.saved / strategy.shards / room - self._trained / strategy.stages)
 
 
 def _in_flight(schedule: str, stages: int, microbatches: int) -> list[int]:
     """The micro-batches that each stage has in flight: all, or with 1F1B as many as stages follow, and one.
 
-    A zero-bubble schedule keeps as many (Qi et al. 2024, ZB-H1).
+    A zero-bubble schedule keeps as many at every stage as 1F1B at the first: from the forward to the
+    backward's half for weights (Qi et al. 2023, ZB-H1).
     """
     if schedule == "GPipe":
         return [microbatches] * stages
+    if splits_backward(schedule):
+        return [min(microbatches, stages)] * stages
     return [min(microbatches, following) for following in range(stages, 0, -1)]
+
+
+def _waiting(schedule: str, stages: int, microbatches: int) -> list[int]:
+    """The micro-batches between the halves of their backward at each stage, at most."""
+    if not splits_backward(schedule):
+        return [0] * stages
+    return [min(microbatches, index + 1) for index in range(stages)]
 
 
 @functools.cache

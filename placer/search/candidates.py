@@ -78,7 +78,9 @@ def list_strategies(
                 for count, light, away, chunked, divided in product(
                     counts, recompute, offload, chunks, state
                 ):
-                    for schedule in _schedules(wanted, free, stage, count, processes=processes):
+                    # Plans that recompute split no backwards.
+                    splits = processes and not light
+                    for schedule in _schedules(wanted, free, stage, count, splits=splits):
                         yield Strategy(
                             replicas=replica,
                             stages=stage,
@@ -108,7 +110,7 @@ def _ways(name: str, free: frozenset[str], *, allowed: bool) -> tuple[bool, ...]
 
 
 def _schedules(
-    wanted: PlacementSpec, free: frozenset[str], stages: int, microbatches: int, *, processes: bool
+    wanted: PlacementSpec, free: frozenset[str], stages: int, microbatches: int, *, splits: bool
 ) -> tuple[ScheduleName, ...]:
     if "schedule" not in free:
         return (wanted.schedule,)
@@ -117,4 +119,4 @@ def _schedules(
         return ("GPipe",)
     if stages == 1:
         return ("1F1B",)
-    return _SCHEDULES if processes and not wanted.compile else _SCHEDULES[:1]
+    return _SCHEDULES if splits and not wanted.compile else _SCHEDULES[:1]

@@ -21,17 +21,18 @@ _NEAR = 1.3  # most often the slowest stage takes less than so many times the me
 class Limits:
     """What the stages of a chain may need.
 
-    ``in_flight`` has the micro-batches of which each stage keeps activations, ``room`` the bytes of a device.
-    ``state`` and ``updating`` are the bytes that a byte of a trained parameter takes: with its gradient and
-    the optimizer's state, and during the optimizer's step. A backward runs what is recomputed
-    ``recomputations`` times again; with 0, nothing is recomputed.
+    ``in_flight`` has the micro-batches of which each stage keeps activations, ``waiting`` those between the
+    halves of a split backward, ``room`` the bytes of a device. ``state`` and ``updating`` are the bytes that
+    a byte of a trained parameter takes: with its gradient and the optimizer's state, and during the
+    optimizer's step. ``recomputes``: a stage may recompute what it must.
     """
 
     in_flight: Sequence[int]
+    waiting: Sequence[int]
     room: float
     state: float
     updating: float
-    recomputations: int
+    recomputes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class Chain:
     both: Sequence[float]  # forward and backward
     launching: Sequence[float]
     saved: Sequence[float]
+    waiting: Sequence[float]  # gradients between the halves of a split backward
     frozen: Sequence[float]
     trained: Sequence[float]
     crossing: Sequence[float]
@@ -63,6 +65,7 @@ class Chain:
         for tensor in costs.state:
             first = min(tensor.readers, default=0)
             (trained if tensor.trained and training else frozen)[first] += tensor.nbytes
+        frozen += [node.cast_nbytes for node in costs.nodes]
         for node, readers in enumerate(costs.readers):
             if readers:
                 crossing[node] += costs.nodes[node].output_nbytes
@@ -72,6 +75,7 @@ class Chain:
             both=_before(forward + training * backward),
             launching=_before(seconds.forward.host + training * seconds.backward.host),
             saved=_before(saved),
+            waiting=_before(np.array(costs.waiting_nbytes, dtype=float)),
             frozen=_before(frozen),
             trained=_before(trained),
             crossing=_before(crossing),
@@ -85,10 +89,10 @@ class Chain:
             added[field.name] = [own + factor * more for own, more in pairs]
         return Chain(**added)
 
-    def recomputing(self, times: int) -> Chain:
-        """The sums for stages that run their whole forward so many more times."""
+    def recomputing(self) -> Chain:
+        """The sums for stages that run their whole forward again."""
         pairs = zip(self.both, self.forward, strict=True)
-        return replace(self, both=[both + times * forward for both, forward in pairs])
+        return replace(self, both=[both + forward for both, forward in pairs])
 
     def slowest_seconds(self, limits: Limits) -> float | None:
         """The least seconds of the slowest stage for a micro-batch within ``limits``; None if nothing fits.
@@ -96,7 +100,7 @@ class Chain:
         By bisection: stages that are as long as a number of seconds allows tell whether these are enough.
         """
         low = max(self.both[-1], self.launching[-1]) / len(limits.in_flight)
-        high = max(self.both[-1] + self.forward[-1] * limits.recomputations, self.launching[-1])
+        high = max(self.both[-1] + self.forward[-1] * limits.recomputes, self.launching[-1])
         high *= 1 + _PRECISION
         if not self._is_enough(high, limits):
             return None
@@ -111,10 +115,10 @@ class Chain:
     def _is_enough(self, seconds: float, limits: Limits) -> bool:
         """Do stages of at most so many seconds reach the last node?"""
         start, last = 0, len(self.both) - 1
-        for in_flight in limits.in_flight:
+        for counts in zip(limits.in_flight, limits.waiting, strict=True):
             end = bisect_right(self.both, self.both[start] + seconds) - 1
             end = min(end, bisect_right(self.launching, self.launching[start] + seconds) - 1)
-            too_large = partial(self._is_too_large, start, in_flight, seconds, limits)
+            too_large = partial(self._is_too_large, start, counts, seconds, limits)
             if too_large(end):
                 end = bisect_left(range(end), True, lo=start + 1, key=too_large) - 1
             if end in (start, last):
@@ -123,20 +127,22 @@ class Chain:
         return False
 
     def _is_too_large(
-        self, start: int, in_flight: int, seconds: float, limits: Limits, end: int
+        self, start: int, counts: tuple[int, int], seconds: float, limits: Limits, end: int
     ) -> bool:
         """Does the stage need more bytes than there are, whatever it recomputes in the seconds left?"""
         frozen = self.frozen[end] - self.frozen[start]
         trained = self.trained[end] - self.trained[start]
+        in_flight, halfway = counts
         saved = in_flight * (self.saved[end] - self.saved[start])
+        waiting = halfway * (self.waiting[end] - self.waiting[start])
         if frozen + limits.updating * trained > limits.room:
             return True
-        excess = frozen + limits.state * trained + saved - limits.room
-        if excess <= 0 or not limits.recomputations:
+        excess = frozen + limits.state * trained + saved + waiting - limits.room
+        if excess <= 0 or not limits.recomputes:
             return excess > 0
         # What is recomputed keeps what enters the stage.
         spared = saved - in_flight * self.crossing[start]
-        forward = (self.forward[end] - self.forward[start]) * limits.recomputations
+        forward = self.forward[end] - self.forward[start]
         left = seconds - (self.both[end] - self.both[start])
         return excess * forward > min(left, forward) * spared
 

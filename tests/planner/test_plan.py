@@ -221,9 +221,22 @@ def test_a_kind_of_another_type_of_device_is_refused(kinds: tuple[str, str]) -> 
 
 def test_what_a_choice_of_recomputed_layers_adds_is_noted() -> None:
     nothing: Any = None
-    light = PolicyChoice(costs=nothing, partition=nothing, extra_seconds=0.02)
+    light = PolicyChoice(options=nothing, costs=nothing, partition=nothing, extra_seconds=0.02)
     (note,) = _policy_notes(PlacementSpec(devices=["cpu"], checkpoint="auto"), light)
     assert note == "checkpoint 'auto' adds 20.00 ms per micro-batch, all stages together."
+
+
+def test_a_plan_that_recomputes_splits_no_backwards() -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.empty(8, 8)
+    spec = {"devices": ["cpu:0", "cpu:1"], "microbatches": 4, "schedule": "InterleavedZeroBubble"}
+    whole = placer.make_plan(model, {**spec, "checkpoint": ["**"]}, (x,), processes=True)
+    assert whole.schedule == "1F1B"
+    assert any(
+        "both halves of a split backward would run what is recomputed" in n for n in whole.notes
+    )
+    # "auto" recomputes nothing where everything fits
+    split = placer.make_plan(model, {**spec, "checkpoint": "auto"}, (x,), processes=True)
+    assert split.schedule == "InterleavedZeroBubble"
 
 
 UNKNOWN = {"devices": [{"name": "cuda:6", "memory": "1GiB"}, "cuda:7"]}

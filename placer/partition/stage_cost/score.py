@@ -18,6 +18,8 @@ smaller last micro-batch counts by its share of the rows). Then the peak of the 
              (c'- 1) * saved(a, b) + forward(a, b) + gradients,    under 1F1B
              gradients + the optimizer's own transient (`OptimizerMemory`) )
 
+and under a schedule with split backwards the gradients of the most micro-batches whose second half waits.
+
 `placer.partition.stage_cost.tables` has every term for all stages of an order, so each peak takes O(1).
 """
 
@@ -87,6 +89,8 @@ def peak_bytes(
                 + pending(in_flight.pending_at_forwards)
             )
             peak = np.maximum(peak, saved_beside(others, share) + forward)
+    if in_flight.waiting:
+        peak = peak + in_flight.waiting * tables.waiting
     return np.maximum(static + peak, tables.state.while_updating(optimizer))
 
 

@@ -21,7 +21,7 @@ from placer.partition.stage_cost.rectangles import Rectangles, Table
 class StageState:
     """Bytes of the state of all stages along an order, in tables like those of `IntervalTables`."""
 
-    parameters: Table
+    parameters: Table  # with their copies in half precision
     buffers: Table
     trained: Table  # gradients of the parameters that get one here
     owned: Table  # the trained parameters whose gradient and optimizer state are kept here
@@ -90,6 +90,9 @@ def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectang
             kept_gradients.add(0, uses[0], uses[0], gradient)
             # A later stage's copy sends its gradient before this stage's backward.
             sent_home.add(0, uses[0], uses[0], gradient, until=uses[-1])
+    for node, cost in enumerate(costs.nodes):
+        if cost.cast_nbytes:
+            parameters.add_if_any_inside([int(place[node])], cost.cast_nbytes)
     return StateRectangles(
         parameters=parameters,
         buffers=buffers,
@@ -116,6 +119,8 @@ def unit_state(
         if tensor.trained and len(units) == 1:
             static[units[0]] += optimizer.state * tensor.nbytes
             gradients[units[0]] += tensor.gradient_nbytes
+    for node, cost in enumerate(costs.nodes[: len(unit_of)]):
+        static[unit_of[node]] += cost.cast_nbytes
     return UnitState(static=static, gradients=gradients)
 
 
