@@ -84,10 +84,11 @@ def override_function_forwards(
 def _giving_away(
     forward: Callable[[Callable[..., Any], Any, Any], Any], original: Callable[..., Any], cls: Any
 ) -> Callable[..., Any]:
-    @wraps(original)
     def given_away(*args: Any) -> Any:
         return forward(original, cls, args)
 
+    # Not `functools.wraps`: torch alone has a hundred such classes, and each recording replaces all of them.
+    given_away.__wrapped__ = original  # type: ignore[attr-defined]
     return given_away
 
 

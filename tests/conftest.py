@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+collect_ignore = [
+    "captured_cases.py"
+]  # it has no doctests, and captures models when it is imported
+
 # Before torch is imported; child processes have it too. Some test processes share two cores, where
 # torch's own threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,15 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Python need not look for garbage among all modules and tests again and again: 8 % of the time."""
-    gc.collect()
-    gc.freeze()
+    """Python need not look for garbage among all modules and tests again and again: 8 % of the time.
+
+    They are not frozen: placer's own `only_new_garbage` would count them whenever it plans.
+    """
     gc.set_threshold(50_000, *gc.get_threshold()[1:])
-
-
-def pytest_unconfigure() -> None:
-    """What is frozen would not be freed at the end, of which some libraries tell."""
-    gc.unfreeze()
 
 
 def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:

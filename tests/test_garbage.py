@@ -22,12 +22,10 @@ class _Loop:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_frozen() -> Iterator[None]:
+def _python_s_own_threshold() -> Iterator[None]:
     thresholds = gc.get_threshold()
-    gc.unfreeze()
     gc.set_threshold(700, *thresholds[1:])
     yield
-    gc.freeze()
     gc.set_threshold(*thresholds)
 
 

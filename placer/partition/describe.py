@@ -24,7 +24,7 @@ from placer.partition.candidate import (
     reference_bytes,
     update_seconds,
 )
-from placer.partition.noncontiguous import NoncontiguousChains, device_peaks, may_be_noncontiguous
+from placer.partition.noncontiguous import device_peaks, may_be_noncontiguous
 from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.overlap import overlapped_backward, overlapped_forward
 from placer.partition.stage_cost.score import (
@@ -360,7 +360,7 @@ def _boundaries(
     measured: Sequence[float],
     seconds: float,
 ) -> tuple[Boundary, ...]:
-    """The boundaries between stages, with alternatives unless some stages are empty.
+    """The boundaries between stages, with alternatives unless stages are empty or share a device.
 
     Alternatives to a step of ``seconds`` are by `steady_step`, and longer or shorter by the same share.
     """
@@ -371,8 +371,6 @@ def _boundaries(
         names = {slot.name for slot in best.slots}
         if len(names) == len(best.slots):
             others = boundary_alternatives(best, pinned, options)
-        elif may_be_noncontiguous(options, best.slots):
-            others = NoncontiguousChains(best, costs, pinned, options).moves()
     if _criterion(best, options) == STEP_SECONDS and best.step:
         others = [(value * seconds / best.step, cut) for value, cut in others]
     position = {node: i for i, node in enumerate(best.nodes)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -114,29 +113,6 @@ class NoncontiguousChains:
             peak=peak,
             step=step,
         )
-
-    def moves(self) -> list[tuple[float, int | None]]:
-        """For every boundary of ``best``, the objective with the best other cut, and that cut.
-
-        All other boundaries stay where they are. ``(inf, None)`` if the boundary cannot move.
-        """
-        best, found = self._best, []
-        for q in range(1, len(best.cuts) - 1):
-            least: tuple[float, int | None] = (math.inf, None)
-            for cut in range(best.cuts[q - 1] + 1, best.cuts[q + 1]):
-                cuts = (*best.cuts[:q], cut, *best.cuts[q + 1 :])
-                if cut == best.cuts[q] or not self._follows_pins(cuts):
-                    continue
-                tried = self.candidate(best.slots, cuts)
-                value = next((x for x in tried.rank if x), 0.0)  # overflow, peak or seconds
-                least = min(least, (value, cut))
-            found.append(least)
-        return found
-
-    def _follows_pins(self, cuts: Sequence[int]) -> bool:
-        pairs = zip(self._best.slots, itertools.pairwise(cuts), strict=True)
-        follow_pins = self._costs.follow_pins
-        return all(follow_pins[self.slots.index(slot)][x, y - 1] for slot, (x, y) in pairs)
 
 
 def find_noncontiguous(

@@ -66,6 +66,8 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
         f"  load {in_unit(boundary.load_before, criterion)} | {in_unit(boundary.load_after, criterion)}"
         f"{whole}, {format_bytes(boundary.nbytes)} cross per micro-batch forward",
     ]
+    if whole:  # other boundaries are not looked for
+        return lines
     if boundary.next_best is None or boundary.next_value is None:
         return [
             *lines,

@@ -186,8 +186,10 @@ def fake_execution() -> Iterator[None]:
     TorchScript run as they were written. The random number generators are restored at the end.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    disabled, logger.disabled = (
+        logger.disabled,
+        True,
+    )  # a new level would clear the caches of all loggers
     try:
         with (
             override_conversion(_convert_fakes),
@@ -196,7 +198,7 @@ def fake_execution() -> Iterator[None]:
         ):
             yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = disabled
 
 
 def _convert_fakes(

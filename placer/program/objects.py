@@ -31,6 +31,7 @@ _ATOMS = (
     *(Tensor, np.ndarray, np.generic, torch.dtype, torch.device, torch.layout, torch.Generator),
     *(type, ModuleType, BuiltinFunctionType, weakref.ref, torch.memory_format),
 )
+_NO_OBJECTS = (*_ATOMS, FunctionType, MethodType, functools.partial)
 _ITERABLES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
 _MOST = 50_000  # objects in one walk; a model whose attributes reach more is not searched further
 
@@ -40,6 +41,8 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
     The items of sets have no keys: None stands for each.
     """
+    if isinstance(value, _ATOMS):
+        return ()
     if isinstance(value, dict):
         return list(dict.items(value))
     items = items_of(value)
@@ -88,14 +91,15 @@ def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
 
 def items_of(value: Any) -> list[Any] | None:
     """The items of a list, tuple, deque or set, even if its class has its own way to list them; else None."""
-    kind = next((kind for kind in _ITERABLES if isinstance(value, kind)), None)
-    return None if kind is None else list(kind.__iter__(value))
+    if not isinstance(value, _ITERABLES):
+        return None
+    kind = next(kind for kind in _ITERABLES if isinstance(value, kind))
+    return list(kind.__iter__(value))
 
 
 def is_object(value: Any) -> bool:
     """Is ``value`` an object with attributes: no container, tensor, function, class or other atom?"""
-    atoms = (*_ATOMS, FunctionType, MethodType, functools.partial)
-    return not isinstance(value, atoms) and hasattr(value, "__dict__")
+    return not isinstance(value, _NO_OBJECTS) and hasattr(value, "__dict__")
 
 
 def function_parts(value: Any) -> list[Any]:
@@ -134,7 +138,7 @@ def walk(
             continue
         seen[id(value)] = value
         yield path, value
-        waiting.extend(((*path, key), part) for key, part in parts(value))
+        waiting.extend([((*path, key), part) for key, part in parts(value)])
         if functions:
             waiting.extend(((*path, None), part) for part in function_parts(value))
 

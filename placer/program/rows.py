@@ -259,8 +259,9 @@ class _Flow:
             return max(1, self._before(first) // max(1, math.prod(shape[:dim])))
         if name in ("cat", "concat", "concatenate"):
             along = argument(node, "dim", 0, position=1)
-            if along % len(shape) == dim:
-                return sum(self.rows[source].blocks for source in sources)
+            if along % len(shape) == dim:  # the same one may be there twice
+                joined = argument(node, "tensors", (), position=0)
+                return sum(self.rows[x].blocks for x in joined if x in sources)
         if name in ("repeat", "tile"):
             times = flat(node.args[1:])
             given = times[dim - len(shape)] if len(times) >= len(shape) - dim else 1
@@ -276,6 +277,15 @@ class _Flow:
         """How often the rows come one after the other in ``node``, counting the dimensions before theirs."""
         rows, shape = self.rows[node], self._shapes[node][0]
         return rows.blocks * (math.prod(shape[: rows.dim]) if isinstance(shape, torch.Size) else 1)
+
+    def _numbers_of_blocks(self, node: fx.Node, length: int) -> set[int]:
+        """Of the values with ``length`` entries for the rows that ``node`` reads side by side."""
+        sources = [(self.rows[x], self._shapes[x][0]) for x in self._sources(node)]
+        return {
+            rows.blocks
+            for rows, shape in sources
+            if rows.dim is not None and shape[rows.dim] == length
+        }
 
     def _views_parts(self, node: fx.Node, dim: int, shape: torch.Size) -> bool:
         """Does a view put parts of several rows where ``shape`` seems to have one row, at ``dim``?"""
@@ -300,7 +310,7 @@ class _Flow:
             self._note(node, "it reads a buffer or parameter that was set from the batch")
         elif statistic is not None:
             self._note(node, f"it uses a statistic of the batch ({statistic.name})")
-        elif len(grown) > 1:
+        elif len(grown) > 1 or len(self._numbers_of_blocks(node, shape[dim])) > 1:
             self._note(node, "it pairs the rows of the batch with each other")
         elif (
             doubled[dim] != 2 * shape[dim]

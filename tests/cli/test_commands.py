@@ -63,13 +63,6 @@ def test_a_plan_that_does_not_fit_says_what_would(placer: Run, tmp_path: Path) -
     assert "planning changes that may make it fit …" in lines
 
 
-def test_a_plan_that_does_not_fit_is_still_json(placer: Run) -> None:
-    result = placer("plan", "net.py:Net", "tiny.json", *X, "--json")
-    assert result.exit_code == 3
-    assert json.loads(result.stdout)["fits"] is False
-    assert "does not fit" in result.stderr
-
-
 _LOSS = """
 import torch
 
@@ -259,11 +252,8 @@ def test_auto_says_why_nothing_fits(placer: Run) -> None:
     assert data["device"] == "cpu:0"
     assert data["missing_bytes"] > 0
     assert any("cpu:1" in remedy for remedy in data["remedies"])
-    text = placer(*command)
-    assert text.exit_code == 3
-    assert text.stdout == ""  # the spec would go there
-    assert "what would make it fit" in text.stderr
-    assert "tried (largest peak of a device):" in text.stderr
+    assert "what would make it fit" in result.stderr
+    assert "tried (largest peak of a device):" in result.stderr
 
 
 def test_check_a_spec(placer: Run) -> None:
@@ -544,5 +534,7 @@ def test_a_host_with_too_little_memory_is_told(placer: Run, tmp_path: Path) -> N
         result = placer(command, "net.py:Net", str(tmp_path / "host.json"), *X, "--json")
         assert result.exit_code == 3
         assert 'over its "host_memory"' in result.stderr
-        assert json.JSONDecoder().raw_decode(result.stdout)[0]["host"]["budget"] == 600
+        data, _ = json.JSONDecoder().raw_decode(result.stdout)
+        assert data["host"]["budget"] == 600
+        assert command == "simulate" or data["fits"] is False
         assert "offloaded activations take" in result.stderr

@@ -45,8 +45,9 @@ def test_links_between_two_processes_are_measured(placer: Run, tmp_path: Path) -
 
 def test_fit_finds_the_largest_batch(placer: Run, tmp_path: Path) -> None:
     """By hand: the largest batch that fits, and the next one that does not."""
-    fields = ("-d", "cpu:0=400KiB", "--checkpoint", "--microbatches", "1", "--optimizer", "sgd")
-    result = placer("fit", "net.py:Net", "--input", "{b}x64", "--multiple", "32", *fields, "--json")
+    model = ("net.py:Net", "-m", "depth=1")
+    fields = ("-d", "cpu:0=150KiB", "--checkpoint", "--microbatches", "1", "--optimizer", "sgd")
+    result = placer("fit", *model, "--input", "{b}x64", "--multiple", "32", *fields, "--json")
     assert result.exit_code == 0, result.stderr
     tried = json.loads(result.stdout)["tried"]
     fits = [each["sizes"]["b"] for each in tried if each["fits"]]
@@ -55,7 +56,7 @@ def test_fit_finds_the_largest_batch(placer: Run, tmp_path: Path) -> None:
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps(json.loads(result.stdout)["spec"]))
     for batch, code in ((max(fits), 0), (min(short), 3)):
-        assert placer("plan", "net.py:Net", str(spec), "--input", f"{batch}x64").exit_code == code
+        assert placer("plan", *model, str(spec), "--input", f"{batch}x64").exit_code == code
 
 
 def test_fit_says_where_it_stopped(placer: Run) -> None:

@@ -49,11 +49,12 @@ def test_a_padding_that_wraps_around(job_of: Callable[[int], Job]) -> None:
     job_of(3).run(cases.check_equality, "padding modes", plan, ("GPipe",), (8, 5))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("3D U-Net", {"stages": 1, "microbatches": 2}),
         ("volume, mask and coarse volume", {"stages": 2, "inputs": INPUTS}),
+        ("3D U-Net", {"stages": 1, "microbatches": 2}),
         ("2D U-Net", {"stages": 1, "replicas": 2}),
     ],
 )

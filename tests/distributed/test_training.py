@@ -24,7 +24,7 @@ def test_accumulation_and_clipping(job_of: Callable[[int], Job], shape: tuple[in
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (2, 1)])
 def test_hooks_on_gradients_run_once(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
     job_of(shape[0] * shape[1]).run(cases.hook_gradients, cases.make_spec(*shape, 2, "1F1B"))
 
@@ -35,7 +35,7 @@ def test_every_connection_is_made_before_the_first_step(job_of: Callable[[int], 
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 def test_every_replica_is_given_its_own_rows(
     job_of: Callable[[int], Job], shape: tuple[int, int]
 ) -> None:
@@ -62,7 +62,7 @@ def test_fp16_skips_a_step_on_every_rank_when_one_overflows(job_of: Callable[[in
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (1, 2)])
 def test_a_meta_model_starts_from_the_same_weights_in_every_plan(
     job_of: Callable[[int], Job], shape: tuple[int, int]
 ) -> None:
@@ -88,7 +88,7 @@ def test_other_modes_sizes_and_hooks_after_compile(job_of: Callable[[int], Job])
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 2), (2, 1)])
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
 def test_other_calls_than_the_captured_one(
     job_of: Callable[[int], Job], stages: int, replicas: int
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_layer_that_synchronises_itself_is_not_deferred(job_of: Callable[[int]
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
 def test_a_plan_with_a_rewritten_graph(
     job_of: Callable[[int], Job], shape: tuple[int, int]
 ) -> None:

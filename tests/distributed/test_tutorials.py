@@ -99,6 +99,7 @@ def _run_as_spawned(*args: object) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.matrix(0)
 def test_spawn(job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes that are there already, and have imported torch."""
     sys.path.insert(0, str(EXAMPLES))
@@ -128,6 +129,7 @@ def _train_in_space() -> tuple[list[float], list[float]]:
     return unet3d_in_space.train(), unet3d_in_space.train_plain()
 
 
+@pytest.mark.matrix(0)
 def test_a_unet_split_in_space_trains_as_the_plain_one(job_of: Callable[[int], Job]) -> None:
     for found, expected in job_of(2).run(_train_in_space):
         assert found == pytest.approx(expected, rel=1e-10)
@@ -236,5 +238,6 @@ def _use_libraries() -> None:
             monai_trainer.train(placed.train(), monai_trainer.samples(2, torch.float64))
 
 
+@pytest.mark.matrix(0)
 def test_other_libraries(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(_use_libraries)

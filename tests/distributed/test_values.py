@@ -136,6 +136,7 @@ def test_features_that_a_hook_keeps(job_of: Callable[[int], Job]) -> None:
     job_of(2).run(cases.step_where_a_hook_keeps_features, spec)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("first", [1, 2])
 def test_hooks_that_are_removed(job_of: Callable[[int], Job], first: int) -> None:
     layers = {str(index): f"cpu:{int(index >= first)}" for index in range(3)}

@@ -394,6 +394,22 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
 
 
 @captured_once()
+def test_the_number_of_micro_batches_is_the_fastest_that_fits() -> None:
+    with torch.device("meta"):
+        model, x = models.Blocks(), torch.empty(4096, 256)
+    make = JudgingPlanner(lower(model, (x,)), [x])
+
+    def plan(microbatches: object) -> placer.Plan:
+        fields = {"devices": _cards(2), "schedule": "1F1B", "microbatches": microbatches}
+        return make(PlacementSpec.model_validate(fields))
+
+    times = {count: plan(count).rank_time for count in (1, 2, 4, 8, 16)}
+    found = plan("auto")
+    assert found.rank_time <= min(times.values()) < 0.8 * max(times.values())
+    assert found.rank_time == plan(found.microbatches).rank_time
+
+
+@captured_once()
 def test_no_stage_in_space_only_cuts_the_input_or_gathers_the_result() -> None:
     """A stage of the cut alone would be the cheapest: the stages wait for each other."""
     with torch.device("meta"):

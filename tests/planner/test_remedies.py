@@ -15,12 +15,14 @@ from torch import nn
 from unet3d import unet3d
 
 import placer
+from placer.planner.devices import links_of, with_lead_devices
 from placer.planner.remedies import memory_needed, try_remedies
 from placer.program import lower
+from placer.quantities import parse_bytes
 from placer.simulation.judge import JudgingPlanner
 
-MODEL = unet3d(width=4, depth=3)
-X = torch.randn(4, 1, 16, 16, 16)
+MODEL = unet3d(width=4, depth=2)
+X = torch.randn(4, 1, 8, 8, 8)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -137,6 +139,30 @@ def test_no_less_memory_is_asked_for_than_there_is() -> None:
     make = JudgingPlanner(lower(ConvNet(), (x,)), [x])
     assert not make(spec).fits and make(spec.with_layers({})).fits
     assert "leave out 'layers'" not in memory_needed(spec, make)
+
+
+def test_as_much_is_asked_for_as_the_fullest_device_needs() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)), torch.randn(4, 64)
+    spec = placer.load_spec(_two_devices("1KiB", reserve=0, objective="memory"))
+    make = JudgingPlanner(lower(model, (x,)), [x])
+    needed = [device.needed for device in make(spec).devices]
+    assert min(needed) < 0.5 * max(needed)
+    said = re.match(r"devices of (\S+ \S+) ", memory_needed(spec, make))
+    assert said and max(needed) <= parse_bytes(said[1]) < 1.05 * max(needed)
+
+
+def test_a_stage_in_space_is_planned_for_its_smallest_device_and_the_slowest_link() -> None:
+    devices = [{"name": f"cpu:{i}", "memory": f"{n}GiB"} for i, n in enumerate((4, 2, 3, 5))]
+    spec = placer.load_spec({"devices": devices, "space": 2, "layers": {"head": "cpu:3"}})
+    leads = with_lead_devices(spec)
+    assert [(d.name, d.memory) for d in leads.devices] == [
+        ("cpu:0", 2 * 2**30),
+        ("cpu:2", 3 * 2**30),
+    ]
+    assert leads.layers == {"head": "cpu:2"}
+    kinds = [{"name": f"cuda:{i}", "kind": kind} for i, kind in enumerate(("h100", "t4", "a100"))]
+    links = [links_of(placer.load_spec({"devices": each})) for each in (kinds, kinds[1:2])]
+    assert links[0] == links[1] != links_of(placer.load_spec({"devices": kinds[:1]}))
 
 
 def test_replicas_may_divide_the_optimizers_state() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program import lower
+from placer.program import fake, lower
 
 LAYERS = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1"}
 STAGES = {"devices": ["cuda:0", "cuda:1"], "layers": LAYERS}
@@ -21,6 +21,12 @@ SLICES: dict[str, dict[str, Any]] = {
     "micro-batches": {**STAGES, "microbatches": 2},
 }
 SAYS = {"inputs": {"input": {"batch_dim": 0}}}
+
+
+@pytest.fixture(autouse=True)
+def _few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops that the guess 1 never ends are given up sooner."""
+    monkeypatch.setitem(fake._MOST_READS, 1, 20)
 
 
 class Code(nn.Module):

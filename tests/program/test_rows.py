@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
+from placer.program.rows import Rows, rows_by_size
 
 SPEC = {"devices": ["cuda:0", "cuda:1"], "replicas": 2, "microbatches": 2}
 
@@ -85,7 +86,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.matrix(13)
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("kind", MIXING)
 def test_a_model_that_mixes_rows_is_not_split(kind: str) -> None:
     function, reason = MIXING[kind]
@@ -177,6 +178,40 @@ class Replaces(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.average.data = 0.9 * self.average.data + 0.1 * self.layer.weight.data
         return self.layer(x) @ self.average
+
+
+class _KeepsPart(nn.Module):
+    """It writes a statistic into a part of a buffer, and reads the whole, which no node has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.average[:3] = y.detach().mean(0)[:3]
+        return y - self.average
+
+
+def test_rows_that_read_state_of_the_batch_are_mixed() -> None:
+    with pytest.raises(placer.CaptureError, match="it uses a statistic of the batch"):
+        placer.compile(_KeepsPart(), SPEC, torch.randn(8, 6), run_on="cpu")
+
+
+def test_halves_of_rows_beside_whole_rows_are_mixed() -> None:
+    """Both have two entries per row: one after the other in one, one block after the other in the other."""
+    model = Net(lambda y: torch.cat([y, y])[:, :3] + y.view(-1, 3))
+    with pytest.raises(placer.CaptureError, match="it pairs the rows of the batch"):
+        placer.compile(model, SPEC, torch.randn(8, 6), run_on="cpu")
+
+
+def test_the_dimension_that_grows_with_the_batch_has_the_rows() -> None:
+    one, two = torch.Size([3, 4, 5]), torch.Size([3, 8, 5])
+    assert rows_by_size(one, two) == Rows(dim=1, combination=None, depends=True)
+    assert rows_by_size(one, one) == Rows(combination=None, depends=True)
+    assert rows_by_size(one, torch.Size([6, 8, 5])).dim is None
+    assert rows_by_size(2, 2) == Rows() and rows_by_size(2, 4).combination is None
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from captured import captured_once
 from oracle import assert_same
+from placements import estimated_plan
 from torch import Tensor, nn
 from unet3d import unet3d
 
@@ -66,6 +67,7 @@ def test_a_plan_says_what_waits_on_the_host(kind: str, each: int, *, processes: 
     count = 2 * 4 + 4  # what both stages save of their micro-batches in flight
     assert plan.host is not None
     assert (plan.host.peak, plan.host.reserved) == (count * SAVED, count * each)
+    assert estimated_plan(model, spec(kind), x).host == plan.host
     report = placer.simulate(model, plan, x, processes=processes)
     assert report.host == plan.host
     assert report.to_json()["host"]["reserved"] == count * each
@@ -112,7 +114,7 @@ def within(model: nn.Module, x: Tensor, share: float, *, stages: int, **fields: 
 )
 def test_what_is_offloaded_fits_the_host_too(stages: int, fields: dict[str, Any]) -> None:
     """It also computes what the model computes. Activations without room on the host are recomputed."""
-    model, x = unet(4, 16)
+    model, x = unet(2, 8)
     free = within(model, x, 0.55, stages=stages, **fields)
     unlimited = placer.make_plan(model, free, x)
     assert unlimited.fits and unlimited.host is not None

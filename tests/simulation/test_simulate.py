@@ -15,6 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import placer
+from placer.planner.build import build_plan
+from placer.program import lower
+from placer.simulation.simulate import dry_run
 
 ROWS = 12
 Case = tuple[nn.Module, tuple[torch.Tensor, ...]]
@@ -140,3 +143,15 @@ def _measured_peak(
             live += event.nbytes()
             most = max(most, live)
     return before + most
+
+
+def test_what_backward_allocates_is_of_the_layer_whose_backward_it_is() -> None:
+    layers = nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)
+    model, x = nn.Sequential(*layers), torch.randn(3, 4)
+    program = lower(model, (x,))
+    plan = build_plan(program, placer.load_spec({"devices": ["cpu"]}), [x])
+    blocks = dry_run(program, plan, [x]).found[0].timeline.blocks
+    found = [(b.layer, b.shape) for b in blocks if b.where.node and b.where.phase == "backward"]
+    # Gradients of what each layer was given; the first one's input needs none.
+    assert {("4", (3, 6)), ("3", (3, 6)), ("2", (3, 8)), ("1", (3, 8))} <= {*found}
+    assert {("2", (6, 8)), ("0", (8, 4))} <= {*found}  # of weights

@@ -153,19 +153,13 @@ class _Filling:
             self.change(to + 1, sender, 0, until, sender, -nbytes)
 
         pass_on(target, needed)
-        until = target  # the whole is freed after the backward of this node
         last = sender  # the last node of the stage that needs a part of it
         for to, nbytes in sorted(((self._place[t], b) for t, b in gradient.earlier), reverse=True):
             self.change(0, to, to, to + 1, sender, nbytes)  # without the sender, a copy is received
-            if to < target:  # the nodes are in another order than in the recorded run
-                self.count_with_sender(0, to, to, until, sender, whole)
-                if not gradient.surplus:
-                    self.count_with_sender(to + 1, until, 0, until, sender, whole)
-                until = to
             if not gradient.surplus:
                 continue  # with the sender, one tensor is pending for all
             pass_on(to, nbytes)
-            if to < target:
+            if to < target:  # the nodes are in another order than in the recorded run
                 continue
             self._add(to + 1, last, last, source, whole)
             self.change(to + 1, last, last, source, sender, -whole)
@@ -173,14 +167,6 @@ class _Filling:
         if gradient.surplus:
             self._add(target + 1, last, last, source, whole)
             self.change(target + 1, last, last, source, sender, -whole)
-
-    def count_with_sender(
-        self, first: int, last: int, begin: int, until: int, sender: int, nbytes: float
-    ) -> None:
-        """Count ``nbytes`` in these columns of stages that start at first … last and have the sender."""
-        if first <= last:
-            self._add(first, last, begin, until, nbytes)
-            self.change(first, last, begin, until, sender, -nbytes)
 
 
 class _SharedValue(NamedTuple):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,65 +61,6 @@ def find_needs(costs: CostTable, place: NDArray[np.int64]) -> Needs:
         inputs = [_joined(inputs)] * len(costs.input_readers)
     nodes = (_joined([needs[v] for v in stored_in]) for stored_in in costs.results)
     return Needs(nodes=tuple(nodes), inputs=tuple(inputs))
-
-
-def smaller_copies(
-    costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """Yields the stages that receive and save only parts of a storage.
-
-    Yields (start of the stage, its first node that saves a part, bytes that it does not receive).
-    """
-    for index, copies in groupby(copied_parts(costs, place, starts), key=itemgetter(0)):
-        value = costs.values[index]
-        if any(costs.keys[i] for i in {*value.users, *value.savers} if i < len(costs.keys)):
-            continue  # counted by `RegionLiveness`
-        savers = sorted(int(place[node]) for node in value.savers)
-        for _, start, nbytes in copies:
-            following = bisect_left(savers, start)
-            if following < len(savers):
-                yield start, savers[following], value.nbytes - nbytes
-
-
-def copied_parts(
-    costs: CostTable, place: NDArray[np.int64], starts: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """Yields (value, start of a stage, bytes of the parts) where a stage receives only parts of a value."""
-    views: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # node, last reader, bytes
-    at: list[int] = place.tolist()
-    for node, stored_in in enumerate(costs.results):
-        if len(stored_in) == 1 and costs.readers[node]:
-            last = max([at[reader] for reader in costs.readers[node]])
-            views[stored_in[0]].append((at[node], last, costs.nodes[node].output_nbytes))
-    whole_until = _whole_until(costs, place)
-    for index, parts in views.items():
-        value = costs.values[index]
-        if min(nbytes for *_, nbytes in parts) >= value.nbytes:
-            continue
-        begin = max(whole_until[index], min(node for node, _, _ in parts))
-        end = max(last for _, last, _ in parts)
-        changes = [(node + 1, nbytes) for node, _, nbytes in parts]
-        changes += [(last + 1, -nbytes) for _, last, nbytes in parts]
-        changes.sort(reverse=True)  # the next one at the end
-        crossing = 0
-        for start in starts[bisect_right(starts, begin) : bisect_right(starts, end)]:
-            while changes[-1][0] <= start:
-                crossing += changes.pop()[1]
-            if 0 < crossing < value.nbytes:
-                yield index, start, crossing
-
-
-def _whole_until(costs: CostTable, place: NDArray[np.int64]) -> list[float]:
-    """The last node that makes or reads all of a storage, for each storage.
-
-    Stages that start at or before that node have the whole storage.
-    """
-    found = [float(place[v.producer]) if v.producer >= 0 else math.inf for v in costs.values]
-    inputs = [index for index, value in enumerate(costs.values) if value.producer < 0]
-    if len(inputs) == len(costs.input_readers):  # otherwise some share a storage
-        for index, readers in zip(inputs, costs.input_readers, strict=True):
-            found[index] = float(max((place[node] for node in readers), default=-1))
-    return found
 
 
 def releases(value: Received, starts: Sequence[int]) -> Iterator[IntervalCorrection]:

@@ -16,22 +16,19 @@ the forward are alive together.
 
 A region may be split between two stages, and which values enter it depends on where the stage starts. If a
 stage ends inside a region, its backward may begin with nodes that save nothing. While these run, the values
-for the first saver have not been recomputed or fetched yet; `overcounts` corrects the tables for such
-stages. Takes O(values in regions * starts) time.
+for the first saver have not been recomputed or fetched yet, but they count. Takes
+O(values in regions * starts) time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.stage_cost.pending_gradients import IntervalCorrection
-from placer.partition.stage_cost.received import copied_parts
 from placer.regions import RegionKey
 
 Table = NDArray[np.float64]
@@ -53,16 +50,16 @@ class _Region:
 class _LiveValue:
     """A value that regions need, and when it is alive. Nodes are given by position.
 
-    For each start of a stage, ``nbytes`` has the bytes of the value, and ``always`` the column from which it
-    is alive. ``passing`` lists when it is alive during a region's own backward: the name of a table, the
-    first column for each start, and the column after the last.
+    For each start of a stage, ``always`` has the column from which it is alive. ``passing`` lists when it is
+    alive during a region's own backward: the name of a table, the first column for each start, and the column
+    after the last.
     """
 
     producer: int
     users: list[int]
     savers: list[int]
     parts: dict[int, int]  # saver of only a part -> bytes of the part
-    nbytes: Table
+    nbytes: int
     always: Columns
     passing: list[tuple[str, Columns, int]]
     stays: bool  # whether it is alive from forward to backward
@@ -72,8 +69,8 @@ class _LiveValue:
 class RegionLiveness:
     """Bytes of the values that regions need, in tables with a row per start and a column per position.
 
-    Stages start at ``starts`` and end at ``ends``; there are ``width`` positions. The tables are ``saved``
-    (alive between forward and backward), ``backward`` (during backward) and ``forward`` (during forward).
+    Stages start at ``starts``; there are ``width`` positions. The tables are ``saved`` (alive between forward
+    and backward), ``backward`` (during backward) and ``forward`` (during forward).
     """
 
     def __init__(
@@ -81,25 +78,16 @@ class RegionLiveness:
         costs: CostTable,
         place: NDArray[np.int64],
         starts: Sequence[int],
-        ends: Sequence[int],
         width: int,
     ) -> None:
         self._starts = np.asarray(starts, dtype=np.int64)
-        self._ends = sorted(ends)
         self._width = width
         self._costs = costs
         self._place = place
         names = ("kept", "fetched", "inside", "saved", "forward")
         self._steps = {name: self._empty() for name in names}
-        # value -> the rows in which only parts of it are received, with their bytes
-        self._parts: dict[int, list[tuple[int, int]]] = {}
-        row_of = {start: row for row, start in enumerate(starts)}
-        for index, start, nbytes in copied_parts(costs, place, starts):
-            self._parts.setdefault(index, []).append((row_of[start], nbytes))
         # value -> for each reason to keep it, the first column of every row
         self._since: dict[int, list[Columns]] = {}
-        # Savers of a value in a region; for each row, the first column, the column after the last, and bytes
-        self._offloaded: list[tuple[Sequence[int], Columns, Columns, Table]] = []
         self._again = self._empty()  # alive while the forward is recomputed
         self._private = np.zeros((len(starts), width))
         keys: list[RegionKey | None] = [None] * width
@@ -137,9 +125,6 @@ class RegionLiveness:
         needed = {int(self._region_of[p]) for p in users} - {-1}
         if not needed:
             return False
-        nbytes = np.full(len(starts), float(value.nbytes))
-        for row, of_parts in self._parts.get(index, ()):
-            nbytes[row] = of_parts
         outside = [s for s in savers if self._region_of[s] < 0]
         always = np.full(len(starts), self._width)
         for s in reversed(outside):
@@ -149,7 +134,7 @@ class RegionLiveness:
             users=users,
             savers=savers,
             parts={int(place[node]): part for node, part in value.parts},
-            nbytes=nbytes,
+            nbytes=value.nbytes,
             always=always,
             passing=[],
             stays=bool(outside),
@@ -185,7 +170,7 @@ class RegionLiveness:
                 live.passing.append(("inside", since, region.savers[-1] + 1))
             until = region.last + 1 if saving else inside[-1] + 1
             begin = np.where(made, live.producer + 1, none)
-            _fill(self._again, begin, np.full(len(starts), until), live.nbytes)
+            _fill(self._again, begin, until, live.nbytes)
 
     def _offload(self, live: _LiveValue, number: int) -> None:
         """Record when the value is on the device for the offloaded region with this number."""
@@ -194,83 +179,36 @@ class RegionLiveness:
         if len(live.savers) > 1:  # each part is fetched separately
             for s in [s for s in saving if s in live.parts]:
                 since = np.where(starts <= s, s, none)
-                until = np.full(len(starts), s + 1)
-                part = np.full(len(starts), float(live.parts[s]))
-                _fill(self._steps["kept"], since, until, part)
+                _fill(self._steps["kept"], since, s + 1, live.parts[s])
             saving = [s for s in saving if s not in live.parts]
         if saving:
             since = np.append(saving, none)[np.searchsorted(saving, starts)]
             live.passing.append(("kept", since, saving[-1] + 1))
-            if len(saving) > 1:
-                until = np.full(len(starts), saving[-1] + 1)
-                self._offloaded.append((saving, since, until, live.nbytes))
 
     def _count(self, live: _LiveValue) -> None:
         """Add the value to the tables for the columns recorded in it."""
         starts, none = self._starts, self._width
-        end = np.full(len(starts), none)
-        _fill(self._steps["saved"], live.always, end, live.nbytes)
-        self._add_backward("kept", live.always, end, live.nbytes, live.savers)
-        for name, since, last in live.passing:
-            until = np.full(len(starts), last)
+        _fill(self._steps["saved"], live.always, none, live.nbytes)
+        self._add_backward("kept", live.always, none, live.nbytes, live.savers)
+        for name, since, until in live.passing:
             self._add_backward(name, since, until, live.nbytes, live.savers)
         if live.producer >= 0:
             begin = np.where(starts <= live.producer, live.producer + 1, none)
             last_use = none if live.stays else min(live.last_use, none)
-            _fill(self._steps["forward"], begin, np.full(len(starts), last_use), live.nbytes)
+            _fill(self._steps["forward"], begin, last_use, live.nbytes)
 
     def table(self, name: str) -> Table:
         """The table with this name: ``saved``, ``backward`` or ``forward``."""
+        steps = self._steps
         if name == "backward":
-            return self._sum(self._steps["kept"]) + self._passing()
-        return self._sum(self._steps[name])
-
-    def _passing(self) -> Table:
-        """Bytes that are alive only during the backward of their own recomputed region."""
-        return self._sum(self._steps["fetched"]) + self._sum(self._steps["inside"])
+            return self._sum(steps["kept"] + steps["fetched"] + steps["inside"])
+        return self._sum(steps[name])
 
     def live_from(self, index: int, column: int) -> Iterator[tuple[int, int]]:
         """Yields (first, last) starts of stages in which a copy of the value is alive from ``column`` on."""
         copies = self._since.get(index, [np.full(len(self._starts), self._width)])
         for row in np.flatnonzero(np.any([since == column for since in copies], axis=0)):
             yield int(self._starts[row]), int(self._starts[row])
-
-    def overcounts(self) -> Iterator[IntervalCorrection]:
-        """Corrections of overcounts in the table ``backward``, for stages that end inside a region."""
-        passing = self._passing()
-        for region in self._regions:
-            if not region.key.recompute:
-                continue
-            for saver, following in self._split_gaps(region.savers):
-                amounts = passing[:, saver + 1]
-                yield from self._overcount(saver, following, amounts)
-        for savers, since, until, nbytes in self._offloaded:
-            for saver, following in self._split_gaps(savers):
-                there = (since <= saver) & (until > saver + 1)
-                yield from self._overcount(saver, following, np.where(there, nbytes, 0.0))
-
-    def _split_gaps(self, savers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Pairs of consecutive ``savers`` between which a stage may end."""
-        for saver, following in pairwise(savers):
-            if any(saver + 1 < end <= following for end in self._ends):
-                yield saver, following
-
-    def _overcount(
-        self, saver: int, following: int, amounts: Table
-    ) -> Iterator[IntervalCorrection]:
-        """Corrections that subtract ``amounts`` (one per row) from stages that end between the two savers."""
-        rows = range(int(np.searchsorted(self._starts, saver, side="right")))
-        for nbytes, group in groupby(rows, key=lambda row: float(amounts[row])):
-            same = list(group)
-            if nbytes:
-                yield IntervalCorrection(
-                    first=int(self._starts[same[0]]),
-                    last=int(self._starts[same[-1]]),
-                    begin=saver + 1,
-                    until=following,
-                    sender=following,
-                    nbytes=-nbytes,
-                )
 
     def peak_while_recomputing(
         self, backward: Table, incoming: Table, forward_transient: Table
@@ -306,7 +244,7 @@ class RegionLiveness:
         return {int(self._place[i]) for i in range(len(self._costs.names)) if i not in saves_own}
 
     def _add_backward(
-        self, name: str, since: Columns, until: Columns, nbytes: Table, savers: Sequence[int]
+        self, name: str, since: Columns, until: int, nbytes: int, savers: Sequence[int]
     ) -> None:
         """Add a value to the backward table ``name``, in columns since … until - 1.
 
@@ -318,11 +256,11 @@ class RegionLiveness:
             _fill(steps, since, until, nbytes)
             return
         (own,) = savers
-        _fill(steps, since, np.minimum(until, own), nbytes)
+        _fill(steps, since, min(until, own), nbytes)
         _fill(steps, np.maximum(since, own + 1), until, nbytes)
         if name != "inside" and self._region_of[own] >= 0:
             rows = (since <= own) & (own < until)
-            self._private[rows, own] += nbytes[rows]
+            self._private[rows, own] += nbytes
 
     def _empty(self) -> Table:
         return np.zeros((len(self._starts), self._width + 1))
@@ -333,8 +271,8 @@ class RegionLiveness:
         return sums
 
 
-def _fill(steps: Table, since: Columns, until: Columns, nbytes: Table) -> None:
-    """Add ``nbytes`` to columns since … until - 1 of a difference array. All three have one entry per row."""
+def _fill(steps: Table, since: Columns, until: int, nbytes: int) -> None:
+    """Add ``nbytes`` to columns since … until - 1 of a difference array; ``since`` has one entry per row."""
     rows = np.flatnonzero(since < until)
-    steps[rows, since[rows]] += nbytes[rows]
-    steps[rows, until[rows]] -= nbytes[rows]
+    steps[rows, since[rows]] += nbytes
+    steps[rows, until] -= nbytes

@@ -71,18 +71,15 @@ class SharedPeaks:
         most, retained = 0.0, 0.0
         for i, (x, y) in enumerate(spans):
             before, after = spans[:i], spans[i + 1 :]
-            passing, whole, kept_whole = 0.0, 0.0, 0.0
-            if before:
-                passing = sum(self._live_through.unsaved(span, y) for span in before)
-                whole, kept_whole = self._live_through.beside_parts(before, (x, y))
-            forward = float(self._forward[x, y - 1]) + retained + passing + whole
-            backward = float(self._backward[x, y - 1]) + retained + kept_whole
+            passing = sum(self._live_through.unsaved(span, y) for span in before)
+            forward = float(self._forward[x, y - 1]) + retained + passing
+            backward = float(self._backward[x, y - 1]) + retained
             if after:
                 forward += sum(float(self._static[a, b - 1]) for a, b in after)
                 left = sum(float(self.bytes_after_backward[a, b - 1]) for a, b in after)
                 backward += left + sum(_between(self.needed, (0, y), later) for later in after)
             most = max(most, forward, backward)
-            retained += float(self.retained[x, y - 1]) + kept_whole
+            retained += float(self.retained[x, y - 1])
         if self._optimizer is None:
             return most
         return max(most, self._in_optimizer(spans, self._optimizer))

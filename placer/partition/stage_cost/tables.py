@@ -22,7 +22,7 @@ from placer.partition.stage_cost.order_bytes import (
     positions_of,
 )
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
-from placer.partition.stage_cost.received import releases, smaller_copies
+from placer.partition.stage_cost.received import releases
 from placer.partition.stage_cost.rectangles import NEVER, Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 from placer.partition.stage_cost.state import StageState
@@ -74,14 +74,11 @@ def build_tables(
     place = positions_of(order) if known is None else known.place
     regions = None
     if costs.keys:
-        regions = RegionLiveness(costs, place, build.starts, build.ends, width)
+        regions = RegionLiveness(costs, place, build.starts, width)
     along = known or find_order_bytes(costs, place, regions)
     retained, crossing, state = along.retained, along.crossing, along.state
-    parts = Rectangles()  # the parts of storages that are not received
-    for start, first_saver, nbytes in smaller_copies(costs, place, build.starts):
-        parts.add(start, start, first_saver, -nbytes)
-    saved = build.at_ends(retained.saved.with_more(parts))
-    backward = build.everywhere(retained.backward.with_more(parts))
+    saved = build.at_ends(retained.saved)
+    backward = build.everywhere(retained.backward)
     gone, freed = Rectangles(), list[IntervalCorrection]()
     for each in (each for value in crossing.copies for each in releases(value, build.starts)):
         if each.sender == NEVER:  # whatever the stage's end
@@ -89,18 +86,16 @@ def build_tables(
         else:
             freed.append(each)
     forward = build.everywhere(retained.forward.with_more(gone))
-    corrections = list(retained.pending)
     live = backward + along.backward_transient
     if regions is not None:
         live += regions.table("backward")
         incoming = by_position(place, [c.backward_incoming for c in costs.nodes])
         again = regions.peak_while_recomputing(backward, incoming, along.forward_transient)
         live = np.maximum(live, again)
-        corrections += regions.overcounts()
         saved = saved + build.pick_ends(regions.table("saved"))
         forward = forward + regions.table("forward")
     used, stays = build.everywhere(state.trained), build.everywhere(state.kept_gradients)
-    growing, grown = _backward_live(build, live, corrections, used, stays, later=later)
+    growing, grown = _backward_live(build, live, retained.pending, used, stays, later=later)
     growing += build.at_ends(state.sent_home)
     growing[:, -1] += LOSS_NBYTES
     if grown is not None:
