@@ -291,7 +291,7 @@ def hooks(draw: Random) -> Case:
 
 
 def buffers_in_a_graph(draw: Random) -> Case:
-    kind = draw.choice(["assigned", "in place", "replaced", "read next"])
+    kind = draw.choice(["assigned", "in place", "replaced", "read next", "shifted"])
 
     def act(self: Any, x: Tensor, y: Tensor) -> Tensor:
         if kind == "assigned":
@@ -304,11 +304,15 @@ def buffers_in_a_graph(draw: Random) -> Case:
         if kind == "replaced":
             self.state = 0.5 * self.state.detach() + self.linear.bias
             return y - self.state
+        if kind == "shifted":
+            self.last, self.state = self.state, self.state + 1
+            return y * self.state - self.last
         before, self.state = self.state, (self.linear.weight.sum(0)).detach()
         return y + before
 
     part = Part(act)
     part.register_buffer("state", torch.ones(WIDTH))
+    part.register_buffer("last", torch.zeros(WIDTH))
     return Case(Chain(draw, part).to(D), lambda n: (rows(n),))
 
 
@@ -451,17 +455,21 @@ def results(draw: Random) -> Case:
 
 
 class References(nn.Module):
-    """A weak reference to the model, a forward wrapped by hand, a module hidden in a list."""
+    """A weak reference to the model, a wrapped forward, a module hidden in a list, layers as keys."""
 
     def __init__(self, draw: Random) -> None:
         super().__init__()
         self.a, self.b, self.calls = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), 0
-        self.kind = draw.choice(["weak", "wrapped", "hidden"])
+        self.kind = draw.choice(["weak", "wrapped", "hidden", "weak keys", "weak set"])
         if self.kind == "weak":
             self.a.owner = weakref.ref(self)
         elif self.kind == "wrapped":
             inner = self.a.forward
             self.a.forward = lambda x: inner(x) * 2
+        elif self.kind == "weak keys":
+            self.scales = weakref.WeakKeyDictionary({self.a: 2.0, self.b: 3.0})
+        elif self.kind == "weak set":
+            self.doubled = weakref.WeakSet([self.a])
         else:
             self.teacher = [nn.Linear(WIDTH, WIDTH).to(D).requires_grad_(False)]
 
@@ -469,6 +477,10 @@ class References(nn.Module):
         if self.kind == "weak":
             self.a.owner().calls += 1
         y = self.a(x)
+        if self.kind == "weak keys":
+            y = y * self.scales[self.a]
+        elif self.kind == "weak set" and self.a in self.doubled:
+            y = y * 2
         return self.b(y - self.teacher[0](x) if self.kind == "hidden" else y)
 
 

@@ -254,9 +254,10 @@ def _look(
     if isinstance(held, list | dict):
         held.clear()
     known = [*seen(net, plain, None, args).values()]
+    former = {f"former buffer {name}": buffer for name, buffer in net.named_buffers()}
     with torch.set_grad_enabled(grad):
         output = net(*args)
-    found = seen(net, plain, output, args)
+    found = seen(net, plain, output, args) | former
     _add_seen(found, "outside", outside())
     if grad:
         new = [

@@ -148,6 +148,18 @@ def buffers(patch: Patch) -> Case:
     return case
 
 
+def replaced_buffers(patch: Patch) -> Case:
+    patch.setattr(runtime, "renew_buffers", lambda model, names: None)
+
+    def act(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return y * self.calls
+
+    case = _case(act)
+    case.model.layers[2].register_buffer("calls", torch.zeros((), dtype=D))
+    return case
+
+
 MENDS = {
     (stored_values, "attribute of layers.2.loss"),
     (written_inputs, "input of others[0]"),
@@ -157,6 +169,7 @@ MENDS = {
     (backward_of_a_function, "gradient of layers.2.linear.bias"),
     (results_along_their_rows, "output"),
     (buffers, "buffer of layers.2.mean"),
+    (replaced_buffers, "buffer of layers.2.calls before the call"),
 }
 CUT = {results_along_their_rows: 2}  # micro-batches
 

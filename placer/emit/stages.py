@@ -57,6 +57,7 @@ def emit_stages(program: Program, plan: Plan, *, together: bool = True) -> Stage
         result=_result(program.graph),
         rows=program.captured.results,
         stored=program.captured.stored,
+        replaced=program.captured.replaced,
         state=program.captured.state,
         state_stage=_owners(program, stage_of),
         constants=dict(program.captured.constants),
@@ -87,7 +88,7 @@ def _emit_all(program: Program, plan: Plan, shard_of: Mapping[str, int]) -> tupl
             if source.name in external or stage_of[source.name] != stage_of[name]:
                 reads[stage_of[name]][source.name] = None
     for name in returned:
-        if stage_of.get(name) != num_stages - 1:
+        if stage_of.get(name) != num_stages - 1 or name in program.captured.constants:
             reads[-1][name] = None
     read_elsewhere = {name for names in reads for name in names}
 

@@ -72,6 +72,7 @@ class StagedModel:
     result: tuple[tuple[str, Any], ...]
     rows: tuple[Rows, ...]
     stored: tuple[Stored, ...]
+    replaced: tuple[str, ...]  # buffers that get new tensors before a call
     state: tuple[StateInput, ...]  # the last of ``graph_inputs``
     state_stage: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]

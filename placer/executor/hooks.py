@@ -18,10 +18,9 @@ from placer._torch import (
     is_under_compile,
 )
 from placer.errors import PlacerError
-from placer.program.backward import hook_owners
 from placer.program.objects import spell
 from placer.program.reachable import find_reachable_state
-from placer.program.restore import Snapshot, module_roots
+from placer.program.restore import Snapshot, hook_owners, module_roots
 
 
 def run_forward_pre_hooks(

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from placer._torch import saved_tensor_hooks, without_modes, without_transforms
 from placer.emit import StagedModel, emit_stages
+from placer.errors import CaptureError
 from placer.executor.numbers import ENOUGH, ChangingNumbers, Recaptures
+from placer.executor.state import refuse_kept_rows
 from placer.plan.types import Plan
 from placer.planner.follow import follow_plan
 from placer.precision import present_autocast, recorded_under
@@ -90,6 +92,7 @@ class ProgramCache:
         self._structure = 0  # how often modules were replaced
         self._note_modules()
         self._plan = plan
+        self._is_sliced = plan.replicas * plan.microbatches > 1
         self._captured = staged
         self._references = [staged]
         self._numbers = ChangingNumbers(model, example_numbers(staged.call))
@@ -194,7 +197,12 @@ class ProgramCache:
         for each in others:
             self._numbers.note_attributes(each.guards, self._module_at)
         began = time.perf_counter()
-        program = self._make(modes, whole, inputs, leaves, grad=grad)
+        try:
+            program = self._make(modes, whole, inputs, leaves, grad=grad)
+        except CaptureError as error:
+            if self._is_sliced:
+                refuse_kept_rows(self._references, None, error)
+            raise
         self._remember(condition, whole, inputs, program)
         if others:
             what = [name for x in others for name in x.differences(leaves, self._module_at)]
@@ -269,6 +277,8 @@ class ProgramCache:
             args, kwargs = rebuild_call(self.call, shaped, leaves)
             numbers = self._numbers.candidates(modes)
             staged = self._capture(args, kwargs, grad=grad, numbers=numbers)
+            if self._is_sliced:
+                refuse_kept_rows(self._references, staged)
         self.latest = shaped
         if comparable:
             self._references.append(staged)
@@ -345,7 +355,7 @@ class ProgramCache:
         self._parents = [(module, tuple(module._modules.values())) for module in parents]
 
     def _kept_whole(self) -> tuple[Hashable, ...]:
-        """Indices of the container modules that have hooks or parametrizations at present.
+        """The container modules, by index, and layers that have hooks or parametrizations at present.
 
         Such a module must be recorded as one node, unless forward itself installs all its hooks. If
         forward installs any, each index comes with the number of hooks, which tells when one is added.
@@ -356,6 +366,9 @@ class ProgramCache:
             for index, module in enumerate(self._containers)
             if must_stay_whole(module)
         ]
+        # Hooks of layers run once for every slice, which a capture checks; a single node has copies of them.
+        if self._is_sliced or "" in self._captured.conditions.whole:
+            found += [(m, hook_count(m)) for m, *_ in self._leaves if must_stay_whole(m)]
         # What a rewrite makes of a layer depends on its hooks, and on its settings.
         if self._plan.rewrites:
             found += [(hook_count(layer), _settings(layer)) for layer, *_ in self._leaves]

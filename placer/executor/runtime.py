@@ -47,7 +47,7 @@ from placer.executor.slice_store import stored_for_slice
 from placer.executor.state import CallState
 from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
 from placer.executor.transfer import transfer
-from placer.executor.tree import write_back
+from placer.executor.tree import renew_buffers, write_back
 from placer.executor.watch import StepReport, StepWatch, watching
 from placer.executor.whole_batch import check_whole_batch, loss_of_results, step_whole_batch
 from placer.operands import tensors_of_tree
@@ -255,6 +255,7 @@ class Runtime:
             )
         programs_of = call.programs.find_all(batch.slices, call.leaves_by_name)
         self._set_flags(call, programs_of[0].stored)
+        renew_buffers(self.tree, {name for each in programs_of for name in each.replaced})
         runs: list[list[PlacedMicrobatch]] = []
         for index in range(len(batch.rows)):
             runs.append([])

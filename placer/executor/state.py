@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from placer.emit import StagedModel
-from placer.errors import PlacerError
+from placer.errors import CaptureError, PlacerError
 from placer.program import StateInput, example_numbers
 
 
 class CallState:
     """The state that a call of ``model`` reads, read once before any slice of the batch runs.
 
+    What ``model``, a rank's part, lacks is read from ``whole``.
     ``leaves`` are those of the call's arguments by name; where one is missing, as in a dry run, it is the
     example's. ``sizes`` are the numbers of rows of the slices, and ``cut`` replaces tensors with a graph.
     """
@@ -25,8 +27,9 @@ class CallState:
         leaves: Mapping[str, Any],
         sizes: Sequence[int],
         cut: Callable[[Any], Any] = lambda value: value,
+        whole: nn.Module | None = None,
     ) -> None:
-        self._model = model
+        self._models = [model] if whole is None else [model, whole]
         self._leaves = leaves
         self._sizes = sizes
         self._cut = cut
@@ -55,7 +58,8 @@ class CallState:
 
     def _slices(self, each: StateInput, staged: StagedModel) -> Sequence[Any]:
         leaves = {**example_numbers(staged.call), **self._leaves}
-        value = self._cut(each.read(self._model, leaves))
+        found = (each.read(model, leaves) for model in self._models)
+        value = self._cut(next((value for value in found if value is not None), None))
         if value is None:
             raise PlacerError(
                 each.name,
@@ -77,3 +81,30 @@ def refuse_held_tensors(staged: StagedModel) -> None:
                 "is a tensor that forward keeps from one call to the next, which works in one process only",
                 "pass it as an argument and return it",
             )
+
+
+def refuse_kept_rows(
+    known: Sequence[StagedModel], staged: StagedModel | None, error: CaptureError | None = None
+) -> None:
+    """Raise ``CaptureError`` if slices read all rows that forward, by a ``known`` program, left before.
+
+    ``staged`` is the program for them; None: it could not be captured, because of ``error``.
+    """
+    if error is not None and "forward fails" not in error.problem:
+        return
+    for each in known:
+        rows = iter(each.stored_leaves(each.rows))
+        for stored in each.stored:
+            batched = any(x.dim is not None for x in islice(rows, stored.count))
+            read = staged is None or any(
+                x.path[: len(stored.path)] == stored.path and x.batch_dim is None
+                for x in staged.state
+                if x.kind is Tensor
+            )
+            if batched and read and stored.root == "model":
+                raise CaptureError(
+                    stored.name,
+                    "is kept from one call to the next with a row per sample, and slices of the batch "
+                    "cannot read their rows of it",
+                    "pass it as an argument and return it; or use 1 replica and 1 micro-batch",
+                ) from error

@@ -32,6 +32,20 @@ def build_tree(
     return tree
 
 
+def renew_buffers(root: nn.Module, names: Iterable[str]) -> None:
+    """Give ``root`` new tensors for the buffers that forward replaces; those of the caller stay as they are.
+
+    Of buffers that ``root`` has, which on a rank are not all.
+    """
+    for owner, _, leaf in (name.rpartition(".") for name in names):
+        try:
+            buffers = root.get_submodule(owner)._buffers
+        except AttributeError:
+            continue
+        if (buffer := buffers.get(leaf)) is not None:
+            buffers[leaf] = buffer.detach().clone()
+
+
 def write_back(tree: Any) -> None:
     """Assign to the root's modules the buffers and attributes that forward assigned to their clones.
 

@@ -6,17 +6,16 @@ because the whole batch would leave something else, and it may not mix rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer._torch import BACKWARD_HOOK_TABLES, HOOK_TABLES, without_torch_function
+from placer._torch import BACKWARD_HOOK_TABLES, without_torch_function
 from placer.program.failure import locate_function
 from placer.program.fake import GuessData
 from placer.program.inside import Inside
@@ -25,7 +24,7 @@ from placer.program.python_random import keep_random
 from placer.program.reachable import ReachableState
 from placer.program.reached import Reached
 from placer.program.readings import reading_of_inputs
-from placer.program.restore import Change, Snapshot, module_roots
+from placer.program.restore import Change, Snapshot, hook_owners, module_roots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +131,3 @@ class BackwardHooks:
             self.changes = list(before.changes())
         finally:
             before.restore()
-
-
-def hook_owners(module: nn.Module, path: str, modules: Container[int]) -> list[tuple[Path, Any]]:
-    """The objects whose methods are hooks in ``module``, as roots of a `Snapshot`.
-
-    The model's own ``modules`` (ids) are left out, and so is what hooks name: other snapshots have them.
-    """
-    return [
-        ((name, table, index), hook.__self__)
-        for name, each in module.named_modules(prefix=path)
-        for table in HOOK_TABLES
-        for index, hook in enumerate(vars(each)[table].values())
-        if isinstance(hook, MethodType) and id(hook.__self__) not in modules
-    ]

@@ -33,8 +33,8 @@ class SplitRules:
     ``patterns`` are those of a spec, ``names`` are of inputs whose dimension is known. ``stored``: pattern of
     a stored value or a result -> how those of slices give that of the batch. ``is_split``: there
     will be several slices, so an input for which the example cannot tell is an error. ``in_turn``: a replica
-    will have several. ``is_checked``: the
-    patterns were those of another call, so one that matches no input is no mistake.
+    will have several. ``is_copied``: there will be several replicas. ``is_checked``: the patterns were those
+    of another call, so one that matches no input is no mistake.
     """
 
     patterns: Mapping[str, BatchDim] = field(default_factory=dict)
@@ -42,6 +42,7 @@ class SplitRules:
     stored: Mapping[str, StoredRule] = field(default_factory=dict)
     is_split: bool = False
     in_turn: bool = False
+    is_copied: bool = False
     is_checked: bool = False
 
     @classmethod
@@ -53,9 +54,13 @@ class SplitRules:
         microbatches: int | str,
     ) -> SplitRules:
         """The rules of a spec or plan with these fields; "auto" may become several."""
-        is_split = replicas != 1 or microbatches != 1
-        in_turn = microbatches != 1
-        return cls(patterns=batch_dims, stored=stored, is_split=is_split, in_turn=in_turn)
+        return cls(
+            patterns=batch_dims,
+            stored=stored,
+            is_split=replicas != 1 or microbatches != 1,
+            in_turn=microbatches != 1,
+            is_copied=replicas != 1,
+        )
 
     def with_names(self, names: Mapping[str, BatchDim]) -> SplitRules:
         """These rules and the dimensions of more inputs, which win; patterns need not match any more."""

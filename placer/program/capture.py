@@ -30,6 +30,7 @@ from placer.program.checks import (
     whole_if_packed,
 )
 from placer.program.failure import (
+    CHANGES_FLAGS,
     ForwardFailure,
     TraceFailure,
     describe,
@@ -119,6 +120,7 @@ def capture_model(
         )
         capture = _Capture(setup, (rules or SplitRules()).with_marks(bound.said))
         recording = capture.record()
+        capture.refuse_copies()
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
         unread = [n for n, node in zip(capture.names, inputs, strict=False) if not node.users]
         refuse_unsure(
@@ -163,6 +165,16 @@ class _Capture:
                 self._keep_whole(failure)
             else:
                 return recording
+
+    def refuse_copies(self) -> None:
+        """Raise ``CaptureError`` if replicas will run a module that needs its own parameters, not copies."""
+        for each in self.whole.values() if self.rules.is_copied else ():
+            if each.reason == CHANGES_FLAGS:
+                raise CaptureError(
+                    each.layer or type(self.model).__name__,
+                    f"{each.reason} ({each.location}), which replicas with copies of it cannot do",
+                    "set it before forward; or use 1 replica, and micro-batches",
+                )
 
     def check(self, recording: RecordedProgram) -> Aliasing:
         """Run the graph by itself on fake tensors; this also finds out which nodes share memory."""
@@ -601,6 +613,7 @@ def _assemble(
         notes=(capture.mixing_note,) if capture.mixing_note else (),
         mixing=capture.mixing,
         stored=recording.stored,
+        replaced=recording.replaced,
         state=capture.state(recording),
     )
 

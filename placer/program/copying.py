@@ -61,7 +61,7 @@ def copy_module(
     except Exception:
         _keep_uncopyable(model, owned, known)
         copied, made = _deepcopy(model, known | twins, tables)
-    _rebind(copied, made, set(map(id, known.values())))
+    _rebind(copied, made, set(map(id, known.values())), owned)
     return copied
 
 
@@ -113,7 +113,7 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
         for value in callables:
             owner = value.__self__ if isinstance(value, MethodType) else value
             if isinstance(owner, functools.partial):
-                for given in (*owner.args, *owner.keywords.values()):
+                for given in (owner.func, *owner.args, *owner.keywords.values()):
                     if not any(id(x) in owned for _, x in walk([((), given)], functions=True)):
                         known[id(given)] = given
             elif not isinstance(owner, FunctionType) and id(owner) not in owned:
@@ -168,6 +168,10 @@ def _keep_without_state(
             found[id(value)] = id(value()) in owned
             return found[id(value)]
         inside = [part for _, part in parts(value)] + function_parts(value)
+        if isinstance(value, _WEAK):
+            inside += list(value)
+        elif isinstance(value, dict) and not owned.isdisjoint(_ids(value)):
+            return True
         holding = [part for part in inside if _keep_without_state(part, owned, known, found)]
         found[id(value)] = bool(holding)
         if not found[id(value)] and not isinstance(value, tuple | FunctionType):
@@ -207,10 +211,34 @@ def _empty_tables(model: nn.Module) -> dict[int, Any]:
     }
 
 
-def _rebind(copied: nn.Module, made: Mapping[int, Any], kept: set[int]) -> None:
-    """Let functions and weak references in the copy refer to the copy, where they referred to the model."""
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakSet)
+
+
+def _ids(table: dict[Any, Any]) -> list[int]:
+    """The keys of a dict that may be ids of objects."""
+    return [key for key in table if type(key) is int]
+
+
+def _rebind_keys(value: Any, made: Mapping[int, Any], owned: set[int]) -> None:
+    """Replace keys that are, weakly or by their ids, modules or parameters of the model."""
+    if isinstance(value, weakref.WeakSet):
+        for key in [key for key in value if id(key) in owned]:
+            value.discard(key)
+            value.add(made[id(key)])
+    elif isinstance(value, weakref.WeakKeyDictionary):
+        for key in [key for key in value if id(key) in owned]:
+            value[made[id(key)]] = value.pop(key)
+    elif isinstance(value, dict) and not owned.isdisjoint(_ids(value)):
+        items = [(id(made[k]) if k in owned else k, item) for k, item in value.items()]
+        value.clear()
+        value.update(items)
+
+
+def _rebind(copied: nn.Module, made: Mapping[int, Any], kept: set[int], owned: set[int]) -> None:
+    """Let functions, weak references and keys in the copy refer to the copy, where they did to the model."""
     rebind = _Rebinding(made)
     for _, value in list(walk((((), module) for module in copied.modules()), without=kept)):
+        _rebind_keys(value, made, owned)
         table = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
         if not isinstance(table, dict | list) or isinstance(
             value, type | FunctionType | RemovableHandle

@@ -55,6 +55,10 @@ def with_own_lines(error: BaseException | None) -> BaseException | None:
     return error if own is None else error.with_traceback(own)
 
 
+CHANGES_FLAGS = "it changes requires_grad of a tensor that it has used before"
+"""Why a module stays whole that only runs where its parameters are leaves of the graph."""
+
+
 class TraceFailure(Exception):
     """The module ``layer`` (a path) cannot be recorded; ``__cause__`` is the exception, if there was one."""
 

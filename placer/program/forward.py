@@ -67,7 +67,7 @@ def run_forward(
     passed = Snapshot(arguments_roots(bound, arguments), root="call")
     flags = recorder.watch_flags(inputs)
     try:
-        with forbid_python_random():
+        with forbid_python_random(recorder.generators):
             if isinstance(model, nn.TransformerEncoder):
                 result = recorder.call_encoder(type(model).forward, model, args, kwargs)
             else:

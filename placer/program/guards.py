@@ -287,6 +287,8 @@ class _Same:
 
 
 def _attribute(module: nn.Module | None, name: str) -> Any:
+    if isinstance(getattr(type(module), name, None), functools.cached_property):
+        return vars(module).get(name, _ABSENT)  # not made by looking
     try:
         return getattr(module, name, _ABSENT)
     except Exception:  # a property that raises

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from placer.program.hook_table import HookTable
 from placer.program.objects import Path, at, attributes_of, has_slots, is_object, spell
+from placer.program.python_random import GENERATORS
 
 CACHED: type = type(functools.lru_cache(lambda: None))
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -127,7 +128,7 @@ class ReachableState:
     of a closure, or of a class) that are None, tensors, numbers, strings, containers or objects,
     ``containers`` those of dicts, lists and sets, and of objects in variables, ``objects`` those of variables
     that are objects, ``codes`` the code of functions, and ``classes`` the classes that each function names or
-    belongs to, by its code.
+    belongs to, by its code. ``generators`` are those of random numbers, of Python and numpy.
     """
 
     cached: list[Reference] = field(default_factory=list)
@@ -136,6 +137,7 @@ class ReachableState:
     objects: list[Reference] = field(default_factory=list)
     codes: list[CodeType] = field(default_factory=list)
     classes: list[tuple[CodeType, type]] = field(default_factory=list)
+    generators: list[Reference] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
         """Add everything in ``other``."""
@@ -145,6 +147,7 @@ class ReachableState:
         self.objects += other.objects
         self.codes += other.codes
         self.classes += other.classes
+        self.generators += other.generators
 
     def read_by(self, codes: Collection[CodeType]) -> list[Reference]:
         """The variables that functions with these ``codes`` name.
@@ -216,6 +219,9 @@ class _Search:
             if self._is_new(value):
                 self._waiting.append(value)
                 self.found.containers.append(Reference(holder, key, value))
+        elif isinstance(value, GENERATORS):
+            if self._is_new(value):
+                self.found.generators.append(Reference(holder, key, value))
         elif not isinstance(value, (ModuleType, *_ATOMS)):
             self.add(type(value))
 

@@ -6,9 +6,13 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
+import dis
+import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +35,7 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.fingerprint import graph_lines, varying_lines
 from placer.program.forward import ForwardRun, run_forward
-from placer.program.guards import AttributeGuard, object_guards, tensor_paths
+from placer.program.guards import PLAIN_VALUES, AttributeGuard, object_guards, tensor_paths
 from placer.program.inside import Inside
 from placer.program.leaving import Left, written_tensor
 from placer.program.objects import Path, attribute_of, is_object, spell
@@ -41,7 +45,7 @@ from placer.program.recorder import Recorder
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
-from placer.program.stored import StateInput, Stored, table_at
+from placer.program.stored import StateInput, Stored, set_at
 from placer.program.targets import present_value
 from placer.program.types import Answers
 from placer.program.variable_guards import settings_guards, variable_guards
@@ -65,6 +69,7 @@ class RecordedProgram:
     changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
     changing: frozenset[str]  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
+    replaced: tuple[str, ...]  # buffers that forward replaces
     changed_in_backward: tuple[
         Change, ...
     ]  # known only if the batch is to be split, as is the next
@@ -136,7 +141,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
     try:
         run, setup = _run_with_numbers(setup, inputs, snapshot)
         recorder, writer = run.recorder, run.recorder.writer
-        left = _replace_buffers(recorder, setup, run.left)
+        left, replaced = _replace_buffers(recorder, setup, run.left)
         following = _Next(left, True, ())
         if any(each.change is not None for each in left):
             following = _compare_with_next(setup, inputs, run, left)
@@ -145,9 +150,11 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         left = [*left, *written]
         results = [*run.leaves, *(leaf for each in left for leaf in each.leaves)]
         sizes = recorder.sizes.log()
+        results = [writer.inputs_of.get(x, x) if isinstance(x, fx.Node) else x for x in results]
         graph = writer.finish(results, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
+    recorder.attributes |= _set_alike(recorder, left)
     names = {node.name for node in graph.nodes}
     objects = [
         Reference({name: leaf}, name, leaf)
@@ -173,6 +180,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         changed_inside=tuple(recorder.changed_inside.values()),
         changing=frozenset(recorder.changing),
         written_inside=recorder.written_inside,
+        replaced=replaced,
         changed_in_backward=tuple(recorder.backward.changes),
         gradient_hooks=tuple(recorder.backward.runs),
         numbers=setup.numbers,
@@ -198,6 +206,28 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         packs=recorder.packs,
         shapes=writer.shapes,
     )
+
+
+def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]:
+    """The attributes that forward may have set to the plain values that they had: by module path and name.
+
+    In a later call they may have others, which such a program would leave as they are.
+    """
+    stored = set().union(*map(_stored_names, recorder.codes.values()))
+    changed = {each.stored.path[:2] for each in left if each.stored.root == "model"}
+    return {
+        (path, name)
+        for path, module in recorder.fake_model.named_modules()
+        for name in stored & vars(module).keys()
+        if (path, name) not in changed and isinstance(vars(module)[name], PLAIN_VALUES)
+    }
+
+
+@functools.cache
+def _stored_names(code: CodeType) -> frozenset[str]:
+    """The names of attributes to which ``code`` assigns."""
+    found = dis.get_instructions(code)
+    return frozenset(str(x.argval) for x in found if x.opname == "STORE_ATTR")
 
 
 def run_once(
@@ -332,7 +362,9 @@ def _state_inputs(
         fake = writer.tensor_of(node)
         is_written = storage_key(fake) in run.recorder.written
         if node in run.recorder.made or not (
-            is_written or original.requires_grad or (path is not None and path in replaced)
+            is_written
+            or original.requires_grad
+            or (path is not None and any(path[: len(x)] == x for x in replaced))
         ):
             continue
         name = (
@@ -398,19 +430,29 @@ def _compare_with_next(
         kinds = {(x.stored.root, x.stored.path): x.stored.kind for x in second.left}
         left = [
             replace(x, stored=replace(x.stored, kind="items"))
-            if x.stored.kind == "extend" and kinds.get((x.stored.root, x.stored.path)) == "items"
+            if x.stored.kind == "extend"
+            and kinds.get((x.stored.root, x.stored.path)) == "items"
+            and x.change is not None
+            and not x.change.before
             else x
             for x in left
         ]
     return _Next(left, repeats, containers.unread() if repeats else ())
 
 
-def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> list[Left]:
+def _replace_buffers(
+    recorder: Recorder, setup: Setup, left: Sequence[Left]
+) -> tuple[list[Left], tuple[str, ...]]:
     """Record each buffer that forward replaced by another tensor as a copy into the buffer.
 
-    Returns all other changes, among them buffers that require a gradient now.
+    Returns all other changes, among them buffers that require a gradient now, and the names of the buffers.
+    Raises ``TraceFailure`` if the old tensor stays in use, or the new one is also another buffer's.
     """
-    others = []
+    first, last = (
+        Counter(id(x) for module in model.modules() for x in module._buffers.values())
+        for model in (setup.model, setup.fake_model)
+    )
+    others, replaced = [], dict[str, fx.Node]()
     for each in left:
         change = each.change
         name = attribute_of(each.stored.path) if each.stored.root == "model" else ("", "")
@@ -428,8 +470,14 @@ def _replace_buffers(recorder: Recorder, setup: Setup, left: Sequence[Left]) -> 
         ):
             others.append(each)
         else:
-            recorder.writer.replace_buffer(f"{path}.{attribute}".lstrip("."), now, path)
-    return others
+            full = f"{path}.{attribute}".lstrip(".")
+            written = storage_key(change.before) in recorder.written
+            if written or first[id(before)] > 1 or last[id(now)] > 1:
+                reason = f"it replaces the buffer {full}, whose tensor it also writes or shares"
+                raise TraceFailure(path, reason, "")
+            replaced[full] = each.leaves[0]
+    recorder.writer.replace_buffers(replaced)
+    return others, tuple(replaced)
 
 
 @contextmanager
@@ -444,14 +492,13 @@ def replaced_state(
             original = each.read(setup.model, {})
             if each.path and converter.tensor(original) is not tensor:
                 before = converter.tensor(original)
-                table = table_at(setup.fake_model, each.path)
-                table[each.path[-1]] = tensor
+                set_at(setup.fake_model, each.path, tensor)
                 converter.register(tensor, original)
-                undo.append((table, each.path[-1], before, original))
+                undo.append((each.path, before, original))
         yield
     finally:
-        for table, key, before, original in undo:
-            table[key] = before
+        for path, before, original in undo:
+            set_at(setup.fake_model, path, before)
             converter.register(before, original)
 
 

@@ -49,6 +49,7 @@ from placer.program.constants import (
 )
 from placer.program.encoder import fill_padding, find_padding
 from placer.program.failure import (
+    CHANGES_FLAGS,
     ForwardFailure,
     TraceFailure,
     Untraceable,
@@ -131,6 +132,7 @@ class Recorder(TorchFunctionMode):
         self.devices = NamedDevices(ignored=ignore_device_moves)
         self.model = model
         self.reachable = converter.reachable
+        self.generators = [each.value for each in self.reachable.generators]
         self.fake_model = fake_model
         self.whole = whole
         self.writer = GraphWriter(converter, fake_model)
@@ -422,7 +424,7 @@ class Recorder(TorchFunctionMode):
             return call_single_node(self, original, path, module, args, kwargs)
         caller, self.writer.layer = self.writer.layer, path
         try:
-            with forbid_python_random() if self.locate_draws else nullcontext():
+            with forbid_python_random(self.generators) if self.locate_draws else nullcontext():
                 if isinstance(module, nn.TransformerEncoder):
                     return self.call_encoder(original, module, args, kwargs)
                 return original(module, *args, **kwargs)
@@ -590,7 +592,7 @@ class Recorder(TorchFunctionMode):
             return False
         node = self.writer.first_use(tensor)
         if node is not None:
-            raise Untraceable("it changes requires_grad of a tensor that it has used before")
+            raise Untraceable(CHANGES_FLAGS)
         self.flags_set.add(id(tensor))
         return True
 

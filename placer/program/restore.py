@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Container, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from placer._torch import HOOK_TABLES
 from placer.program.hook_table import HookTable
 from placer.program.objects import (
     Path,
@@ -20,6 +22,7 @@ from placer.program.objects import (
     set_attributes,
     walk,
 )
+from placer.program.python_random import set_state, state_of
 from placer.program.reachable import ReachableState, Reference
 
 MISSING = object()
@@ -114,6 +117,8 @@ class Snapshot:
                 if id(each.value) not in known and (contents := _contents(each.value)) is not None
             ]
             self._variables += [(reference, reference.read()) for reference in code.variables]
+        drawn = [] if code is None else [each.value for each in code.generators]
+        self._generators = [(generator, state_of(generator)) for generator in drawn]
 
     def changes(self) -> Iterator[Change]:
         """What has changed since, in the order in which the objects were found."""
@@ -129,6 +134,8 @@ class Snapshot:
         for reference, value in self._variables:
             if reference.read() is not value:
                 reference.write(value)
+        for generator, state in self._generators:
+            set_state(generator, state)
         for holder in self._holders:
             now, before = _contents(holder.object), holder.contents
             if isinstance(before, dict) and isinstance(now, dict):
@@ -150,6 +157,20 @@ def restored(snapshot: Snapshot) -> Iterator[None]:
 def module_roots(model: nn.Module, prefix: str = "") -> list[tuple[Path, Any]]:
     """The modules of ``model`` as roots of a `Snapshot`: paths begin with a module's path."""
     return [((path,), module) for path, module in model.named_modules(prefix=prefix)]
+
+
+def hook_owners(module: nn.Module, path: str, modules: Container[int]) -> list[tuple[Path, Any]]:
+    """The objects whose methods are hooks in ``module``, as roots of a `Snapshot`.
+
+    The model's own ``modules`` (ids) are left out, and so is what hooks name: other snapshots have them.
+    """
+    return [
+        ((name, table, index), hook.__self__)
+        for name, each in module.named_modules(prefix=path)
+        for table in HOOK_TABLES
+        for index, hook in enumerate(vars(each)[table].values())
+        if isinstance(hook, MethodType) and id(hook.__self__) not in modules
+    ]
 
 
 def set_items(holder: Any, items: Iterable[Any]) -> None:

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from placer._torch import without_torch_function
 from placer.operands import tensors_of_tree
-from placer.program.backward import hook_owners
 from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
 from placer.program.fake import GuessData
 from placer.program.hook_table import HookTable
@@ -23,7 +22,7 @@ from placer.program.objects import Path
 from placer.program.packed import assume_sizes, packed_sequences
 from placer.program.python_random import keep_random
 from placer.program.readings import reading_of_inputs
-from placer.program.restore import Snapshot, module_roots
+from placer.program.restore import Snapshot, hook_owners, module_roots
 from placer.program.targets import CallInModes, Checkpointed, Modes, call_module
 from placer.program.writer import executable
 

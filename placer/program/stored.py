@@ -141,6 +141,17 @@ def table_at(model: nn.Module, path: Path) -> Any:
     return table if isinstance(table, dict | list | deque) else vars(table)
 
 
+def set_at(model: nn.Module, path: Path, value: Any) -> None:
+    """Put ``value`` at ``path`` in ``model``; a tuple that holds it is replaced."""
+    holder = at(vars(model.get_submodule(path[0])), path[1:-1])
+    if isinstance(holder, tuple):
+        items = [*holder[: path[-1]], value, *holder[path[-1] + 1 :]]
+        made = type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
+        set_at(model, path[:-1], made)
+    else:
+        table_at(model, path)[path[-1]] = value
+
+
 def _module(model: nn.Module, leaf: Any) -> Any:
     return model.get_submodule(leaf.path) if isinstance(leaf, ModuleReference) else leaf
 

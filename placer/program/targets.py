@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ from torch.utils._pytree import TreeSpec
 from torch.utils.checkpoint import checkpoint
 
 from placer._torch import without_modes
-from placer.program.copying import tensors_of
+from placer.program.copying import copy_module
 from placer.program.packed import unflatten
-from placer.program.restore import Snapshot, module_roots
+from placer.program.reachable import find_reachable_state
+from placer.program.restore import Snapshot, restored
 from placer.program.result import flatten_result
 
 
@@ -236,31 +237,14 @@ class WholeRoot:
     def __call__(self, *values: Any) -> list[Any]:
         state: Mapping[str, Tensor] = dict(zip(self.names, values, strict=False))
         args, kwargs = self.rebuild(list(values[len(self.names) :]))
-        dry = any(isinstance(value, FakeTensor) for value in values)
-        with _unchanged(self.skeleton) if dry else nullcontext():
-            result = torch.func.functional_call(
-                self.skeleton, dict(state), args, kwargs, tie_weights=False
-            )
+        model, code = self.skeleton, None
+        if any(isinstance(value, FakeTensor) for value in values):  # leaves nothing behind
+            with without_modes():
+                model = copy_module(model)
+                code = find_reachable_state(model)
+        with restored(Snapshot((), code)):
+            result = torch.func.functional_call(model, dict(state), args, kwargs, tie_weights=False)
         return flatten_result(result)[0]
 
     def __repr__(self) -> str:
         return f"WholeRoot({type(self.skeleton).__qualname__}, {self.names})"
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes and real tensors of ``module`` after a forward on fake tensors."""
-    snapshot = Snapshot(module_roots(module))
-    with without_modes():
-        kept = [
-            (tensor, tensor.detach().clone())
-            for tensor in tensors_of(module)
-            if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
-        ]
-    try:
-        yield
-    finally:
-        snapshot.restore()
-        with without_modes(), torch.no_grad():
-            for tensor, value in kept:
-                tensor.copy_(value)

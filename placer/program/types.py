@@ -146,6 +146,7 @@ class Captured:
     # Of a call whose batch is not split: why it cannot be, or "" if nothing is known against it
     mixing: str = ""
     stored: tuple[Stored, ...] = ()  # what forward leaves behind besides its result
+    replaced: tuple[str, ...] = ()  # buffers that forward replaces, which the graph writes in place
     state: tuple[StateInput, ...] = ()  # the inputs after those of the call
 
 

@@ -87,7 +87,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 changes = [*snapshot.changes(), *given.changes()]
                 once = set(map(id, _made_once(setup, inputs, changes)))
                 others = [change for change in changes if id(change) not in once]
-                _refuse_changes(others, reached, type(model), reason)
+                _refuse_changes(setup, others, reached, reason)
                 if setup.is_split:
                     hooks.run_backward(tensors_of_tree(leaves), inputs)
             finally:
@@ -103,13 +103,16 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     reading = ""
     if guesses.guessed:
         other = GuessData.other(converter, fake_model, setup.guess)
+        changes = []
         with suppress(Exception):  # these values may be impossible
-            _run_again(setup, inputs, reached, snapshot, other)  # to see what it then writes
+            changes, _ = _run_again(setup, inputs, reached, snapshot, other)
+        others = [change for change in changes if not _may_be_made_once(change)]
+        _refuse_changes(setup, others, reached, reason)
         if inside is not None:
             reading = reading_of_inputs(
                 guesses,
                 inside,
-                lambda other: _run_again(setup, inputs, reached, snapshot, other),
+                lambda other: _run_again(setup, inputs, reached, snapshot, other)[1],
             )
         _refuse_flags(flags, fake_model, type(model), reason)
     writer = GraphWriter(converter, fake_model)
@@ -145,6 +148,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         changed_inside=(),
         changing=frozenset(),
         written_inside=reached.written,
+        replaced=(),
         changed_in_backward=tuple(hooks.changes),
         gradient_hooks=tuple(hooks.runs),
         numbers=(),
@@ -163,16 +167,19 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
 
 def _run_again(
     setup: Setup, inputs: Sequence[Tensor], reached: Reached, snapshot: Snapshot, guess: GuessData
-) -> Inside | None:
-    """Run the model once more, with other values where it reads them."""
-    converter, model = setup.converter, setup.fake_model
+) -> tuple[list[Change], Inside | None]:
+    """Run the model once more, with other values where it reads them: what it then changes and runs."""
+    converter, model, bound = setup.converter, setup.fake_model, setup.bound
+    arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
+    given = Snapshot(arguments_roots(bound, arguments), root="call")
     try:
         with recording_modes(converter), Follow(reached), guess, keep_random():
-            leaves = call_leaves(setup.bound, converter.copies(inputs))
-            args, kwargs = place_arguments(setup.bound, call_arguments(setup.bound, leaves))
+            args, kwargs = place_arguments(bound, arguments)
             reached.extend((args, kwargs), inside=setup.is_split)
-            return reached.end(flatten_result(model.forward(*args, **kwargs))[0])
+            inside = reached.end(flatten_result(model.forward(*args, **kwargs))[0])
+        return [*snapshot.changes(), *given.changes()], inside
     finally:
+        given.restore()
         snapshot.restore()
 
 
@@ -184,7 +191,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
-    skeleton = copy_module(model, memo)
+    skeleton = copy_module(model, memo, keep_objects=True)
     for name in HOOK_TABLES:
         getattr(skeleton, name).clear()
     return skeleton
@@ -210,13 +217,7 @@ def _made_once(setup: Setup, inputs: Sequence[Tensor], changes: Sequence[Change]
 
     It holds no tensors, and a second call, which is run here, leaves the same object there.
     """
-    plain = bool, int, float, str
-    found = [
-        each
-        for each in changes
-        if each.root == "model" and each.kind == "set" and each.before is None
-        if not isinstance(each.value, plain) and not tensors_of_tree(each.value)
-    ]
+    found = [each for each in changes if _may_be_made_once(each)]
     if not found:
         return []
     bound, model = setup.bound, setup.fake_model
@@ -226,22 +227,31 @@ def _made_once(setup: Setup, inputs: Sequence[Tensor], changes: Sequence[Change]
     return [each for each in found if table_at(model, each.path).get(each.path[-1]) is each.value]
 
 
-def _refuse_changes(
-    changes: Sequence[Change], reached: Reached, kind: type[nn.Module], reason: str
-) -> None:
+def _may_be_made_once(change: Change) -> bool:
+    """Is it a list or object without tensors in an attribute of the model that was None?"""
+    kept = change.root == "model" and change.kind == "set" and change.before is None
+    plain = isinstance(change.value, bool | int | float | str)
+    return kept and not plain and not tensors_of_tree(change.value)
+
+
+def _refuse_changes(setup: Setup, changes: Sequence[Change], reached: Reached, reason: str) -> None:
     """Raise ``CaptureError`` for a change that a caller could see.
 
-    What the code keeps for itself is none, nor are tensors that do not depend on the inputs, as a grid of
-    anchors: the node makes them in its own copy of the model.
+    What the code keeps for itself is none, but for lists and counts that every slice of a batch changes. Nor
+    are tensors that do not depend on the inputs, as a grid of anchors: the node makes them in its own copy
+    of the model. Buffers and tensors that were there, as a count of the calls, may depend on what they were.
     """
     for change in changes:
         tensors = tensors_of_tree(change.value)
         hooks = change.root == "model" and change.path[1].endswith("hooks")
-        in_code = change.root == "code" and not tensors
-        constant = bool(tensors) and not any(tensor in reached for tensor in tensors)
+        counts = change.kind != "set" or isinstance(change.before, int | float)
+        in_code = change.root == "code" and not tensors and not (setup.is_split and counts)
+        before = change.before if isinstance(change.before, Tensor) else None
+        again = before is not None and getattr(change.value, "shape", None) == before.shape
+        constant = bool(tensors) and not again and not any(tensor in reached for tensor in tensors)
         if not (hooks or in_code or constant):
             raise CaptureError(
-                kind.__name__,
+                type(setup.model).__name__,
                 f"its forward cannot be captured ({reason}), and it sets {spell(change.path)}, which a call "
                 "of the placed model would not",
                 "move the code that cannot be captured into a submodule, or return the value",

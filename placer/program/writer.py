@@ -60,6 +60,7 @@ class GraphWriter:
         self._made: list[tuple[fx.Node, Tensor]] = []  # keeps the ids in _node_of valid
         self._pure: set[fx.Node] = set()
         self._taken: set[str] = set()
+        self.inputs_of: dict[Any, fx.Node] = {}  # constants that became inputs -> these
         self._state = {
             id(tensor): name
             for name, tensor in (*fake_model.named_buffers(), *fake_model.named_parameters())
@@ -92,6 +93,7 @@ class GraphWriter:
         with place:
             node = self._input(name)
         constant.replace_all_uses_with(node)
+        self.inputs_of[constant] = node
         self.constants.pop(constant.name)
         self._made = [(node if made is constant else made, tensor) for made, tensor in self._made]
         self._node_of = {k: node if v is constant else v for k, v in self._node_of.items()}
@@ -133,20 +135,26 @@ class GraphWriter:
         self.location_of[node.name] = locate_caller()
         return node
 
-    def replace_buffer(self, name: str, value: Tensor, layer: str) -> None:
-        """Record that forward replaced the buffer ``name`` by ``value``: copy the value into the buffer.
+    def replace_buffers(self, values: Mapping[str, fx.Node]) -> None:
+        """Record that forward replaced buffers by ``values``, by name: copy the values into the buffers.
 
-        Nodes that read the buffer now read a copy of it, so that backward has the old values.
+        Nodes that read a buffer now read a copy of it, so that backward has the old values.
         """
-        for read in self.graph.find_nodes(op="get_attr", target=name):
-            with self.graph.inserting_after(read):
-                kept = self.graph.call_method("clone", (read,))
-            read.replace_all_uses_with(
-                kept, delete_user_cb=lambda user, kept=kept: user is not kept
-            )
-            self._pure.add(kept)
-            self.layer_of[kept.name] = self.layer_of[read.name]
-        self.node("call_method", "copy_", (self.node("get_attr", name), value), layer=layer)
+        written = {name: self.node("get_attr", name) for name in values}
+        for name, value in values.items():
+            layer = name.rpartition(".")[0]
+            self.node("call_method", "copy_", (written[name], value), layer=layer)
+        for name in values:
+            for read in self.graph.find_nodes(op="get_attr", target=name):
+                if read is written[name]:
+                    continue
+                with self.graph.inserting_after(read):
+                    kept = self.graph.call_method("clone", (read,))
+                read.replace_all_uses_with(
+                    kept, delete_user_cb=lambda user, kept=kept: user is not kept
+                )
+                self._pure.add(kept)
+                self.layer_of[kept.name] = self.layer_of[read.name]
 
     def finish(
         self, leaves: list[Any], numbers: Mapping[fx.Node, Any], *, named: bool = True

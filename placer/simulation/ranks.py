@@ -234,7 +234,7 @@ class _FakeReplica:
             for leaf in tensors_of_tree((call.leaves, slices, call.target, self._targets)):
                 ledger.add(leaf, CALLER, kind="input")
             pipeline = _pipeline(plan, staged, part, assignment)
-            state = CallState(part, {}, [1] * len(slices))
+            state = CallState(part, {}, [1] * len(slices), whole=call.model)
             microbatches = [
                 Microbatch(
                     inputs=state.inputs(staged, slice_, position),

@@ -130,6 +130,7 @@ def attributes(model: nn.Module) -> Iterator[tuple[Seen, Any]]:
 class Watch:
     """Notes what a call changes outside of the model: variables of its code, and what its hooks hold.
 
+    So are tensors that were its buffers, which a caller may keep when forward replaces them.
     The hooks are those of ``hooked``, which is the caller's model; None: they are left out.
     """
 
@@ -143,6 +144,7 @@ class Watch:
         if hooked is not None:
             self._snapshots["hook"] = Snapshot(hook_roots(hooked), root="hook")
         self._tensors = [(seen, t, t._version) for seen, t in self._live_tensors()]
+        self._buffers = dict(model.named_buffers())
 
     def _live_tensors(self) -> list[tuple[Seen, Tensor]]:
         read = [((each.name,), each.read()) for each in self.code.variables]
@@ -161,6 +163,8 @@ class Watch:
         for seen, tensor, version in self._tensors:
             if tensor._version != version:
                 yield seen, tensor
+        for name, buffer in self._buffers.items():
+            yield Seen("buffer", f"{name} before the call"), buffer
 
 
 class Shared:

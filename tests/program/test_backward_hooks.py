@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -184,3 +185,70 @@ def test_a_hook_that_keeps_rows_apart_runs(name: str, slices: dict[str, int]) ->
     placed(x).square().sum().backward()
     for ours, theirs in zip(placed.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+Register = Callable[[nn.Module, Hook], Any]
+REGISTER: list[Register] = [
+    nn.Module.register_forward_hook,
+    nn.Module.register_forward_pre_hook,
+    nn.Module.register_full_backward_hook,
+    nn.Module.register_full_backward_pre_hook,
+]
+
+
+@pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("register", REGISTER)
+def test_so_is_one_that_is_put_on_a_layer_later(register: Register, slices: dict[str, int]) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64)
+    placed = placer.compile(_model(), {**TWO, **slices}, x, run_on="cpu")
+    placed(x).sum().backward()
+    register(placed[1], Watcher().counts)
+    with pytest.raises(placer.CaptureError, match="is set"):
+        placed(x).sum().backward()
+
+
+class Asserts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not x.isnan().any()
+        y: Tensor = self.last(self.inner(x))
+        return y
+
+
+class Calls(Watcher):
+    def __call__(self, *call: Any) -> None:
+        self.count += 1
+
+
+FORMS: dict[str, Callable[[Calls], Hook]] = {
+    "method": lambda watcher: watcher.counts,
+    "object": lambda watcher: watcher,
+    "partial": lambda watcher: functools.partial(watcher.counts, 1),
+}
+
+
+@pytest.mark.parametrize("make", [Asserts, _model])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("register", REGISTER)
+def test_objects_of_the_user_are_called_before_and_after_the_model_is_placed(
+    register: Register, form: str, make: Callable[[], nn.Module]
+) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    watchers, model = (Calls(), Calls()), make().double()
+    layer = next(iter(dict(model.named_children())))
+    register(model.get_submodule(layer), FORMS[form](watchers[0]))
+    placed = placer.compile(model, {"devices": ["cuda:0"]}, x, run_on="cpu")
+    placed(x).sum().backward()
+    register(placed.get_submodule(layer), FORMS[form](watchers[1]))
+    placed(x).sum().backward()
+    assert [watcher.count for watcher in watchers] == [2, 1]
+
+
+def test_one_that_keeps_calls_in_a_variable_is_refused_there_with_several_slices() -> None:
+    model, seen = Asserts(), list[int]()
+    model.inner.register_forward_hook(lambda *call: seen.append(1))
+    with pytest.raises(placer.CaptureError, match="it sets"):
+        placer.compile(model, {"devices": ["cuda:0"], "microbatches": 2}, torch.randn(8, 6))

@@ -174,3 +174,23 @@ def test_or_refused_if_the_model_itself_does(kind: Callable[[], nn.Module]) -> N
     with pytest.raises(placer.CaptureError, match="an object that has __slots__"):
         placer.compile(kind(), SPEC, torch.randn(4, 4))
     assert SHARED.shift is None
+
+
+class FreezesForAWhile(Layers):
+    """As a GAN does with its discriminator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        self.b.requires_grad_(False)
+        y = self.b(y)
+        self.b.requires_grad_(True)
+        return self.c(y)
+
+
+def test_flags_that_forward_sets_for_a_while_need_the_layers_own_weights() -> None:
+    for slices in ({}, {"microbatches": 2}):
+        model, placed = _pair(FreezesForAWhile, {**SPEC, **slices})
+        x = _batch(4)
+        _assert_equal(_train(placed, x), _train(model, x))
+    with pytest.raises(placer.CaptureError, match="which replicas with copies of it cannot do"):
+        placer.compile(FreezesForAWhile(), {**SPEC, "replicas": 2}, torch.randn(4, 4))

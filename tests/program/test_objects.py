@@ -1,4 +1,4 @@
-"""Results that are objects of classes made inside of a function, which pickle does not find."""
+"""Results that are objects of classes made inside of a function, which pickle does not find; keys by id."""
 
 from __future__ import annotations
 
@@ -144,3 +144,23 @@ def test_what_cannot_be_kept_is_said_and_not_blamed_on_the_inputs() -> None:
     with pytest.raises(placer.CaptureError, match="returns an object of type generator") as error:
         placer.compile(Lazy(), {"devices": ["cpu:0"]}, torch.ones(2, 4))
     assert "example inputs" not in str(error.value)
+
+
+class ById(nn.Module):
+    """It finds what belongs to its layers and parameters by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scales = {id(self.a): 2.0, id(self.b.weight): 3.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) * self.scales.get(id(self.a), 1.0)
+        return self.b(x) * self.scales.get(id(self.b.weight), 1.0)
+
+
+def test_a_dict_by_the_ids_of_layers_is_that_of_the_copy() -> None:
+    model, x = ById(), torch.randn(4, 4)
+    placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, x)
+    torch.testing.assert_close(placed(x), model(x))
+    assert list(model.scales) == [id(model.a), id(model.b.weight)]

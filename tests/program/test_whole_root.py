@@ -92,3 +92,27 @@ def test_what_does_not_depend_on_values_may_be_made_by_a_whole_model() -> None:
     for name in ("seen", "sums"):
         with pytest.raises(placer.CaptureError, match=f"it sets {name}"):
             placer.compile(Lazy(of_values=name), TWO, X)
+
+
+class CountsCalls(nn.Module):
+    """It replaces its count of calls; in only one of its branches."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        if not buffer:
+            del self.calls
+            self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        self.calls = self.calls + 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_count_that_a_whole_model_replaces_is_refused(buffer: bool) -> None:
+    with pytest.raises(placer.CaptureError, match="it sets calls"):
+        placer.compile(CountsCalls(buffer=buffer), TWO, X)

@@ -65,6 +65,11 @@ class DistributedModule(PartialModule):
         """The first names of the tensors that this rank saves; each has one owner in the job."""
         return runtime_of_rank(self).owned_names
 
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode of the whole model; every rank must do so."""
+        runtime_of_rank(self).finder.train(mode)
+        return super().train(mode)
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; if it has none, an empty one, because optimizers require one."""
         yield from list(super().parameters(recurse)) or [runtime_of_rank(self).placeholder]

@@ -129,6 +129,7 @@ class DistributedRuntime(Runtime):
             device=device,
             shard=assignment.shard_index,
         )
+        self.finder.check_flags(staged)
         # Those of the whole model; this rank's part cannot be captured.
         self.calls = self.finder.calls
         connect(groups, find_pairs(staged, assignment.device_of), device)
@@ -261,7 +262,7 @@ class DistributedRuntime(Runtime):
         own_rows: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        self._set_flags(call, call.programs.captured.stored)
+        self._set_input_flags(call)
         programs, leaves = call.programs, call.leaves
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
@@ -404,6 +405,10 @@ class DistributedRuntime(Runtime):
         staged, leaves = self._gather(call, share, results, own_rows=own_rows, grad=True)
         with torch.no_grad():
             self._store(staged, leaves, call)
+
+    def _store(self, staged: StagedModel, leaves: Sequence[Any], call: Call) -> None:
+        super()._store(staged, leaves, call)
+        self.finder.store(staged, staged.stored_leaves(leaves))
 
     def _gather(
         self, call: Call, share: Share, results: Results, *, own_rows: bool, grad: bool

@@ -121,7 +121,7 @@ def take_share(
     targets = split_target(target, batch.total, sizes)[own.start : own.stop] if own else []
     counts = [None] * len(targets) if count is None else count(targets)
     here = is_on(finder.device, slices[largest])
-    state = CallState(finder.part, called.leaves_by_name, sizes)
+    state = CallState(finder.part, called.leaves_by_name, sizes, whole=finder.whole)
     given = [
         Microbatch(
             inputs=state.inputs(

@@ -30,15 +30,20 @@ from placer.plan.types import Plan
 from placer.precision import autocast_state, planned_autocast
 from placer.program import (
     FakeConverter,
+    Target,
     copy_guarded_attributes,
     copy_module,
     example_numbers,
+    store,
     tensors_of,
     unflatten,
 )
 from placer.program.reachable import find_reachable_state
 from placer.schedule import Flow
 from placer.space import Alone
+
+NUMBERS: Mapping[type, torch.dtype] = {int: torch.int64, float: torch.float64}
+"""How numbers are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    number: int | float | None = None  # if it is a number: that of the run on fake tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +61,8 @@ class CrossingValue:
     """A value of the graph that a later stage reads: a tensor, or a pytree.
 
     ``maker`` and ``readers`` are stage indices. ``leaves`` has a ``TensorSpec`` for each tensor in the
-    value, and other leaves themselves (sizes are the same on every rank). ``gradient_readers`` has for
+    value, and for each number if the program has inputs that are numbers, on which it may depend; and other
+    leaves themselves (sizes are the same on every rank). ``gradient_readers`` has for
     each leaf those readers that send a gradient back, because the model's result depends on the leaf
     through them.
     """
@@ -149,7 +156,7 @@ class CrossingFinder:
     """Finds `Crossings` by running a copy of the whole model on fake tensors; caches them by shape.
 
     ``calls`` has the programs of that copy, for each way in which the model has been called. ``part`` is
-    this rank's part of the model.
+    this rank's part of the model, and ``whole`` all of it, without data.
     """
 
     def __init__(
@@ -168,15 +175,15 @@ class CrossingFinder:
         self._place = Place(str(device), device)
         meta = torch.device("meta")
         # Tensors that are no parameters or buffers keep their values, which the program may read.
-        self._shadow = _copy_with(model, lambda t: _empty_like(t, meta), plain=lambda t: t)
+        self.whole = _copy_with(model, lambda t: _empty_like(t, meta), plain=lambda t: t)
         with self._converter.mode, torch.no_grad():
             empty = partial(_empty_like, device=device)
-            self._fake = _copy_with(self._shadow, empty, plain=empty)
+            self._fake = _copy_with(self.whole, empty, plain=empty)
         self._converter.reachable.extend(find_reachable_state(self._fake))
-        self._copies = [dict(model.named_modules()) for model in (self._shadow, self._fake)]
+        self._copies = [dict(model.named_modules()) for model in (self.whole, self._fake)]
         self.part = part
         self._ownership = ownership
-        programs = ProgramCache(self._shadow, plan, staged, planned_autocast(plan.precision))
+        programs = ProgramCache(self.whole, plan, staged, planned_autocast(plan.precision))
         self.calls = CallCache(programs, before_capture=self.follow)
         places = [self._place] * len(staged.stages)
         shards = [[place] for place in places]
@@ -189,9 +196,9 @@ class CrossingFinder:
     def follow(self) -> None:
         """Copy the training flags of this rank's part, and the plain attributes that programs read.
 
-        A module that the part lacks gets the flag of the part itself, and keeps its attributes.
+        A module that the part lacks keeps what `train` and `store` have set.
         """
-        part, modules = self.part, dict(self.part.named_modules())
+        modules = dict(self.part.named_modules())
         guards = self.calls.guards
         for copied in self._copies:
             if copy_guarded_attributes(guards, modules, copied):
@@ -199,13 +206,23 @@ class CrossingFinder:
             for path, name in self.calls.numbers:
                 if path in modules and name in vars(modules[path]):
                     setattr(copied[path], name, getattr(modules[path], name))
-        modes = tuple(module.training for module in modules.values())
-        if modes == self._modes:
-            return
-        self._modes = modes
-        for copied in self._copies:
-            for path, module in copied.items():
-                module.training = modules.get(path, part).training
+            for path in modules.keys() & copied.keys():
+                copied[path].training = modules[path].training
+        self._modes = tuple(module.training for module in self.whole.modules())
+
+    def train(self, mode: bool) -> None:
+        """Set the mode of modules that this rank's part lacks, too."""
+        for model in (self.whole, self._fake):
+            model.train(mode)
+
+    def store(self, staged: StagedModel, leaves: Sequence[Any]) -> None:
+        """Set what a call has stored in modules besides tensors, of which the part lacks some."""
+        rest = list(leaves)
+        for each in staged.stored:
+            own, rest = rest[: each.count], rest[each.count :]
+            if each.root == "model" and not any(isinstance(leaf, Tensor) for leaf in own):
+                for model in (self.whole, self._fake):
+                    store([each], own, Target(model=model))
 
     def find(self, call: Call, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """The values that cross for a micro-batch with the shapes of ``leaves`` (flattened inputs).
@@ -219,6 +236,7 @@ class CrossingFinder:
         key = (id(staged), shapes, self._modes, grad, autocast_state(self.device.type))
         if key not in self._found:
             self._check_weights(staged)
+            self.check_flags(staged)
             self._found[key] = self._run(staged, shapes, grad)
         return self._found[key]
 
@@ -236,6 +254,19 @@ class CrossingFinder:
                     "was given, or not in the mode that the model was in, so the rank of that stage does "
                     "not have it",
                     "call placer.compile with an example, and in a mode, in which all layers are used",
+                )
+
+    def check_flags(self, staged: StagedModel) -> None:
+        """Raise ``PlacerError``, the same on every rank, if forward changes which parameters are trained."""
+        for each in staged.stored:
+            if each.flag is None or each.root != "model":
+                continue
+            path, _, name = each.path
+            if self.whole.get_submodule(path).get_parameter(name).requires_grad != each.flag:
+                raise PlacerError(
+                    f"{path}.{name}".lstrip("."),
+                    "forward sets its requires_grad, which works in one process only",
+                    "set it on the model before placer.compile, or leave it as it is in forward",
                 )
 
     @contextmanager
@@ -297,6 +328,7 @@ class CrossingFinder:
                     readers,
                     values[name],
                     {(p, r) for (n, p, r), node in links.items() if n == name and node in reached},
+                    numbers=bool(staged.state),
                 )
                 for name, (maker, readers) in find_value_readers(staged).items()
             },
@@ -329,15 +361,20 @@ def _describe(
     readers: tuple[int, ...],
     value: Any,
     gradients: Collection[tuple[int, int]],
+    *,
+    numbers: bool,
 ) -> CrossingValue:
-    """The crossing value; ``gradients`` are pairs of a leaf's index and a reader that sends a gradient."""
+    """The crossing value; ``gradients`` are pairs of a leaf's index and a reader that sends a gradient.
+
+    With ``numbers``, numbers are sent.
+    """
     leaves, spec = tree_flatten(value)
     return CrossingValue(
         name=name,
         maker=maker,
         readers=readers,
         spec=spec,
-        leaves=tuple(map(_spec_of, leaves)),
+        leaves=tuple(_spec_of(leaf, numbers=numbers) for leaf in leaves),
         gradient_readers=tuple(
             frozenset(reader for index, reader in gradients if index == position)
             for position in range(len(leaves))
@@ -345,9 +382,11 @@ def _describe(
     )
 
 
-def _spec_of(leaf: Any) -> Any:
+def _spec_of(leaf: Any, *, numbers: bool = False) -> Any:
     if isinstance(leaf, Tensor):
         return TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    if numbers and type(leaf) in (int, float):
+        return TensorSpec((), NUMBERS[type(leaf)], requires_grad=False, number=leaf)
     return leaf
 
 

@@ -18,6 +18,7 @@ from placer.executor.distributed.messages.transport import Channel, MessageTrans
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, ScheduleRun
 from placer.executor.replica import Replica
 from placer.executor.slice_store import stored_for_slice
+from placer.executor.tree import renew_buffers
 from placer.program import unflatten_output
 from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 
@@ -123,6 +124,8 @@ class Pipeline:
             return explain_failure(code, run.phase, error, self._layer_of, anomalies)
 
         order, messages = self._plan(microbatches, training=training)
+        staged_models = [given.crossings.staged for given in microbatches]
+        renew_buffers(self._part, {name for each in staged_models for name in each.replaced})
         placed = {index: self._placed(given) for index, given in enumerate(microbatches)}
         with anomalies_kept() as anomalies:
             run = ScheduleRun(

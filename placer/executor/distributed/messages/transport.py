@@ -17,10 +17,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from placer.executor.distributed.job.groups import sendable, wait_function
-from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
+from placer.executor.distributed.messages.crossings import NUMBERS, Crossings, TensorSpec
 from placer.executor.execute import MicrobatchRun
 from placer.executor.place import Place
 from placer.schedule import Action, Message, take_due_receives
@@ -208,7 +209,8 @@ class MessageTransport:
             for position, spec in value.tensors.items():
                 if spec.requires_grad:
                     awaited.tensors[position].requires_grad_()
-            run.put(message.name, value.rebuild(awaited.tensors), self._place)
+            leaves = {p: _as_sent(t, value.tensors[p]) for p, t in awaited.tensors.items()}
+            run.put(message.name, value.rebuild(leaves), self._place)
             return
         there = (
             [True] * len(awaited.tensors) if awaited.present is None else awaited.present.tolist()
@@ -222,7 +224,7 @@ class MessageTransport:
         if message.kind == "value":
             leaves = tree_leaves(run.outputs[message.name])
             positions = self._crossings[message.microbatch_index].values[message.name].tensors
-            return [sendable(leaves[position]) for position in positions]
+            return [self._sendable(leaves[position]) for position in positions]
         specs = self._specs(message)
         found = {p: run.take_gradient((message.name, p)) for p in specs}
         tensors = [
@@ -235,6 +237,11 @@ class MessageTransport:
             present = torch.tensor([g is not None for g in found.values()], dtype=torch.int8)
             tensors.insert(0, present.to(self._place.device))
         return tensors
+
+    def _sendable(self, leaf: Any) -> Tensor:
+        if isinstance(leaf, Tensor):
+            return sendable(leaf)
+        return torch.tensor(leaf, dtype=NUMBERS[type(leaf)], device=self._place.device)
 
     def _specs(self, message: Message) -> Mapping[int, TensorSpec]:
         """The tensors of ``message``, keyed by their index among the leaves of its value."""
@@ -269,8 +276,17 @@ class MessageTransport:
             wait()
 
 
+def _as_sent(tensor: Tensor, spec: TensorSpec) -> Any:
+    """``tensor``, or the number that it holds; in a dry run that of ``spec``."""
+    if spec.number is None:
+        return tensor
+    return spec.number if isinstance(tensor, FakeTensor) else type(spec.number)(tensor.item())
+
+
 def compare_leaf(found: Any, expected: Any) -> None:
     """Raise ``ValueError`` if ``found``, a tensor or a number, is not what other ranks expect."""
+    if isinstance(expected, TensorSpec) and type(found) is type(expected.number):
+        return
     if isinstance(expected, TensorSpec):
         compare_tensor(found, expected)
     elif isinstance(expected, int | float) and found != expected:

@@ -1,0 +1,30 @@
+"""What forward changes of the model itself is the same on every rank, also in modules that a rank lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import state_cases as cases
+from jobs import Job
+from torch import nn
+
+
+@pytest.mark.matrix(5)
+@pytest.mark.parametrize("spec", cases.SPECS)
+@pytest.mark.parametrize(
+    "make",
+    [cases.Counts, cases.SetsModes, cases.Initialises, cases.ReplacesBuffers, cases.Layers],
+)
+def test_state_that_forward_changes(
+    job_of: Callable[[int], Job], make: type[nn.Module], spec: str
+) -> None:
+    job_of(2).run(cases.call_in_both_modes, make, spec)
+
+
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_a_forward_that_freezes_parameters_is_refused(
+    job_of: Callable[[int], Job], *, in_eval: bool
+) -> None:
+    for message in job_of(2).run(cases.freeze, in_eval=in_eval):
+        assert message.startswith("c.weight: forward sets its requires_grad")

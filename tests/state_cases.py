@@ -1,0 +1,134 @@
+"""Models whose forward changes the model itself, each with a layer that another rank lacks; run by jobs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import placer
+
+SPECS: dict[str, dict[str, Any]] = {
+    "stages": {"devices": ["cpu:0", "cpu:1"], "layers": {"a": "cpu:0", "n": "cpu:0", "c": "cpu:1"}},
+    "replicas": {"devices": ["cpu:0"], "replicas": 2, "replica_devices": [["cpu:1"]]},
+}
+_TABLES = frozenset(vars(nn.Module()))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.c = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.n.eval()
+        self.calls, self.c.calls, self.c.ready = 0, 0.0, False
+        self.a.register_buffer("steps", torch.zeros(4))
+
+    def train(self, mode: bool = True) -> Layers:
+        """Keep the norm in eval mode."""
+        super().train(mode)
+        if hasattr(self, "n"):
+            self.n.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.n(self.a(x)))
+
+
+class Counts(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.c.calls += 0.5 if self.training else 2.0
+        return super().forward(x * self.calls) * self.c.calls
+
+
+class SetsModes(Layers):
+    def train(self, mode: bool = True) -> nn.Module:
+        return nn.Module.train(self, mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n.eval()
+        return super().forward(x)
+
+
+class Initialises(Layers):
+    """In eval mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.c.ready = True
+        return super().forward(x * 2 if self.c.ready else x)
+
+
+class ReplacesBuffers(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.steps = self.a.steps + 1
+        return super().forward(x * self.a.steps)
+
+
+class Freezes(Layers):
+    def __init__(self, *, in_eval: bool) -> None:
+        super().__init__()
+        self.in_eval = in_eval
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training != self.in_eval:
+            self.c.requires_grad_(False)
+        return super().forward(x)
+
+
+def call_in_both_modes(make: Callable[[], nn.Module], spec: str) -> None:
+    """Compare what a rank has after steps and calls with the plain model."""
+    torch.manual_seed(0)
+    plain = make().double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    placed = placer.compile(copy.deepcopy(plain), SPECS[spec], x)
+    for number, training in enumerate((True, False, True, False, False, True)):
+        placed.train(training)
+        plain.train(training)
+        kept = dict(placed.named_buffers()), dict(plain.named_buffers())
+        plain.zero_grad()
+        placed.zero_grad()
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number)).double()
+        if number % 2 == 0:
+            found = placed.step(x, loss_fn=_loss, reduction="mean")
+            expected = _loss(plain(x))
+            expected.backward()
+        else:
+            with torch.no_grad():
+                found, expected = placed(x), plain(x)
+        torch.testing.assert_close(found, expected.detach())
+        for ours, theirs in ((_seen(placed), _seen(plain)), kept):
+            torch.testing.assert_close(ours, {name: theirs[name] for name in ours})
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def _seen(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if path and not any(True for _ in module.parameters(recurse=False)):
+            continue
+        found[f"mode of {path}"] = module.training
+        found |= {f"{path}.{n}": v for n, v in vars(module).items() if n not in _TABLES}
+    for name, parameter in model.named_parameters():
+        if parameter.numel():
+            found |= {name: parameter.grad, f"flag of {name}": parameter.requires_grad}
+    return found | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def freeze(*, in_eval: bool) -> str:
+    """The error of a model whose forward freezes a layer, in its first mode or in the other."""
+    model = Freezes(in_eval=in_eval)
+    x = torch.randn(4, 4)
+    try:
+        placed = placer.compile(model, SPECS["stages"], x)
+        placed.eval()
+        placed(x)
+    except placer.PlacerError as error:
+        return str(error)
+    return ""
