@@ -123,10 +123,10 @@ class ScheduleRun:
                         self._do(action, self.runs[action.microbatch_index], task, device)
 
     def _casts_kept(self) -> AbstractContextManager[None]:
-        first, *others = self._microbatches.values()
+        given = list(self._microbatches.values())  # none in a replica without rows
         # One backward through several micro-batches would add their gradients up in the cast's precision.
-        kept = others and self._has_backward
-        return casts_kept(first.replica.precision) if kept else nullcontext()
+        kept = len(given) > 1 and self._has_backward
+        return casts_kept(given[0].replica.precision) if kept else nullcontext()
 
     def _do(self, action: Action, run: MicrobatchRun, task: Task, device: torch.device) -> None:
         transport = self._transport
