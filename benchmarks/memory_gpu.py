@@ -129,7 +129,7 @@ def measure(case: Case, part: str, device: str, allocator: str | None = None) ->
         x = torch.randn(x.shape)
     names = [f"{device}:0"] if part == "all" else ["cuda:0", "cuda:1"]
     mode = {} if allocator is None else {"allocator": allocator}
-    mode |= {"kind": gpu_kind()} if device == "cuda" else {}
+    mode |= {"kind": gpu_kind()} if torch.cuda.is_available() else {}
     devices = [{"name": name, **mode} for name in names]
     spec = {"devices": devices, "objective": "memory", **LOSS, **case.fields}
     plan = placer.make_plan(model, spec, (x,))
