@@ -36,6 +36,7 @@ def precision_context(precision: str, device_type: str) -> AbstractContextManage
 def casts_kept(precision: str) -> Iterator[None]:
     """In this block, autocast casts a weight once, for all micro-batches that read it.
 
+    The gradient of a cast waits for the end of a backward, since autograd runs first what was recorded last.
     torch keeps such copies until the outermost autocast of any thread ends, also if that is one of
     autograd's own threads which recomputes a region. So backwards run in the calling thread here.
     """

@@ -65,7 +65,8 @@ class Chain:
         for tensor in costs.state:
             first = min(tensor.readers, default=0)
             (trained if tensor.trained and training else frozen)[first] += tensor.nbytes
-        frozen += [node.cast_nbytes for node in costs.nodes]
+        # Their gradients wait for the end of a backward (`placer.partition.stage_cost.tables`).
+        frozen += [2 * node.cast_nbytes for node in costs.nodes]
         for node, readers in enumerate(costs.readers):
             if readers:
                 crossing[node] += costs.nodes[node].output_nbytes

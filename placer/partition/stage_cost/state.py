@@ -46,7 +46,8 @@ class StageState:
 class StateRectangles:
     """Bytes of parameters and buffers along an order.
 
-    ``sent_home`` are gradients received from the copies of parameters on later stages. ``trained_at`` lists
+    ``sent_home`` are gradients received from the copies of parameters on later stages, ``casts`` copies of
+    parameters in half precision that all micro-batches read. ``trained_at`` lists
     (position of the first use, bytes of the gradient) of each trained parameter, in the order of
     `CostTable.state`.
     """
@@ -57,6 +58,7 @@ class StateRectangles:
     owned: Rectangles
     kept_gradients: Rectangles
     sent_home: Rectangles
+    casts: Rectangles
     trained_at: tuple[tuple[int, int], ...]
 
 
@@ -90,9 +92,10 @@ def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectang
             kept_gradients.add(0, uses[0], uses[0], gradient)
             # A later stage's copy sends its gradient before this stage's backward.
             sent_home.add(0, uses[0], uses[0], gradient, until=uses[-1])
+    casts = Rectangles()
     for node, cost in enumerate(costs.nodes):
         if cost.cast_nbytes:
-            parameters.add_if_any_inside([int(place[node])], cost.cast_nbytes)
+            casts.add_if_any_inside([int(place[node])], cost.cast_nbytes)
     return StateRectangles(
         parameters=parameters,
         buffers=buffers,
@@ -100,6 +103,7 @@ def state_rectangles(costs: CostTable, place: NDArray[np.int64]) -> StateRectang
         owned=owned,
         kept_gradients=kept_gradients,
         sent_home=sent_home,
+        casts=casts,
         trained_at=tuple(trained_at),
     )
 

@@ -95,7 +95,13 @@ def build_tables(
         saved = saved + build.pick_ends(regions.table("saved"))
         forward = forward + regions.table("forward")
     used, stays = build.everywhere(state.trained), build.everywhere(state.kept_gradients)
-    growing, grown = _backward_live(build, live, retained.pending, used, stays, later=later)
+    casts = build.everywhere(state.casts)
+    growing, grown = _backward_live(build, live, retained.pending, used, stays, casts, later=later)
+    if grown is not None and casts.any():
+        # At the end, these gradients become fp32 one by one.
+        whole = by_position(place, [2 * cost.cast_nbytes for cost in costs.nodes])
+        largest = build.running_max(np.broadcast_to(whole, live.shape))
+        grown = np.maximum(grown, build.pick_ends(used + casts) + largest)
     growing += build.at_ends(state.sent_home)
     growing[:, -1] += LOSS_NBYTES
     if grown is not None:
@@ -105,7 +111,7 @@ def build_tables(
     return IntervalTables(
         cuts=tuple(cuts),
         state=StageState(
-            parameters=build.at_ends(state.parameters),
+            parameters=build.at_ends(state.parameters) + build.pick_ends(casts),
             buffers=build.at_ends(state.buffers),
             trained=build.pick_ends(used),
             owned=build.at_ends(state.owned),
@@ -134,12 +140,14 @@ def _backward_live(
     corrections: Sequence[IntervalCorrection],
     used: Table,
     stays: Table,
+    casts: Table,
     *,
     later: bool,
 ) -> tuple[Table, Table | None]:
     """The most bytes in the first backward, including gradients, and in a later one.
 
-    ``used`` has the bytes of all parameters' gradients up to each position, ``stays`` those that stay here.
+    ``used`` has the bytes of all parameters' gradients up to each position, ``stays`` those that stay here,
+    ``casts`` those of the weights' copies in half precision.
     """
     # gradients(i, b) are the gradients of the stage's trained parameters that are not used in [a, i].
     trained = build.pick_ends(used)
@@ -148,8 +156,10 @@ def _backward_live(
         return growing, None
     # In a later backward, all gradients that stay here exist. Those of copied parameters have been sent to
     # the owning stage, and accumulate anew.
-    grown = build.running_max(live - (used - stays), corrections=corrections) + trained
-    return growing, grown
+    # Gradients of casts wait for the end: autograd runs first what was recorded last, and the casts were
+    # recorded with the first micro-batch.
+    grown = build.running_max(live - (used - stays) - casts, corrections=corrections)
+    return growing, grown + trained + build.pick_ends(casts)
 
 
 def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:
