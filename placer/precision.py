@@ -36,9 +36,9 @@ def precision_context(precision: str, device_type: str) -> AbstractContextManage
 def casts_kept(precision: str) -> Iterator[None]:
     """In this block, autocast casts a weight once, for all micro-batches that read it.
 
-    The gradient of a cast waits for the end of a backward, since autograd runs first what was recorded last.
-    torch keeps such copies until the outermost autocast of any thread ends, also if that is one of
-    autograd's own threads which recomputes a region. So backwards run in the calling thread here.
+    torch drops all casts when the outermost autocast of a thread ends, also in a thread of autograd's that
+    recomputes a region. So backwards run in the calling thread here. The gradients of casts come at the end
+    of a backward: autograd runs first what was recorded last, and casts are of the first micro-batch.
     """
     if precision == "fp32" or not torch.is_grad_enabled():
         yield

@@ -38,9 +38,7 @@ class CostOptions(TypedDict, total=False):
     # kernels of a CPU, without their workspaces.
     kernels: str | Mapping[str, str]
     loss: Loss  # `ASSUMED` by default
-    keeps_casts: (
-        bool  # whether an earlier micro-batch has cast the weights (`placer.precision.keeps_casts`)
-    )
+    keeps_casts: bool  # whether an earlier micro-batch has cast the weights; False by default
 
 
 def estimate_costs(

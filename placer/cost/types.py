@@ -85,9 +85,7 @@ class NodeCost:
         0  # bytes that it offloads: copied to the host in forward and back in backward
     )
     host_pinned_nbytes: int = 0  # bytes of pinned host memory that ``host_nbytes`` take
-    cast_nbytes: int = (
-        0  # copies of weights in half precision that it is the first to need in a step
-    )
+    cast_nbytes: int = 0  # copies of weights in half precision that no node before it needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
