@@ -215,7 +215,7 @@ def _record(
 
 
 def _read_once(program: Program) -> set[str]:
-    """The parameters that a single node reads: other stages read copies of the others, and cast these anew."""
+    """The parameters that a single node reads. Other stages read copies of the rest, and cast them anew."""
     alias = first_names(program.model)
     reads = Counter(alias[name] for node in program.nodes.values() for name in node.reads)
     return {name for name, count in reads.items() if count == 1}

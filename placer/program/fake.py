@@ -186,10 +186,8 @@ def fake_execution() -> Iterator[None]:
     TorchScript run as they were written. The random number generators are restored at the end.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = (
-        logger.disabled,
-        True,
-    )  # a new level would clear the caches of all loggers
+    # Another level would clear the caches of all loggers.
+    disabled, logger.disabled = logger.disabled, True
     try:
         with (
             override_conversion(_convert_fakes),

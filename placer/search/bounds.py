@@ -59,7 +59,7 @@ class Bounds:
     """The `Bound` of strategies for one program and its inputs, on devices like the best of a pool.
 
     Costs of micro-batches are scaled from those of the whole batch, so the model runs once. This leaves out
-    what does not depend on the rows, as sums over weights; estimates get it from another run, of one row.
+    what is computed from weights alone; estimates get it from another run, of one row.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Bounds:
         return max(0.0, summed - backward)
 
     def _schedule(self, strategy: Strategy) -> str:
-        """Its schedule; one process runs whole backwards, and so does who recomputes."""
+        """The schedule that its plan has: in one process, or recomputing, backwards are whole."""
         whole = strategy.recompute or not self._processes
         return "1F1B" if whole and splits_backward(strategy.schedule) else strategy.schedule
 

@@ -67,7 +67,6 @@ class OrderBytes:
     state: StateRectangles
     forward_transient: Table
     backward_transient: Table
-    waiting: Rectangles  # gradients that wait for the second half of a split backward
 
 
 def positions_of(order: Sequence[int]) -> NDArray[np.int64]:
@@ -95,17 +94,7 @@ def find_order_bytes(
         state=state_rectangles(costs, place),
         forward_transient=by_position(place, forwards),
         backward_transient=by_position(place, backwards),
-        waiting=_waiting_gradients(costs, place),
     )
-
-
-def _waiting_gradients(costs: CostTable, place: NDArray[np.int64]) -> Rectangles:
-    """The gradients of results of nodes that read a trained weight (`placer.executor.split_backward`)."""
-    found = Rectangles()
-    for node, nbytes in enumerate(costs.waiting_nbytes):
-        if nbytes:
-            found.add_if_any_inside([int(place[node])], nbytes)
-    return found
 
 
 def _retained_values(

@@ -90,7 +90,7 @@ def peak_bytes(
             )
             peak = np.maximum(peak, saved_beside(others, share) + forward)
     if in_flight.waiting:
-        peak = peak + in_flight.waiting * tables.waiting
+        peak = peak + in_flight.waiting * _intervals(tables, tables.waiting)
     return np.maximum(static + peak, tables.state.while_updating(optimizer))
 
 

@@ -46,7 +46,7 @@ class IntervalTables:
     nodes: NDArray[np.int64]  # the order itself, with the loss last
     hosted: Table  # offloaded bytes of every node along the order
     results: Table  # results of the model
-    waiting: Table  # gradients of a micro-batch between the two halves of a split backward
+    waiting: Table  # gradients of every node along the order between the halves of a split backward
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +130,7 @@ def build_tables(
         nodes=np.argsort(place),
         hosted=by_position(place, [c.host_nbytes for c in costs.nodes]),
         results=build.at_ends(crossing.results),
-        waiting=build.at_ends(along.waiting),
+        waiting=by_position(place, costs.waiting_nbytes),
     )
 
 

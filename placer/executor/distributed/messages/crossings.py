@@ -62,9 +62,8 @@ class CrossingValue:
 
     ``maker`` and ``readers`` are stage indices. ``leaves`` has a ``TensorSpec`` for each tensor in the
     value, and for each number if the program has inputs that are numbers, on which it may depend; and other
-    leaves themselves (sizes are the same on every rank). ``gradient_readers`` has for
-    each leaf those readers that send a gradient back, because the model's result depends on the leaf
-    through them.
+    leaves themselves (sizes are the same on every rank). ``gradient_readers`` has for each leaf those readers
+    that send a gradient back, because the model's result depends on the leaf through them.
     """
 
     name: str
