@@ -97,11 +97,6 @@ class DeferredStatistics:
         self._moments.clear()
         self._counters.clear()
 
-    @property
-    def calls(self) -> tuple[NormCall, ...]:
-        """The calls that updated running statistics, in order."""
-        return tuple(self._moments)
-
     @contextmanager
     def gathering(self, buffers: Mapping[str, Tensor], place: Place) -> Iterator[None]:
         """Collect statistics in this block, which runs a stage or the model for one micro-batch.
@@ -156,7 +151,7 @@ def update_statistics(model: nn.Module, moments: Mapping[NormCall, Moments]) -> 
         with on(found.place), torch.no_grad():
             for name, value in ((call.mean, found.mean), (call.var, found.deviations / divisor)):
                 buffer = model.get_buffer(name)
-                buffer.lerp_(value.to(buffer.dtype), found.momentum)
+                buffer.lerp_(value.to(buffer), found.momentum)
 
 
 class _Statistics(NamedTuple):

@@ -64,7 +64,7 @@ from placer.executor.distributed.reduction.gradients import (
 from placer.executor.distributed.reduction.inputs import sum_input_gradients
 from placer.executor.distributed.reduction.norm import total_norm
 from placer.executor.distributed.reduction.pieces import Pieces
-from placer.executor.distributed.reduction.statistics import SharedMoments
+from placer.executor.distributed.reduction.statistics import moments_of_replicas
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
@@ -75,7 +75,7 @@ from placer.executor.runtime import Runtime
 from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target
 from placer.executor.segments import tensors_at
-from placer.executor.statistics import NormCall
+from placer.executor.statistics import Moments, NormCall, update_statistics
 from placer.executor.watch import StepReport, StepWatch, is_measured, joined
 from placer.executor.whole_batch import check_whole_batch
 from placer.plan.types import Plan
@@ -245,11 +245,10 @@ class DistributedRuntime(Runtime):
             with self._agreed(agreement):
                 share = self._take_share(call, leaves, grad=False)
                 results = self._execute(share.microbatches, None, agreement)
-            moments = self._share_moments(share.largest)
+            moments = self._moments_of_replicas()
             self._share_written(share.largest).wait()  # freed before the result takes memory
+            update_statistics(self.tree, moments)
             staged, result = self._gather(call, share, results, own_rows=False, grad=False)
-            if moments is not None:
-                moments.wait()
             self._store(staged, result, call)
             return unflatten_output(staged.call, result)
 
@@ -377,7 +376,7 @@ class DistributedRuntime(Runtime):
                     world=groups.world,
                     device=self.device,
                 )
-                moments = self._share_moments(share.largest)
+                moments = self._moments_of_replicas()
                 written = self._share_written(share.largest)
                 if not self._accumulates:
                     reducer.finish()
@@ -395,8 +394,7 @@ class DistributedRuntime(Runtime):
             )
             callers.backward()
             written.wait()
-            if moments is not None:
-                moments.wait()
+            update_statistics(self.tree, moments)
             losses.check()
             return loss
 
@@ -588,34 +586,24 @@ class DistributedRuntime(Runtime):
             microbatches, loss_of, loss_of_batch=loss_of_batch, ready=agreement.wait, scale=scale
         )
 
-    def _norms(self, largest: Crossings) -> list[NormCall]:
-        """The calls in this rank's stages that update running statistics, if these are deferred."""
-        return [call for index in self.stage_indices for call in largest.norms[index]]
-
-    def _share_moments(self, largest: Crossings) -> SharedMoments | None:
-        """Start to exchange the statistics of norms between replicas; None if there are none."""
+    def _moments_of_replicas(self) -> Mapping[NormCall, Moments]:
+        """The statistics of norms in all replicas, if running statistics are updated once per step."""
         if self.statistics is None:
-            return None
+            return {}
         self.statistics.set_counters(self.tree)
-        own = self.statistics.take_moments()
-        calls = self._norms(largest)
-        if not calls and not own:
-            return None
-        place = self.replicas[0].places[0]
-        group, copies = self.process_groups.dp, self.plan.shards
-        return SharedMoments(self.tree, calls, own, group=group, copies=copies, place=place)
+        own, group = self.statistics.take_moments(), self.process_groups.dp
+        return moments_of_replicas(own, group=group, copies=self.plan.shards)
 
     def _share_written(self, largest: Crossings) -> SharedTensors:
         """Start to send what forward wrote in the first replica to all replicas: buffers and parameters.
 
-        This is what ``nn.DataParallel`` does with buffers. Deferred running statistics are not sent,
-        because every replica computes them from the moments of all.
+        This is what ``nn.DataParallel`` does with buffers. Deferred running statistics, which are sent as
+        they were, are updated afterwards.
         """
         names: set[str] = set()
         if self.num_replicas > 1:
             stages = [largest.staged.stages[index] for index in self.stage_indices]
             names = {name for s in stages for segment in s.segments for name in segment.written}
-            names -= {name for call in self._norms(largest) for name in (call.mean, call.var)}
         written = [tensor for _, tensor in tensors_at(self.tree, sorted(names))]
         return SharedTensors(written, self.process_groups.dp)
 
