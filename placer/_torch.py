@@ -1,6 +1,6 @@
 """All uses of private names of torch, but for the patches in `placer._torch_patches`.
 
-`PRIVATE_NAMES` lists them, with the releases that have them, and `OBJECT_ATTRIBUTES` those that only
+`PRIVATE_NAMES` lists them, and `OBJECT_ATTRIBUTES` those that only
 objects have. Other files may use `SHARED_ATTRIBUTES`, and the public names of `SHARED_MODULES`. A test
 compares these tables with the code. The names of operators (``aten._to_copy``) are not private.
 
@@ -14,7 +14,6 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,23 +30,8 @@ Feature = Literal["planning", "running", "a process per device"]
 """A part of placer that needs private names of torch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrivateName:
-    """A private name of torch, and the range of releases with which placer was tested."""
-
-    name: str  # the full name, beginning with ``torch``
-    feature: Feature  # what needs it
-    lowest: str = "2.11"
-    highest: str = "2.15"
-
-
-def _private(feature: Feature, *names: str, **releases: str) -> list[PrivateName]:
-    return [PrivateName(name=name, feature=feature, **releases) for name in names]
-
-
-PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    *_private(
-        "planning",
+PRIVATE_NAMES: Mapping[Feature, tuple[str, ...]] = {
+    "planning": (
         "torch.UntypedStorage._cdata",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.get_unwrapped",
@@ -76,8 +60,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.Tensor._make_subclass",
         "torch._C._set_throw_on_mutable_data_ptr",
     ),
-    *_private(
-        "running",
+    "running": (
         "torch.nn.Module._replicate_for_data_parallel",
         "torch.nn.RNNBase._init_flat_weights",
         "torch.autograd.forward_ad._current_level",
@@ -94,14 +77,14 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._accelerator_setAllocatorSettings",
         "torch.cuda.memory._snapshot",
     ),
-    *_private(
-        "a process per device",
+    "a process per device": (
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._abort_process_group",
         "torch.distributed.ProcessGroup._get_backend",
         "torch.nn.utils.clip_grad._get_total_norm",
     ),
-)
+}
+"""Private names in full, by what needs them. Tested with the releases of torch in `placer.versions`."""
 
 # Only this file uses these. `missing_names` cannot look for them without an object that has them.
 OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
@@ -149,9 +132,7 @@ _BUILDS_ON: Mapping[Feature, tuple[Feature, ...]] = {
 def missing_names(feature: Feature) -> tuple[str, ...]:
     """The private names that ``feature`` needs and the installed torch lacks, in the table's order."""
     features = (*_BUILDS_ON[feature], feature)
-    return tuple(
-        each.name for each in PRIVATE_NAMES if each.feature in features and not _is_there(each.name)
-    )
+    return tuple(n for each in features for n in PRIVATE_NAMES[each] if not _is_there(n))
 
 
 def _is_there(name: str) -> bool:

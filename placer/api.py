@@ -176,28 +176,10 @@ def auto_spec(
     model: nn.Module,
     args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
-    *,
-    devices: Iterable[Any] | str | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None,
-    whole_batch: bool = False,
-    processes: bool = False,
-    ignore_device_moves: bool = False,
     **options: Any,
 ) -> PlacementSpec:
-    """The spec of `auto_plan`: the fastest way to train ``model`` that fits on ``devices``."""
-    return _auto(
-        model,
-        args,
-        kwargs,
-        options,
-        devices=devices,
-        loss_fn=loss_fn,
-        target=target,
-        whole_batch=whole_batch,
-        processes=processes,
-        ignore_device_moves=ignore_device_moves,
-    ).spec
+    """The spec of `auto_plan`, of the same arguments: the fastest way to train ``model`` that fits."""
+    return _auto(model, args, kwargs, **options).spec
 
 
 def auto_plan(
@@ -229,13 +211,13 @@ def auto_plan(
         model,
         args,
         kwargs,
-        options,
         devices=devices,
         loss_fn=loss_fn,
         target=target,
         whole_batch=whole_batch,
         processes=processes,
         ignore_device_moves=ignore_device_moves,
+        **options,
     ).plan
 
 
@@ -243,14 +225,14 @@ def _auto(
     model: nn.Module,
     args: Example,
     kwargs: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
     *,
-    devices: Iterable[Any] | str | None,
-    loss_fn: Callable[..., Tensor] | None,
-    target: Any,
-    whole_batch: bool,
-    processes: bool,
-    ignore_device_moves: bool,
+    devices: Iterable[Any] | str | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    whole_batch: bool = False,
+    processes: bool = False,
+    ignore_device_moves: bool = False,
+    **options: Any,
 ) -> Answer:
     spec = _wanted(devices, options)
     loss = _given_loss(loss_fn, target, whole_batch=whole_batch)

@@ -66,7 +66,7 @@ def checkpoint_group(
     """
     if isinstance(module, PartialModule):
         runtime = runtime_of_rank(module)
-        stages, replicas = len(module.plan.stages), runtime.num_replicas
+        stages, replicas = len(module.plan.stages), module.plan.replicas
         runtime.announce(method, **options)
         with runtime.watch():
             yield CheckpointGroup(

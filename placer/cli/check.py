@@ -177,7 +177,7 @@ def _check_spec(
         error = find_remedies(console, program, spec, leaves, made, make)
         if form != "json":
             print_error_as(form, error, EXIT_NO_FIT, source)
-        report_misfit(console, program, spec, leaves, made, make, error=error)
+        report_misfit(console, program, spec, leaves, made, make, error)
 
 
 def _check_model(

@@ -98,4 +98,4 @@ def plan(
     if as_json:
         print_json(plan_to_json(made))
     if error is not None:
-        report_misfit(console, program, wanted, leaves, made, make, error=error)
+        report_misfit(console, program, wanted, leaves, made, make, error)

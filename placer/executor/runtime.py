@@ -132,6 +132,14 @@ class Runtime:
         """In this block, steps do not sum gradients over ranks; one process has nothing to sum."""
         return nullcontext()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """`PlacedModule.clip_grad_norm_`."""
+        return nn.utils.clip_grad_norm_(self.tree.parameters(), max_norm, norm_type)
+
+    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """`PlacedModule.grad_scaler`."""
+        return torch.amp.GradScaler(self.output_device.type, **options)
+
     def watched(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``step()``, measured for `report`."""
         places = [p for replica in self.replicas for shards in replica.shards for p in shards]

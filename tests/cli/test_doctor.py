@@ -11,7 +11,7 @@ import torch
 
 import placer as package
 from placer import _torch
-from placer.cli import doctor
+from placer.cli import installed
 from placer.versions import RANGES
 
 
@@ -27,7 +27,7 @@ def test_doctor_names_every_package_device_and_feature(placer: Callable[..., Any
     assert result.exit_code == 0
     for each in RANGES:
         assert each.package in result.stdout
-    assert "run a placed model in one process" in result.stdout
+    assert "a process per device: yes" in result.stdout
     assert "gloo" in result.stdout
     assert "cpu" in result.stdout
 
@@ -71,7 +71,7 @@ def test_doctor_works_without_torch(
     placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If torch is not installed, or its libraries cannot be loaded."""
-    monkeypatch.setattr(doctor, "_import_torch", lambda: "OSError: libcudart.so.13: not found")
+    monkeypatch.setattr(installed, "_import_torch", lambda: "OSError: libcudart.so.13: not found")
     result = placer("doctor")
     assert result.exit_code == 2
     assert "torch cannot be imported: OSError: libcudart.so.13" in result.stdout

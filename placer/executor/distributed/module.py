@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from placer.errors import PlacerError
@@ -43,17 +43,17 @@ class DistributedModule(PartialModule):
     @property
     def replica_index(self) -> int:
         """The replica that this rank belongs to, which is its row of the mesh."""
-        return runtime_of_rank(self).replica_index
+        return runtime_of_rank(self).assignment.replica_index
 
     @property
     def num_replicas(self) -> int:
         """The number of replicas in the job."""
-        return runtime_of_rank(self).num_replicas
+        return self.plan.replicas
 
     @property
     def stage_indices(self) -> tuple[int, ...]:
         """The stages that this rank runs."""
-        return runtime_of_rank(self).stage_indices
+        return runtime_of_rank(self).assignment.stage_indices
 
     @property
     def tensor_names(self) -> Mapping[str, str]:
@@ -73,18 +73,6 @@ class DistributedModule(PartialModule):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """This rank's parameters; if it has none, an empty one, because optimizers require one."""
         yield from list(super().parameters(recurse)) or [runtime_of_rank(self).placeholder]
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
-
-        Returns the norm before scaling, the same on every rank. A tied parameter counts once. Raises
-        ``PlacerError`` if not all ranks make the same call, ``PeerError`` if another rank is lost.
-        """
-        return runtime_of_rank(self).clip_grad_norm_(max_norm, norm_type)
-
-    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A ``GradScaler`` that skips a step on every rank if any has an inf or NaN gradient."""
-        return runtime_of_rank(self).grad_scaler(**options)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":

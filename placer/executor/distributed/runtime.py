@@ -167,28 +167,13 @@ class DistributedRuntime(Runtime):
         self._frozen = frozenset(n for n, p in part.named_parameters() if not p.requires_grad)
 
     @property
-    def num_replicas(self) -> int:
-        """The number of replicas in the job."""
-        return self.plan.replicas
-
-    @property
-    def replica_index(self) -> int:
-        """The replica that this rank belongs to."""
-        return self.assignment.replica_index
-
-    @property
-    def stage_indices(self) -> tuple[int, ...]:
-        """The stages that this rank runs."""
-        return self.assignment.stage_indices
-
-    @property
     def process_groups(self) -> Groups:
         """The process groups of this module. Raises ``PeerError`` if they are closed."""
         return self._connection.groups
 
     @property
     def own_share(self) -> tuple[int, int]:
-        return self.replica_index, self.num_replicas
+        return self.assignment.replica_index, self.plan.replicas
 
     @property
     def boxes(self) -> dict[str, Slices]:
@@ -209,7 +194,7 @@ class DistributedRuntime(Runtime):
     def owned_names(self) -> frozenset[str]:
         """The first names of the tensors that this rank saves; each has one owner in the job."""
         index, holders = self.assignment.device_index, self.ownership.holders
-        if self.replica_index or self.assignment.shard_index:
+        if self.assignment.replica_index or self.assignment.shard_index:
             return frozenset()
         return frozenset(name for name, found in holders.items() if found[0] == index)
 
@@ -227,7 +212,7 @@ class DistributedRuntime(Runtime):
     def _first_replica(self) -> FirstReplica:
         """The way to the rank like this one that computes losses over the whole batch."""
         at = {"pp": self._last_device, "sp": self.assignment.shard_index}
-        ranks = [self.assignment.grid.rank(dp=r, **at) for r in range(self.num_replicas)]
+        ranks = [self.assignment.grid.rank(dp=r, **at) for r in range(self.plan.replicas)]
         return FirstReplica(ranks=ranks, group=self.process_groups.dp, device=self.device)
 
     @property
@@ -266,7 +251,7 @@ class DistributedRuntime(Runtime):
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
         check_scaler(scaler, num_devices=self.assignment.num_devices)
-        is_sliced = self.num_replicas * self.plan.microbatches > 1
+        is_sliced = self.plan.replicas * self.plan.microbatches > 1
         together = loss_of.whole_batch and is_sliced
         if together:
             check_whole_batch(programs.captured, self.plan.schedule)
@@ -310,7 +295,7 @@ class DistributedRuntime(Runtime):
                 count=partial(
                     count_rows,
                     own_rows=own_rows,
-                    replicas=self.num_replicas,
+                    replicas=self.plan.replicas,
                     together=self.plan.batch_norm == "sync",
                 ),
             )
@@ -372,7 +357,7 @@ class DistributedRuntime(Runtime):
                 losses = LossReduction(
                     [] if self.assignment.shard_index else results.losses,
                     loss_of=loss_of,
-                    source=self._loss_rank if self.num_replicas == 1 else None,
+                    source=self._loss_rank if self.plan.replicas == 1 else None,
                     world=groups.world,
                     device=self.device,
                 )
@@ -428,10 +413,11 @@ class DistributedRuntime(Runtime):
         """The error for a hook on the gradient of ``parameter`` that raised ``error``."""
         name = next(n for n, p in self.tree.named_parameters() if p is parameter)
         layer, rank = name.rpartition(".")[0] or name, self.assignment.rank
-        reads = (i for i in self.stage_indices if name in self.staged.stages[i].state)
-        stage = next(reads, self.stage_indices[0])
+        replica = self.assignment.replica_index
+        reads = (i for i in self.assignment.stage_indices if name in self.staged.stages[i].state)
+        stage = next(reads, self.assignment.stage_indices[0])
         return StageError(
-            f"stage {stage}, layer {layer!r}, rank {rank} (replica {self.replica_index}), backward",
+            f"stage {stage}, layer {layer!r}, rank {rank} (replica {replica}), backward",
             f"{type(error).__name__}: {error}",
             f"a hook on the gradient of {name!r} raised the exception above",
             stage=stage,
@@ -439,12 +425,7 @@ class DistributedRuntime(Runtime):
             rank=rank,
         )
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
-
-        Returns the norm before scaling, the same on every rank. A tied parameter counts once. Raises
-        ``PlacerError`` if not all ranks make the same call, ``PeerError`` if another rank is lost.
-        """
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         self._require_sums("clip_grad_norm_")
         norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
@@ -461,13 +442,14 @@ class DistributedRuntime(Runtime):
         return norm
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A ``GradScaler`` that skips a step on every rank if any has an inf or NaN gradient."""
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         return ShardedGradScaler(self.device.type, **options)
 
     def _report(self, watch: StepWatch) -> StepReport:
-        own = watch.report(self.plan, rank=self.assignment.rank, replica=self.replica_index)
+        own = watch.report(
+            self.plan, rank=self.assignment.rank, replica=self.assignment.replica_index
+        )
         return joined(gather_objects(own, self.process_groups.world))
 
     def announce(self, method: Method, **options: object) -> None:
@@ -601,14 +583,16 @@ class DistributedRuntime(Runtime):
         they were, are updated afterwards.
         """
         names: set[str] = set()
-        if self.num_replicas > 1:
-            stages = [largest.staged.stages[index] for index in self.stage_indices]
+        if self.plan.replicas > 1:
+            stages = [largest.staged.stages[index] for index in self.assignment.stage_indices]
             names = {name for s in stages for segment in s.segments for name in segment.written}
         written = [tensor for _, tensor in tensors_at(self.tree, sorted(names))]
         return SharedTensors(written, self.process_groups.dp)
 
     def _own_random_state(self) -> Any:
-        return own_random_state(self.device, self.replica_index, self.assignment.device_index)
+        return own_random_state(
+            self.device, self.assignment.replica_index, self.assignment.device_index
+        )
 
     def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
         """The reducer for the parameters with these ids."""
@@ -620,7 +604,7 @@ class DistributedRuntime(Runtime):
                 self.tree,
                 self.staged,
                 self.ownership,
-                self.stage_indices,
+                self.assignment.stage_indices,
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
             )
             before = self._reducer
