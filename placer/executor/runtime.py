@@ -34,7 +34,6 @@ from placer.executor.pickled import (
 from placer.executor.place import CALLER, Place, is_on
 from placer.executor.program_cache import ProgramCache
 from placer.executor.replica import Replica
-from placer.executor.scaling import scale_of
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,
@@ -341,7 +340,7 @@ class Runtime:
         batch = self._scatter(programs.call, leaves)
         targets = split_target(target, batch.total, batch.sizes)
         counts = self._count(loss_of, target, targets, batch.total)
-        scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
+        scale = self._scale(scaler)
         losses: list[torch.Tensor] = []
         kept: list[Sequence[Any]] = []
         in_parts = len(batch.slices) > 1 or len(self.plan.stages) > 1
@@ -375,6 +374,11 @@ class Runtime:
         if staged.stored:
             self._store(staged, join_results(staged, kept, batch.sizes), call)
         return torch.stack([loss.to(home.device) for loss in losses]).sum()
+
+    def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
+        """The factor by which ``scaler`` multiplies a loss at present."""
+        one = torch.ones((), device=self.output_device)
+        return 1.0 if scaler is None else float(scaler.scale(one))
 
     def _whole_batch_loss(
         self,

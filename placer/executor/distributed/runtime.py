@@ -49,7 +49,6 @@ from placer.executor.distributed.messages.exchange import GroupExchange
 from placer.executor.distributed.messages.pipeline import (
     LossOf,
     LossOfBatch,
-    Microbatch,
     Pipeline,
     Results,
 )
@@ -62,7 +61,6 @@ from placer.executor.distributed.reduction.gradients import (
     find_shared_parameters,
 )
 from placer.executor.distributed.reduction.inputs import sum_input_gradients
-from placer.executor.distributed.reduction.norm import total_norm
 from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.distributed.reduction.statistics import moments_of_replicas
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
@@ -72,7 +70,6 @@ from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.place import Place
 from placer.executor.runtime import Runtime
-from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target
 from placer.executor.segments import tensors_at
 from placer.executor.statistics import Moments, NormCall, update_statistics
@@ -209,13 +206,6 @@ class DistributedRuntime(Runtime):
         return self.assignment.grid.rank(pp=self._last_device)
 
     @property
-    def _first_replica(self) -> FirstReplica:
-        """The way to the rank like this one that computes losses over the whole batch."""
-        at = {"pp": self._last_device, "sp": self.assignment.shard_index}
-        ranks = [self.assignment.grid.rank(dp=r, **at) for r in range(self.plan.replicas)]
-        return FirstReplica(ranks=ranks, group=self.process_groups.dp, device=self.device)
-
-    @property
     def _has_losses(self) -> bool:
         """Whether this rank runs the last stage and so computes losses."""
         return self.assignment.device_index == self._last_device
@@ -229,7 +219,7 @@ class DistributedRuntime(Runtime):
             agreement = self._ask(call, "placed(x)", leaves)
             with self._agreed(agreement):
                 share = self._take_share(call, leaves, grad=False)
-                results = self._execute(share.microbatches, None, agreement)
+                results = self._execute(share, None, agreement)
             moments = self._moments_of_replicas()
             self._share_written(share.largest).wait()  # freed before the result takes memory
             update_statistics(self.tree, moments)
@@ -319,7 +309,7 @@ class DistributedRuntime(Runtime):
                 numbers=call.leaves_by_name,
             )
             return loss_over_replicas(
-                self._first_replica,
+                FirstReplica(group=groups.columns, device=self.device),
                 runs,
                 [batch_size(programs.call, each.leaves) or 1 for each in share.microbatches],
                 whole,
@@ -337,15 +327,14 @@ class DistributedRuntime(Runtime):
                 grad=True,
             )
             # Every shard computes the loss; gradients are sums over shards.
-            scale = 1.0 if scaler is None else scale_of(scaler, self.device)
-            scale /= self.plan.shards
+            scale = self._scale(scaler) / self.plan.shards
             reducer = self._current_reducer(trained)
             with hooks_run_once(
                 parameters.values(), keep=reducer.hook_ids, explain=self._hook_failure
             ):
                 reducer.prepare(len(share.microbatches), sums=not self._accumulates)
                 results = self._execute(
-                    share.microbatches,
+                    share,
                     None if together else loss_of_slice,
                     agreement,
                     loss_of_batch=loss_of_batch if together else None,
@@ -436,10 +425,15 @@ class DistributedRuntime(Runtime):
             for n, p in self.tree.named_parameters()
             if p.grad is not None and self.ownership.holders[names[n]][0] == index
         ]
+        norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
+        largest = norm_type == float("inf")
+        norm = norm if largest else norm**norm_type
         with self.watch():
-            norm = total_norm(own, norm_type, group=self.process_groups.pp, device=self.device)
-        nn.utils.clip_grads_with_norm_(self.tree.parameters(), max_norm, norm)
-        return norm
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(norm, op, group=self.process_groups.pp)
+        total: Tensor = norm if largest else norm ** (1 / norm_type)
+        nn.utils.clip_grads_with_norm_(self.tree.parameters(), max_norm, total)
+        return total
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -537,7 +531,8 @@ class DistributedRuntime(Runtime):
 
     def _take_share(self, call: Call, leaves: Sequence[Tensor], **options: Any) -> Share:
         self.finder.follow()
-        return take_share(call, leaves, self.finder, self.plan, self.assignment, **options)
+        ways = self.finder, self._pipeline, self.plan, self.assignment
+        return take_share(call, leaves, *ways, **options)
 
     def _call_loss(
         self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
@@ -552,7 +547,7 @@ class DistributedRuntime(Runtime):
 
     def _execute(
         self,
-        microbatches: Sequence[Microbatch],
+        share: Share,
         loss_of: LossOf | None,
         agreement: CallCheck,
         *,
@@ -565,7 +560,12 @@ class DistributedRuntime(Runtime):
         if self._communicates_in_forward:
             agreement.wait()
         return self._pipeline.run(
-            microbatches, loss_of, loss_of_batch=loss_of_batch, ready=agreement.wait, scale=scale
+            share.microbatches,
+            share.crossings,
+            loss_of,
+            loss_of_batch=loss_of_batch,
+            ready=agreement.wait,
+            scale=scale,
         )
 
     def _moments_of_replicas(self) -> Mapping[NormCall, Moments]:
