@@ -150,8 +150,7 @@ class PlacedModule(nn.Module):
           and objects, lists and dicts that the function holds are restored after it; effects elsewhere
           (a global variable, a file) are not.
 
-        A ``reduction`` or ``normalizer`` that you pass is tried as well, once per function and shapes;
-        there is a warning if it does not hold.
+        A ``reduction`` or ``normalizer`` that you pass is used without asking.
 
         ``whole_batch=True`` is for a loss that compares rows with each other (contrastive, CLIP, Dice over
         the batch): the results of all slices are joined as ``placed(x)`` joins them, ``loss_fn`` is called
