@@ -18,7 +18,7 @@ from placer.cli.options import (
     LossOptions,
     ModelOptions,
 )
-from placer.cli.output import human_console, print_json
+from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import CaptureError, PlacerError, first_few
 
@@ -142,7 +142,6 @@ def _check_spec(
     Raises ``SpecError`` for patterns that match no layer, and exits if the plan does not fit.
     """
     from placer.api import check_layers
-    from placer.cli.main import EXIT_NO_FIT
     from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
     from placer.report import plan_table
     from placer.search.auto import plan_of

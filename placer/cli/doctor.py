@@ -6,15 +6,13 @@ import typer
 
 from placer.cli.installed import examine, report
 from placer.cli.options import AsJson
-from placer.cli.output import print_json, print_text
+from placer.cli.output import EXIT_USAGE, print_json, print_text
 
 EXAMPLE = "placer doctor --json"
 
 
 def doctor(as_json: AsJson = False) -> None:
     """Show packages, devices and what placer can do here. The exit code is 2 if something is missing."""
-    from placer.cli.main import EXIT_USAGE
-
     found = examine()
     if as_json:
         print_json(found)

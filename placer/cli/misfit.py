@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from placer.cli.main import EXIT_NO_FIT
-from placer.cli.output import print_json
+from placer.cli.output import EXIT_NO_FIT, print_json
 from placer.cli.progress import progress
 from placer.errors import BudgetError
 from placer.plan.check import host_error
