@@ -21,6 +21,7 @@ from placer.cli.options import (
     ModelOptions,
     Page,
     Processes,
+    to_file,
 )
 from placer.cli.output import human_console, origin_of, print_json, write_or_print
 from placer.cli.progress import progress
@@ -37,9 +38,7 @@ Devices = Annotated[
         **REPEATABLE,
     ),
 ]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="SPEC", help="Write the spec here.")
-]
+Output = Annotated[Path | None, to_file("SPEC", "Write the spec here.")]
 PlanOutput = Annotated[
     Path | None, typer.Option("--plan", metavar="PLAN", help="Save the plan here too (JSON).")
 ]

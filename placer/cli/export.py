@@ -6,17 +6,10 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from placer.cli.options import ModelOptions, SpecOrPlan
+from placer.cli.options import ModelOptions, SpecOrPlan, to_file
 from placer.cli.output import human_console, write_or_print
 
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="FILE", help="Write the map here (JSON), not to stdout."
-    ),
-]
+Output = Annotated[Path | None, to_file("FILE", "Write the map here (JSON), not to stdout.")]
 
 EXAMPLE = "placer export net.py:Net plan.json -o device_map.json"
 

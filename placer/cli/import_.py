@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
-from placer.cli.options import ModelOptions
+from placer.cli.options import ModelOptions, to_file
 from placer.cli.output import human_console, write_or_print
 from placer.errors import PlacerError, first_few
 
 if TYPE_CHECKING:
     from placer.spec import PlacementSpec
 
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="SPEC", help="Write the spec here (JSON), not to stdout."
-    ),
-]
+Output = Annotated[Path | None, to_file("SPEC", "Write the spec here (JSON), not to stdout.")]
 _SHOWN = 6  # how many of the layers without a device are listed
 
 EXAMPLE = "placer import device_map.json -o spec.json"

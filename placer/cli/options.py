@@ -86,6 +86,7 @@ Page = Annotated[
 Explain = Annotated[
     bool, typer.Option("--explain", help="Explain why each stage ends where it does.")
 ]
+Saved = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan saved by 'plan -o' (JSON).")]
 Processes = Annotated[
     bool,
     typer.Option(
@@ -140,6 +141,11 @@ Kind = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Only JSON on stdout; human-readable text on stderr.")
 ]
+
+
+def to_file(metavar: str, help_text: str) -> Any:
+    """The option that names the file of a command's result."""
+    return typer.Option("--output", "-o", metavar=metavar, help=help_text)
 
 
 _SpecOrPlan = TypeVar("_SpecOrPlan", bound="PlacementSpec | Plan")
