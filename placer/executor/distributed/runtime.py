@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,7 @@ from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
+from placer.executor.module import runtime_of
 from placer.executor.place import Place
 from placer.executor.runtime import Runtime
 from placer.executor.scatter import batch_size, check_target
@@ -648,3 +649,8 @@ class DistributedRuntime(Runtime):
         told, because all ranks raise it.
         """
         return self._connection.watch()
+
+
+def runtime_of_rank(module: nn.Module) -> DistributedRuntime:
+    """The runtime of a rank's part of a placed model."""
+    return cast(DistributedRuntime, runtime_of(module))
