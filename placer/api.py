@@ -41,7 +41,6 @@ from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec
 from placer.spec.load import errors_located
 from placer.spec.rewrite import Rewrite
-from placer.versions import require
 
 Example = Sequence[Any] | Mapping[str, Any] | Tensor  # a mapping is one argument
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
@@ -119,7 +118,6 @@ def compile(
     def plan_here() -> tuple[Program, Plan]:
         with errors_located(spec_or_plan):
             wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
-            require("running" if job is None else "a process per device")
             _refuse_placed(model)
             if isinstance(model, nn.Module):
                 check_names(model)

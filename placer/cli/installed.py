@@ -59,12 +59,11 @@ def examine() -> dict[str, Any]:
     """
     problem = _import_torch()
     packages = [_package(each) for each in (PYTHON, *RANGES)]
-    features = [] if problem else _features()
-    needed = [f["available"] for f in features if f["feature"] in ("planning", "running")]
+    lacking = [] if problem else _missing_names()
     variables = (*ALLOCATOR_VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING")
     return {
         "placer": __version__,
-        "ok": not problem and all(p["release"] for p in packages) and all(needed),
+        "ok": not problem and all(p["release"] for p in packages) and not lacking,
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "packages": packages,
         "torch_error": problem or None,
@@ -72,7 +71,7 @@ def examine() -> dict[str, Any]:
         "devices": [_host(), *([] if problem else _accelerators())],
         "allocator": {name: os.environ[name] for name in variables if name in os.environ},
         "backends": {} if problem else _backends(),
-        "features": features,
+        "torch_lacks": lacking,
     }
 
 
@@ -160,15 +159,10 @@ def _backends() -> dict[str, bool]:
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
 
 
-def _features() -> list[dict[str, Any]]:
-    """The features of placer, with the names that each needs and torch lacks."""
-    from placer._torch import PRIVATE_NAMES, missing_names
+def _missing_names() -> list[str]:
+    from placer._torch import missing_names
 
-    missing = {feature: list(missing_names(feature)) for feature in PRIVATE_NAMES}
-    return [
-        {"feature": feature, "available": not names, "missing": names}
-        for feature, names in missing.items()
-    ]
+    return missing_names()
 
 
 def report(found: Mapping[str, Any]) -> str:
@@ -200,10 +194,5 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield "no accelerator: planning needs none; to run a placed model here, pass run_on='cpu'"
     settings = [f"{name}={value}" for name, value in found["allocator"].items()]
     yield f"allocator settings: {', '.join(settings) or 'default'}"
-    for each in found["features"]:
-        lacks = (
-            "yes"
-            if each["available"]
-            else f"no, torch lacks {each['missing'][0]}: {repair_command()}"
-        )
-        yield f"{each['feature']}: {lacks}"
+    if lacking := found["torch_lacks"]:
+        yield f"placer cannot run: torch has no {', '.join(lacking)}\n  {repair_command()}"

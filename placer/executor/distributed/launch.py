@@ -29,7 +29,7 @@ from placer.executor.state import refuse_held_tensors
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.program import Program, named_state
-from placer.versions import require
+from placer.versions import require_torch
 
 _compiled = itertools.count()  # numbers the calls of ``compile``, the same on every rank
 
@@ -52,7 +52,7 @@ def launch(
     per device of the plan, ``PlanError`` if ranks have different models or plans, and ``PeerError`` if
     another rank has failed.
     """
-    require("a process per device")
+    require_torch()
     join_job(job)
     failures = FailureBroadcast(job.rank, job.world_size, f"compile {next(_compiled)}")
     with failures.told_to_all():
