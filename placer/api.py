@@ -26,14 +26,7 @@ from placer.plan.types import Plan
 from placer.planner.devices import kind_problems, machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
-from placer.program import (
-    Program,
-    flatten_call,
-    is_mark,
-    lower,
-    rewritten,
-    unmarked,
-)
+from placer.program import Program, flatten_call, is_mark, lower, rewritten, unmarked
 from placer.search.auto import Answer, choose_spec, plan_of
 from placer.search.largest import Case, Largest, find_largest
 from placer.simulation import SimulationReport, simulate_plan

@@ -29,12 +29,7 @@ from placer.checkpoint.entries import (
 )
 from placer.checkpoint.group import CheckpointGroup, checkpoint_group
 from placer.checkpoint.sharded import cut_entry, gather_state
-from placer.checkpoint.storage import (
-    read_entries,
-    record_entries,
-    require_plain,
-    write_entries,
-)
+from placer.checkpoint.storage import read_entries, record_entries, require_plain, write_entries
 from placer.checkpoint.table import UNCHANGED, Record, Table, read_table, write_table
 from placer.errors import CheckpointError, first_few
 

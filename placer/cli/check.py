@@ -11,13 +11,7 @@ import typer
 
 from placer.cli.fields import spec_fields, spec_of_options
 from placer.cli.findings import print_error_as, sarif
-from placer.cli.options import (
-    REPEATABLE,
-    AsJson,
-    Kind,
-    LossOptions,
-    ModelOptions,
-)
+from placer.cli.options import REPEATABLE, AsJson, Kind, LossOptions, ModelOptions
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import CaptureError, PlacerError, first_few

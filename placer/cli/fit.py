@@ -91,12 +91,11 @@ def fit(
     ):
 
         def case_of(size: int) -> Case:
-            told.doing(f"{_shape(size)}, recording the model")
+            told.doing(f"trying {_shape(size)}")
             args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
             wanted = wanted_for(size)
             program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
             make = JudgingPlanner(program, leaves, processes=processes)
-            make.watcher = told.about(_shape(size))
             return Case(make=make, wanted=wanted)
 
         def _shape(size: int) -> str:

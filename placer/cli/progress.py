@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from placer.plan.types import Plan
-    from placer.simulation.judge import JudgingPlanner, Watcher
+    from placer.simulation.judge import JudgingPlanner
     from placer.spec import PlacementSpec
 
 _EVERY = 1.0  # seconds between looks at what is new
@@ -37,10 +37,6 @@ class Progress:
     def doing(self, what: str) -> None:
         """Say what is done now."""
         self._what = what
-
-    def about(self, what: str) -> Watcher:
-        """Of one of several things: tells what is done for it, and neither counts nor compares its plans."""
-        return _Part(self, what)
 
     def found(self, what: str) -> None:
         """Something has been found out."""
@@ -76,19 +72,6 @@ class Progress:
             if self.state != said or time.monotonic() - when > _AGAIN:
                 said, when = self.state, time.monotonic()
                 print(f"  {self}", file=sys.stderr, flush=True)
-
-
-class _Part:
-    """A `Watcher` of one part of what a `Progress` tells."""
-
-    def __init__(self, whole: Progress, what: str) -> None:
-        self._whole, self._what = whole, what
-
-    def doing(self, what: str) -> None:
-        self._whole.doing(f"{self._what}, {what}")
-
-    def planned(self, spec: PlacementSpec, plan: Plan) -> None:
-        """The whole counts sizes, not plans."""
 
 
 def _verdict(plan: Plan) -> str:

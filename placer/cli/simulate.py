@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from placer.cli.options import (
-    AsJson,
-    LossOptions,
-    ModelOptions,
-    Processes,
-    SpecOrPlan,
-)
+from placer.cli.options import AsJson, LossOptions, ModelOptions, Processes, SpecOrPlan
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 

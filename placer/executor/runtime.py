@@ -21,16 +21,10 @@ from placer.executor.call_cache import Call, CallCache
 from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
 from placer.executor.gradient_hooks import hooks_run_once
-from placer.executor.hooks import (
-    keeping_nothing,
-    refuse_compile,
-    run_forward_hooks,
-)
+from placer.executor.hooks import keeping_nothing, refuse_compile, run_forward_hooks
 from placer.executor.loss import CombinationFinder, StepLoss
 from placer.executor.parameter_copies import ParameterCopies
-from placer.executor.pickled import (
-    model_signature,
-)
+from placer.executor.pickled import model_signature
 from placer.executor.place import CALLER, Place, is_on
 from placer.executor.program_cache import ProgramCache
 from placer.executor.replica import Replica

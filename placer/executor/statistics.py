@@ -46,9 +46,7 @@ class NormCall(NamedTuple):
     mean: str  # the names of the buffers
     var: str
     number: int  # how many calls in the same forward updated them before
-    per_instance: (
-        bool  # whether each row has statistics of its own, which are averaged (instance_norm)
-    )
+    per_instance: bool  # whether each row has its own, which are averaged (instance_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

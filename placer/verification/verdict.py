@@ -223,9 +223,8 @@ class _Pair:
     plain: nn.Module
     given: nn.Module  # what was placed
     placed: PlacedModule
-    moved: list[float] = field(
-        default_factory=list
-    )  # how far each step has moved a parameter at most
+    # How far each step has moved a parameter at most
+    moved: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

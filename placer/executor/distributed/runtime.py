@@ -29,12 +29,7 @@ from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
-from placer.executor.distributed.job.groups import (
-    Groups,
-    connect,
-    gather_objects,
-    make_groups,
-)
+from placer.executor.distributed.job.groups import Groups, connect, gather_objects, make_groups
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.executor.distributed.messages.batch import (
@@ -46,12 +41,7 @@ from placer.executor.distributed.messages.batch import (
 )
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, find_pairs
 from placer.executor.distributed.messages.exchange import GroupExchange
-from placer.executor.distributed.messages.pipeline import (
-    LossOf,
-    LossOfBatch,
-    Pipeline,
-    Results,
-)
+from placer.executor.distributed.messages.pipeline import LossOf, LossOfBatch, Pipeline, Results
 from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.messages.whole_batch import FirstReplica, loss_over_replicas
 from placer.executor.distributed.randomness import own_random_state

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from placer.emit import StagedModel
-from placer.executor.distributed.failures.layer_failure import (
-    anomalies_kept,
-    explain_failure,
-)
+from placer.executor.distributed.failures.layer_failure import anomalies_kept, explain_failure
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.distributed.messages.transport import Channel, MessageTransport, compare_tensor
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, ScheduleRun
