@@ -164,10 +164,7 @@ def _plan_or_refuse(
 
 
 def auto_spec(
-    model: nn.Module,
-    args: Example = (),
-    kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    model: nn.Module, args: Example = (), kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> PlacementSpec:
     """The spec of `auto_plan`, of the same arguments: the fastest way to train ``model`` that fits."""
     return _auto(model, args, kwargs, **options).spec

@@ -89,11 +89,7 @@ def save(
 
 
 def load(
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    path: str | Path,
-    *,
-    missing_ok: bool = False,
+    module: nn.Module, optimizer: Optimizer | None, path: str | Path, *, missing_ok: bool = False
 ) -> dict[str, Any]:
     """Load a checkpoint that `save` wrote under any placement, and return its ``extra``.
 

@@ -29,8 +29,7 @@ Name = Annotated[
     typer.Option("--name", help="Name of the device kind. Default: the name of the file."),
 ]
 Budget = Annotated[
-    float,
-    typer.Option("--seconds", min=0.001, help="Seconds for each of about 100 samples."),
+    float, typer.Option("--seconds", min=0.001, help="Seconds for each of about 100 samples.")
 ]
 
 EXAMPLE = "placer calibrate --device cpu --seconds 0.01 -o this-machine.json"

@@ -169,11 +169,7 @@ def verify(
         """A placed and a plain copy of the model."""
         given = copy_module(model)
         placed = compile(
-            given,
-            wanted,
-            *arguments,
-            run_on=run_on,
-            ignore_device_moves=ignore_device_moves,
+            given, wanted, *arguments, run_on=run_on, ignore_device_moves=ignore_device_moves
         )
         return _Pair(plain=copy_module(model), given=given, placed=placed)
 

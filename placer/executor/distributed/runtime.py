@@ -310,12 +310,7 @@ class DistributedRuntime(Runtime):
 
         with self._own_random_state(), self._agreed(agreement):
             share = self._take_share(
-                call,
-                leaves,
-                target=target,
-                count=count,
-                own_rows=own_rows,
-                grad=True,
+                call, leaves, target=target, count=count, own_rows=own_rows, grad=True
             )
             # Every shard computes the loss; gradients are sums over shards.
             scale = self._scale(scaler) / self.plan.shards
@@ -496,12 +491,7 @@ class DistributedRuntime(Runtime):
         tensors = {each.name for each in call.inputs}
         plain = [n for n in call.leaf_names if n not in tensors]
         options["arguments"] = (
-            None
-            if captured
-            else [
-                call.batch_dims,
-                *((n, asked.leaves_by_name[n]) for n in plain),
-            ]
+            None if captured else [call.batch_dims, *((n, asked.leaves_by_name[n]) for n in plain)]
         )
         called = CallDescription(
             method=method,

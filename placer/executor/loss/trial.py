@@ -137,11 +137,7 @@ class Trial:
         return self.first + self.second
 
 
-def try_rows(
-    loss_fn: Callable[..., Tensor],
-    given: BatchRows,
-    values: Sequence[Values],
-) -> Trial:
+def try_rows(loss_fn: Callable[..., Tensor], given: BatchRows, values: Sequence[Values]) -> Trial:
     """Try ``loss_fn``, with these ``values`` in each leaf of the target.
 
     Tensors of the output without the batch's rows are NaN, and so is a loss that depends on them. Raises what
