@@ -18,7 +18,6 @@ from placer.errors import PlacerError, PlanError
 from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import Job, assign_rank, choose_device
-from placer.executor.distributed.job.groups import make_mesh
 from placer.executor.distributed.job.join import join_job, name_ranks
 from placer.executor.distributed.job.ownership import broadcast_weights, build_part, find_ownership
 from placer.executor.distributed.module import DistributedModule, make_distributed
@@ -94,7 +93,6 @@ def launch(
             ownership=ownership,
             assignment=assignment,
             device=device,
-            mesh=make_mesh(assignment, device),
             name=name,
         )
         return make_distributed(runtime)

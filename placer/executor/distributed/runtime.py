@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import default_timeout
 from placer.emit import StagedModel
@@ -29,7 +28,13 @@ from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.call_check import CallCheck, CallDescription, Method
-from placer.executor.distributed.job.groups import Groups, connect, gather_objects, make_groups
+from placer.executor.distributed.job.groups import (
+    Groups,
+    connect,
+    gather_objects,
+    make_groups,
+    make_mesh,
+)
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
 from placer.executor.distributed.messages.batch import (
@@ -91,11 +96,10 @@ class DistributedRuntime(Runtime):
         ownership: Ownership,
         assignment: RankAssignment,
         device: torch.device,
-        mesh: DeviceMesh,
         name: str,
     ) -> None:
         place = Place(str(device), device)
-        groups = make_groups(mesh, assignment.grid, ownership, device)
+        groups = make_groups(assignment.grid, ownership, device)
         exchange = None
         if groups.sp is not None:
             over_replicas = plan.batch_norm == "sync" and plan.replicas > 1
@@ -106,7 +110,7 @@ class DistributedRuntime(Runtime):
         self.has_warned_of_others = False  # that state_dict() lacks the tensors of other ranks
         self.assignment = assignment
         self.device = device
-        self.mesh = mesh
+        self.mesh = make_mesh(groups, assignment.grid, device)
         self.ownership = ownership
         self.finder = CrossingFinder(
             program.model,
