@@ -31,7 +31,7 @@ import placer
 from benchmarks.capacity import SUBJECTS
 from benchmarks.record import RESULTS, table, write_page
 from examples.unet3d import unet3d
-from placer.executor.distributed.partial import runtime_of_rank
+from placer.executor.distributed.runtime import runtime_of_rank
 from placer.executor.place import CALLER
 from placer.simulation.ranks import RankLedger
 

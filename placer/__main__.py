@@ -21,7 +21,7 @@ def main() -> None:
         print("error: interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
     except ModuleNotFoundError as error:
-        from placer.cli.missing import explain_missing
+        from placer.cli.installed import explain_missing
 
         sys.exit(explain_missing(error, sys.argv[1:]))
 

@@ -1,6 +1,6 @@
 """All uses of private names of torch, but for the patches in `placer._torch_patches`.
 
-`PRIVATE_NAMES` lists them, with the releases that have them, and `OBJECT_ATTRIBUTES` those that only
+`PRIVATE_NAMES` lists them, and `OBJECT_ATTRIBUTES` those that only
 objects have. Other files may use `SHARED_ATTRIBUTES`, and the public names of `SHARED_MODULES`. A test
 compares these tables with the code. The names of operators (``aten._to_copy``) are not private.
 
@@ -14,9 +14,8 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,81 +26,58 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Feature = Literal["planning", "running", "a process per device"]
-"""A part of placer that needs private names of torch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrivateName:
-    """A private name of torch, and the range of releases with which placer was tested."""
-
-    name: str  # the full name, beginning with ``torch``
-    feature: Feature  # what needs it
-    lowest: str = "2.11"
-    highest: str = "2.15"
-
-
-def _private(feature: Feature, *names: str, **releases: str) -> list[PrivateName]:
-    return [PrivateName(name=name, feature=feature, **releases) for name in names]
-
-
-PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    *_private(
-        "planning",
-        "torch.UntypedStorage._cdata",
-        "torch._C._functorch.is_functorch_wrapped_tensor",
-        "torch._C._functorch.get_unwrapped",
-        "torch.utils._python_dispatch._disable_current_modes",
-        "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
-        "torch._C._autograd._saved_tensors_hooks_enable",
-        "torch._C._autograd._saved_tensors_hooks_disable",
-        "torch._C.DisableTorchFunction",
-        "torch.overrides._get_current_function_mode_stack",
-        "torch.nn.Module._apply",
-        "torch._C._create_function_from_graph",
-        "torch._C._set_grad_enabled",
-        "torch.random.default_generator",  # torch.manual_seed and its like look it up there
-        "torch.library._scoped_library",
-        "torch._C.DispatchKey.CompositeImplicitAutograd",
-        "torch._C.DispatchKey.AutocastCPU",
-        "torch._C.DispatchKeySet",
-        "torch._C._dispatch_get_all_op_names",
-        "torch._C._dispatch_has_kernel_for_dispatch_key",
-        "torch._C._dispatch_keyset_full_after",
-        "torch._C._ExcludeDispatchKeyGuard",
-        "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
-        "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
-        "torch.Tensor._make_subclass",
-        "torch._C._set_throw_on_mutable_data_ptr",
-    ),
-    *_private(
-        "running",
-        "torch.nn.Module._replicate_for_data_parallel",
-        "torch.nn.RNNBase._init_flat_weights",
-        "torch.autograd.forward_ad._current_level",
-        "torch._C._are_functorch_transforms_active",
-        "torch._C._functorch.is_legacy_batchedtensor",
-        "torch.Tensor._backward_hooks",
-        "torch.Tensor._post_accumulate_grad_hooks",
-        "torch._C._autograd._get_sequence_nr",
-        "torch._C._autograd._profiler_enabled",
-        "torch._C._current_autograd_node",
-        "torch._C._current_graph_task_id",
-        "torch.utils.checkpoint._StopRecomputationError",
-        "torch._C._dynamo.eval_frame.get_eval_frame_callback",
-        "torch._C._accelerator_setAllocatorSettings",
-        "torch.cuda.memory._snapshot",
-    ),
-    *_private(
-        "a process per device",
-        "torch.distributed.distributed_c10d._get_default_store",
-        "torch.distributed.distributed_c10d._abort_process_group",
-        "torch.distributed.ProcessGroup._get_backend",
-        "torch.nn.utils.clip_grad._get_total_norm",
-    ),
+PRIVATE_NAMES = (
+    # For planning:
+    "torch.UntypedStorage._cdata",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.get_unwrapped",
+    "torch.utils._python_dispatch._disable_current_modes",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
+    "torch._C._autograd._saved_tensors_hooks_enable",
+    "torch._C._autograd._saved_tensors_hooks_disable",
+    "torch._C.DisableTorchFunction",
+    "torch.overrides._get_current_function_mode_stack",
+    "torch.nn.Module._apply",
+    "torch._C._create_function_from_graph",
+    "torch._C._set_grad_enabled",
+    "torch.random.default_generator",  # torch.manual_seed and its like look it up there
+    "torch.library._scoped_library",
+    "torch._C.DispatchKey.CompositeImplicitAutograd",
+    "torch._C.DispatchKey.AutocastCPU",
+    "torch._C.DispatchKeySet",
+    "torch._C._dispatch_get_all_op_names",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C._dispatch_keyset_full_after",
+    "torch._C._ExcludeDispatchKeyGuard",
+    "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
+    "torch.Tensor._make_subclass",
+    "torch._C._set_throw_on_mutable_data_ptr",
+    # For running a model, too:
+    "torch.nn.Module._replicate_for_data_parallel",
+    "torch.nn.RNNBase._init_flat_weights",
+    "torch.autograd.forward_ad._current_level",
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._post_accumulate_grad_hooks",
+    "torch._C._autograd._get_sequence_nr",
+    "torch._C._autograd._profiler_enabled",
+    "torch._C._current_autograd_node",
+    "torch._C._current_graph_task_id",
+    "torch.utils.checkpoint._StopRecomputationError",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+    "torch._C._accelerator_setAllocatorSettings",
+    "torch.cuda.memory._snapshot",
+    # For a process per device, too:
+    "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.distributed_c10d._abort_process_group",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.nn.utils.clip_grad._get_total_norm",
 )
+"""Private names in full. Tested with the releases of torch in `placer.versions`."""
 
 # Only this file uses these. `missing_names` cannot look for them without an object that has them.
 OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
@@ -139,19 +115,11 @@ SHARED_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 }
 SHARED_MODULES = ("torch._subclasses", "torch.utils._pytree", "torch.utils._python_dispatch")
 
-_BUILDS_ON: Mapping[Feature, tuple[Feature, ...]] = {
-    "planning": (),
-    "running": ("planning",),
-    "a process per device": ("planning", "running"),
-}
 
-
-def missing_names(feature: Feature) -> tuple[str, ...]:
-    """The private names that ``feature`` needs and the installed torch lacks, in the table's order."""
-    features = (*_BUILDS_ON[feature], feature)
-    return tuple(
-        each.name for each in PRIVATE_NAMES if each.feature in features and not _is_there(each.name)
-    )
+def missing_names() -> list[str]:
+    """The private names that the installed torch lacks; it may be built without ``torch.distributed``."""
+    left_out = () if dist.is_available() else ("torch.distributed",)
+    return [n for n in PRIVATE_NAMES if not n.startswith(left_out) and not _is_there(n)]
 
 
 def _is_there(name: str) -> bool:

@@ -16,6 +16,17 @@ from torch import Tensor, nn
 
 
 @contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this block, a class or module has ``value`` as its attribute ``name``."""
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
 def override_conversion(convert: Callable[..., nn.Module]) -> Iterator[None]:
     """In this block, ``module.to(…)`` and its like call ``convert(original, module, function, …)``."""
     original = nn.Module._apply
@@ -24,11 +35,8 @@ def override_conversion(convert: Callable[..., nn.Module]) -> Iterator[None]:
     def converted(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         return convert(original, module, *args, **kwargs)
 
-    nn.Module._apply = converted  # type: ignore[method-assign, assignment]
-    try:
+    with _replaced(nn.Module, "_apply", converted):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -52,13 +60,9 @@ def override_calls(
     def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(original_apply.__get__(None, cls), cls, args, kwargs)
 
-    nn.Module.__call__ = module_call  # type: ignore[method-assign]
-    torch.autograd.Function.apply = classmethod(function_apply)
-    try:
+    calling = _replaced(nn.Module, "__call__", module_call)
+    with calling, _replaced(torch.autograd.Function, "apply", classmethod(function_apply)):
         yield
-    finally:
-        nn.Module.__call__ = original_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = original_apply
 
 
 @contextmanager
@@ -109,11 +113,8 @@ def override_script_functions(
     def function_call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return call(original, function, args, kwargs)
 
-    kind.__call__ = function_call
-    try:
+    with _replaced(kind, "__call__", function_call):
         yield
-    finally:
-        kind.__call__ = original
 
 
 @contextmanager
@@ -124,11 +125,8 @@ def override_grad_enabled(answer: Callable[[Callable[[], bool]], bool]) -> Itera
     def grad_enabled() -> bool:
         return answer(original)
 
-    torch.is_grad_enabled = grad_enabled
-    try:
+    with _replaced(torch, "is_grad_enabled", grad_enabled):
         yield
-    finally:
-        torch.is_grad_enabled = original
 
 
 @contextmanager
@@ -143,11 +141,8 @@ def call_before_seeding(seed: Callable[[], None]) -> Iterator[None]:
                 seed()
             return getattr(torch.default_generator, name)
 
-    torch.random.default_generator = Generator()  # type: ignore[assignment, attr-defined]
-    try:
+    with _replaced(torch.random, "default_generator", Generator()):
         yield
-    finally:
-        torch.random.default_generator = torch.default_generator  # type: ignore[attr-defined]
 
 
 @contextmanager

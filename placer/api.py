@@ -26,14 +26,7 @@ from placer.plan.types import Plan
 from placer.planner.devices import kind_problems, machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
-from placer.program import (
-    Program,
-    flatten_call,
-    is_mark,
-    lower,
-    rewritten,
-    unmarked,
-)
+from placer.program import Program, flatten_call, is_mark, lower, rewritten, unmarked
 from placer.search.auto import Answer, choose_spec, plan_of
 from placer.search.largest import Case, Largest, find_largest
 from placer.simulation import SimulationReport, simulate_plan
@@ -41,7 +34,6 @@ from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec
 from placer.spec.load import errors_located
 from placer.spec.rewrite import Rewrite
-from placer.versions import require
 
 Example = Sequence[Any] | Mapping[str, Any] | Tensor  # a mapping is one argument
 SpecSource = PlacementSpec | Mapping[str, Any] | str | Path
@@ -119,7 +111,6 @@ def compile(
     def plan_here() -> tuple[Program, Plan]:
         with errors_located(spec_or_plan):
             wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
-            require("running" if job is None else "a process per device")
             _refuse_placed(model)
             if isinstance(model, nn.Module):
                 check_names(model)
@@ -173,31 +164,10 @@ def _plan_or_refuse(
 
 
 def auto_spec(
-    model: nn.Module,
-    args: Example = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    devices: Iterable[Any] | str | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None,
-    whole_batch: bool = False,
-    processes: bool = False,
-    ignore_device_moves: bool = False,
-    **options: Any,
+    model: nn.Module, args: Example = (), kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> PlacementSpec:
-    """The spec of `auto_plan`: the fastest way to train ``model`` that fits on ``devices``."""
-    return _auto(
-        model,
-        args,
-        kwargs,
-        options,
-        devices=devices,
-        loss_fn=loss_fn,
-        target=target,
-        whole_batch=whole_batch,
-        processes=processes,
-        ignore_device_moves=ignore_device_moves,
-    ).spec
+    """The spec of `auto_plan`, of the same arguments: the fastest way to train ``model`` that fits."""
+    return _auto(model, args, kwargs, **options).spec
 
 
 def auto_plan(
@@ -229,13 +199,13 @@ def auto_plan(
         model,
         args,
         kwargs,
-        options,
         devices=devices,
         loss_fn=loss_fn,
         target=target,
         whole_batch=whole_batch,
         processes=processes,
         ignore_device_moves=ignore_device_moves,
+        **options,
     ).plan
 
 
@@ -243,14 +213,14 @@ def _auto(
     model: nn.Module,
     args: Example,
     kwargs: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
     *,
-    devices: Iterable[Any] | str | None,
-    loss_fn: Callable[..., Tensor] | None,
-    target: Any,
-    whole_batch: bool,
-    processes: bool,
-    ignore_device_moves: bool,
+    devices: Iterable[Any] | str | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    whole_batch: bool = False,
+    processes: bool = False,
+    ignore_device_moves: bool = False,
+    **options: Any,
 ) -> Answer:
     spec = _wanted(devices, options)
     loss = _given_loss(loss_fn, target, whole_batch=whole_batch)

@@ -104,12 +104,7 @@ def parse_input(text: str, *, option: str = "--input") -> InputSpec:
     if math.prod(shape) * _DTYPES[dtype_name] > _MOST_BYTES:
         problem = "has more bytes than a tensor can have (2**63 - 1)"
         raise PlacerError(where, problem, "check the sizes")
-    return InputSpec(
-        name=match["name"],
-        shape=shape,
-        dtype_name=dtype_name,
-        below=int(below),
-    )
+    return InputSpec(name=match["name"], shape=shape, dtype_name=dtype_name, below=int(below))
 
 
 def parse_inputs(texts: Sequence[str], *, required: bool = True) -> tuple[InputSpec, ...]:

@@ -1,8 +1,7 @@
 """The releases of packages that placer was tested with, and the errors for other releases.
 
-A release outside its range is not refused for its number: everything that it supports keeps working.
-`require` raises an error for a feature that this torch lacks, by looking up the names that the feature
-needs.
+A release outside its range is not refused for its number, but by `require_torch` for a name that placer
+needs and it lacks.
 """
 
 from __future__ import annotations
@@ -13,13 +12,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from placer.errors import VersionError
-
-if TYPE_CHECKING:
-    from placer._torch import Feature
-
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that configure torch's allocator; the release of torch decides which one it reads."""
@@ -74,12 +68,6 @@ RANGES: tuple[Range, ...] = (
 )
 TORCH = RANGES[0]
 
-_DOES: dict[Feature, str] = {
-    "planning": "cannot capture and plan models",
-    "running": "cannot run placed models",
-    "a process per device": "cannot run a process per device",
-}
-
 
 def found_release(package: str) -> str | None:
     """The installed release of ``package``; None if it is not installed.
@@ -100,22 +88,17 @@ def repair_command() -> str:
     return f"python -m pip install '{TORCH.requirement}' torchvision"
 
 
-def require(feature: Feature) -> None:
-    """Raise ``VersionError`` if the installed torch lacks a name that ``feature`` needs."""
+def require_torch() -> None:
+    """Raise ``VersionError`` if the installed torch lacks a name that placer needs."""
     from placer._torch import missing_names
 
-    missing = missing_names(feature)
-    if not missing:
-        return
-    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    remedy = repair_command()
-    if feature == "a process per device":
-        remedy += "; or run the spec in one process, without torchrun, which this torch can do"
-    raise VersionError(
-        f"torch {found_release('torch')}",
-        f"{_DOES[feature]}: it has no {missing[0]}{others} (placer runs on torch {TORCH})",
-        remedy,
-    )
+    if missing := missing_names():
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise VersionError(
+            f"torch {found_release('torch')}",
+            f"has no {missing[0]}{others} (placer runs on torch {TORCH})",
+            repair_command(),
+        )
 
 
 @contextmanager

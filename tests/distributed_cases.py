@@ -28,7 +28,7 @@ from placer.executor import compiled
 from placer.executor.distributed.job.assignment import find_job
 from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
-from placer.executor.distributed.partial import runtime_of_rank
+from placer.executor.distributed.runtime import runtime_of_rank
 from placer.executor.place import CALLER
 from placer.program import Program, lower, rewritten
 from placer.simulation.ranks import RankLedger

@@ -24,18 +24,12 @@ from placer.checkpoint.entries import (
     parameter_names,
     random_entry,
     require_alike_groups,
-    require_random,
     restore_optimizer,
     restore_random,
 )
 from placer.checkpoint.group import CheckpointGroup, checkpoint_group
 from placer.checkpoint.sharded import cut_entry, gather_state
-from placer.checkpoint.storage import (
-    read_entries,
-    record_entries,
-    require_plain,
-    write_entries,
-)
+from placer.checkpoint.storage import read_entries, record_entries, require_plain, write_entries
 from placer.checkpoint.table import UNCHANGED, Record, Table, read_table, write_table
 from placer.errors import CheckpointError, first_few
 
@@ -95,11 +89,7 @@ def save(
 
 
 def load(
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    path: str | Path,
-    *,
-    missing_ok: bool = False,
+    module: nn.Module, optimizer: Optimizer | None, path: str | Path, *, missing_ok: bool = False
 ) -> dict[str, Any]:
     """Load a checkpoint that `save` wrote under any placement, and return its ``extra``.
 
@@ -165,7 +155,6 @@ def _load(
                     f"is a {_layout(value)} tensor, the model's is a {_layout(entries[entry])} one",
                     UNCHANGED,
                 )
-        _require_types(entries, found)
         if optimizer is not None:
             require_alike_groups(module, contents, optimizer, entries)
 
@@ -261,22 +250,6 @@ def _restore_optimizer(
             f"{type(optimizer).__name__} does not take the state in it ({type(error).__name__}: {error})",
             f"make the optimizer that was saved, or load with optimizer=None; {UNCHANGED}",
         ) from error
-
-
-def _require_types(entries: Entries, folder: Path) -> None:
-    """Raise ``CheckpointError`` unless plain values have the types that `save` writes."""
-    for entry, value in entries.items():
-        kind = entry.partition("/")[0]
-        try:
-            if kind in ("group", "extra") and not isinstance(value, dict):
-                raise ValueError(f"is a {type(value).__name__}, not a dict")
-            if kind == "random":
-                require_random(value)
-        except ValueError as error:
-            where = f"checkpoint {folder}, {entry}"
-            raise CheckpointError(
-                where, f"{error}; placer did not write this", UNCHANGED
-            ) from error
 
 
 def _restore_extra_state(

@@ -184,23 +184,6 @@ def random_entry(devices: Iterable[torch.device], layout: str) -> dict[str, Any]
     return {"layout": layout, "states": states}
 
 
-def require_random(entry: object) -> None:
-    """Raise ``ValueError`` unless ``entry`` has the form that `random_entry` returns."""
-    states = entry.get("states") if isinstance(entry, dict) else None
-    if not (
-        isinstance(entry, dict)
-        and isinstance(entry.get("layout"), str)
-        and isinstance(states, dict)
-        and "cpu" in states
-        and all(isinstance(s, Tensor) and s.dtype == torch.uint8 for s in states.values())
-    ):
-        raise ValueError("is not the states of random generators")
-    try:
-        torch.Generator().set_state(states["cpu"])
-    except RuntimeError as error:
-        raise ValueError(f"is not the state of a generator: {error}") from error
-
-
 def restore_random(
     entry: Mapping[str, Any] | None, devices: Iterable[torch.device], layout: str
 ) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 from placer.checkpoint.entries import Contents, contents_of, module_state
 from placer.errors import PlacerError
 from placer.executor.distributed.job.groups import gather_objects
-from placer.executor.distributed.partial import PartialModule, runtime_of_rank
+from placer.executor.distributed.module import DistributedModule
 from placer.executor.distributed.reduction.pieces import Pieces
+from placer.executor.distributed.runtime import runtime_of_rank
 from placer.executor.module import PlacedModule, devices_of
 
 
@@ -64,9 +65,9 @@ def checkpoint_group(
     In a job, raises ``PlacerError`` if not all ranks call ``method`` with the same ``options``, and
     ``PeerError`` if communication fails in the block.
     """
-    if isinstance(module, PartialModule):
+    if isinstance(module, DistributedModule):
         runtime = runtime_of_rank(module)
-        stages, replicas = len(module.plan.stages), runtime.num_replicas
+        stages, replicas = len(module.plan.stages), module.plan.replicas
         runtime.announce(method, **options)
         with runtime.watch():
             yield CheckpointGroup(

@@ -23,9 +23,8 @@ def gather_state(module: nn.Module, optimizer: Optimizer, ranks: CheckpointGroup
     """
     pieces, named = ranks.pieces, parameter_names(module, ranks.contents, optimizer)
     shared = {named[key][0]: s for key, s in pieces.shared.items() if key in named}
-    mine: dict[
-        str, dict[str, Any]
-    ] = {}  # for each entry a piece's dtype, or a value that is no piece
+    # For each entry a piece's dtype, or a value that is no piece
+    mine: dict[str, dict[str, Any]] = {}
     for name, each in shared.items():
         pieces.cut_state(each.parameter, optimizer.state)
         state = optimizer.state.get(each.parameter, {})

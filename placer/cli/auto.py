@@ -21,8 +21,9 @@ from placer.cli.options import (
     ModelOptions,
     Page,
     Processes,
+    to_file,
 )
-from placer.cli.output import human_console, origin_of, print_json, print_text
+from placer.cli.output import human_console, origin_of, print_json, write_or_print
 from placer.cli.progress import progress
 from placer.errors import BudgetError, PlacerError
 from placer.spec import PlacementSpec
@@ -37,9 +38,7 @@ Devices = Annotated[
         **REPEATABLE,
     ),
 ]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="SPEC", help="Write the spec here.")
-]
+Output = Annotated[Path | None, to_file("SPEC", "Write the spec here.")]
 PlanOutput = Annotated[
     Path | None, typer.Option("--plan", metavar="PLAN", help="Save the plan here too (JSON).")
 ]
@@ -89,7 +88,7 @@ def auto(
     give stays as it is. Without -o, the spec is printed to stdout and the table to stderr; with --json, the
     spec and the plan, which has the alternatives.
     """
-    from placer.files import check_spec_path, check_writable, writing
+    from placer.files import check_spec_path, check_writable
 
     wanted = wanted_spec(devices, machine, kind, fields, loss_options)
     model_options.check()
@@ -124,16 +123,12 @@ def auto(
         origin = origin_of(model_options.model, describe_shapes(leaves), found.spec)
         write_html(made, html, simulation=make.simulate(made), origin=origin)
         console.print(f"page written to {html}")
-    if output is not None:
-        with writing(output):
-            output.write_text(found.spec.to_json(), encoding="utf-8")
-        console.print(f"spec written to {output}")
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)
     if as_json:
         print_json({"spec": json.loads(found.spec.to_json()), "plan": plan_to_json(made)})
-    elif output is None:
-        print_text(found.spec.to_json())
+    if output is not None or not as_json:
+        write_or_print(found.spec.to_json(), output, "spec", console)
 
 
 def wanted_spec(

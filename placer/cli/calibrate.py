@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from placer.cli.options import AsJson
+from placer.cli.options import AsJson, to_file
 from placer.cli.output import human_console, print_json
 from placer.cli.progress import progress
 from placer.tables import Table
@@ -23,16 +23,13 @@ Device = Annotated[
         help="The device to measure, such as cuda:0 or cpu. Default: cuda:0 if there is one.",
     ),
 ]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the kind here (JSON).")
-]
+Output = Annotated[Path | None, to_file("FILE", "Write the kind here (JSON).")]
 Name = Annotated[
     str | None,
     typer.Option("--name", help="Name of the device kind. Default: the name of the file."),
 ]
 Budget = Annotated[
-    float,
-    typer.Option("--seconds", min=0.001, help="Seconds for each of about 100 samples."),
+    float, typer.Option("--seconds", min=0.001, help="Seconds for each of about 100 samples.")
 ]
 
 EXAMPLE = "placer calibrate --device cpu --seconds 0.01 -o this-machine.json"

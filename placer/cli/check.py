@@ -11,14 +11,8 @@ import typer
 
 from placer.cli.fields import spec_fields, spec_of_options
 from placer.cli.findings import print_error_as, sarif
-from placer.cli.options import (
-    REPEATABLE,
-    AsJson,
-    Kind,
-    LossOptions,
-    ModelOptions,
-)
-from placer.cli.output import human_console, print_json
+from placer.cli.options import REPEATABLE, AsJson, Kind, LossOptions, ModelOptions
+from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import CaptureError, PlacerError, first_few
 
@@ -142,7 +136,6 @@ def _check_spec(
     Raises ``SpecError`` for patterns that match no layer, and exits if the plan does not fit.
     """
     from placer.api import check_layers
-    from placer.cli.main import EXIT_NO_FIT
     from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
     from placer.report import plan_table
     from placer.search.auto import plan_of
@@ -177,7 +170,7 @@ def _check_spec(
         error = find_remedies(console, program, spec, leaves, made, make)
         if form != "json":
             print_error_as(form, error, EXIT_NO_FIT, source)
-        report_misfit(console, program, spec, leaves, made, make, error=error)
+        report_misfit(console, program, spec, leaves, made, make, error)
 
 
 def _check_model(

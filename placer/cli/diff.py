@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from placer.cli.options import AsJson
-from placer.cli.output import human_console, print_json
+from placer.cli.output import EXIT_DIFFERENT, human_console, print_json
 from placer.errors import PlacerError
 
-EXIT_DIFFERENT = 1
 Before = Annotated[Path, typer.Argument(metavar="BEFORE", help="A plan or a spec.")]
 After = Annotated[Path, typer.Argument(metavar="AFTER", help="Another one, of the same kind.")]
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
+from placer.cli.options import Saved
 from placer.cli.output import human_console
-
-Saved = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan saved by 'plan -o' (JSON).")]
 
 EXAMPLE = "placer explain plan.json"
 

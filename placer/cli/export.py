@@ -6,17 +6,10 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from placer.cli.options import ModelOptions, SpecOrPlan, to_file
+from placer.cli.output import human_console, write_or_print
 
-from placer.cli.options import ModelOptions, SpecOrPlan
-from placer.cli.output import human_console, print_text
-
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="FILE", help="Write the map here (JSON), not to stdout."
-    ),
-]
+Output = Annotated[Path | None, to_file("FILE", "Write the map here (JSON), not to stdout.")]
 
 EXAMPLE = "placer export net.py:Net plan.json -o device_map.json"
 
@@ -27,7 +20,7 @@ def export(model_options: ModelOptions, spec: SpecOrPlan, output: Output = None)
     It has the devices of the first replica; CUDA devices are numbers.
     """
     from placer.cli.sources import load_spec_or_plan
-    from placer.files import check_writable, writing
+    from placer.files import check_writable
 
     placement = load_spec_or_plan(spec)
     model_options.check(inputs_required=False)
@@ -39,9 +32,4 @@ def export(model_options: ModelOptions, spec: SpecOrPlan, output: Output = None)
     loaded = model_options.load(console, inputs_required=False, moves=IgnoreDeviceMoves())
 
     text = json.dumps(to_device_map(loaded.model, placement), indent=2) + "\n"
-    if output is None:
-        print_text(text)
-        return
-    with writing(output):
-        output.write_text(text, encoding="utf-8")
-    console.print(f"device_map written to {output}", markup=False)
+    write_or_print(text, output, "device_map", console)

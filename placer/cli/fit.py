@@ -13,7 +13,7 @@ import typer
 from placer.cli.auto import Devices, Fields, Machine, Output, wanted_spec
 from placer.cli.fields import errors_name_options
 from placer.cli.options import AsJson, Kind, LossOptions, ModelOptions, Processes
-from placer.cli.output import human_console, print_json, print_text
+from placer.cli.output import EXIT_NO_FIT, human_console, print_json, write_or_print
 from placer.cli.progress import progress
 from placer.errors import PlacerError
 
@@ -59,7 +59,7 @@ def fit(
     Names in braces are the sizes that are looked for: {b}x3x224x224 asks for the batch, 1x1x{z}x{y}x{x} for a
     volume; --target may have them too. The strategy is chosen anew for every size, as by auto.
     """
-    from placer.files import check_spec_path, writing
+    from placer.files import check_spec_path
 
     names = free_names(model_options.inputs, loss_options.target)
     unit = proportions(names, like, multiple)
@@ -91,12 +91,11 @@ def fit(
     ):
 
         def case_of(size: int) -> Case:
-            told.doing(f"{_shape(size)}, recording the model")
+            told.doing(f"trying {_shape(size)}")
             args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
             wanted = wanted_for(size)
             program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
             make = JudgingPlanner(program, leaves, processes=processes)
-            make.watcher = told.about(_shape(size))
             return Case(make=make, wanted=wanted)
 
         def _shape(size: int) -> str:
@@ -122,8 +121,6 @@ def fit(
         spec = None if found.answer is None else json.loads(found.answer.spec.to_json())
         print_json({"tried": values, "spec": spec})
     if found.answer is None:
-        from placer.cli.main import EXIT_NO_FIT
-
         console.print(f"not even {_shape(1)} fits", style="bold red")
         raise typer.Exit(EXIT_NO_FIT)
     console.print(
@@ -131,13 +128,8 @@ def fit(
     )
     if found.size == most:
         console.print(f"no larger size was tried (--most {most})")
-    text = found.answer.spec.to_json()
-    if output is not None:
-        with writing(output):
-            output.write_text(text, encoding="utf-8")
-        console.print(f"spec written to {output}")
-    elif not as_json:
-        print_text(text)
+    if output is not None or not as_json:
+        write_or_print(found.answer.spec.to_json(), output, "spec", console)
 
 
 def free_names(inputs: Sequence[str], target: Sequence[str] = ()) -> list[str]:

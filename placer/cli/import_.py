@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
-from placer.cli.options import ModelOptions
-from placer.cli.output import human_console, print_text
+from placer.cli.options import ModelOptions, to_file
+from placer.cli.output import human_console, write_or_print
 from placer.errors import PlacerError, first_few
 
 if TYPE_CHECKING:
     from placer.spec import PlacementSpec
 
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", metavar="SPEC", help="Write the spec here (JSON), not to stdout."
-    ),
-]
+Output = Annotated[Path | None, to_file("SPEC", "Write the spec here (JSON), not to stdout.")]
 _SHOWN = 6  # how many of the layers without a device are listed
 
 EXAMPLE = "placer import device_map.json -o spec.json"
@@ -33,7 +27,7 @@ def import_(model_options: ModelOptions, output: Output = None) -> None:
     device. Otherwise it is a model whose constructor moves layers to devices, as in layer.to("cuda:1"); with
     --input, also one whose forward moves tensors. The devices need not be there.
     """
-    from placer.files import check_spec_path, writing
+    from placer.files import check_spec_path
     from placer.spec.text import FORMATS
 
     check_spec_path(output)
@@ -44,12 +38,7 @@ def import_(model_options: ModelOptions, output: Output = None) -> None:
     else:
         model_options.check(inputs_required=False)
         spec = _of_model(model_options, console)
-    if output is None:
-        print_text(spec.to_json())
-        return
-    with writing(output):
-        output.write_text(spec.to_json(), encoding="utf-8")
-    console.print(f"spec written to {output}", markup=False)
+    write_or_print(spec.to_json(), output, "spec", console)
 
 
 def _of_file(path: Path) -> PlacementSpec:

@@ -61,10 +61,10 @@ class LoadedModel:
 def load_model(
     options: ModelOptions,
     *,
-    allocate: bool,
-    double: bool,
-    inputs_required: bool,
-    seed: int,
+    allocate: bool = False,
+    double: bool = False,
+    inputs_required: bool = True,
+    seed: int = 0,
     moves: IgnoreDeviceMoves | None = None,
 ) -> LoadedModel:
     """Build the model that ``options`` name, and its inputs, on ``meta`` unless ``allocate`` is set.

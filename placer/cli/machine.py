@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from placer.cli.options import AsJson
+from placer.cli.options import AsJson, to_file
 from placer.cli.output import human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import PlacerError
@@ -23,10 +23,7 @@ Name = Annotated[
         show_default=False,
     ),
 ]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write the machine here (JSON)."),
-]
+Output = Annotated[Path | None, to_file("FILE", "Write the machine here (JSON).")]
 Measure = Annotated[
     bool,
     typer.Option(

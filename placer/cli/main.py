@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from placer.cli.findings import print_error_as
 from placer.cli.options import with_option_groups
-from placer.cli.output import print_error_json
+from placer.cli.output import EXIT_NO_FIT, EXIT_USAGE, print_error_json
 from placer.errors import BudgetError, PlacerError, PlanError
 from placer.spec.load import errors_located
 from placer.versions import explain_failed_import
@@ -40,7 +40,6 @@ _COMMANDS = (
     "machine",
     "doctor",
 )
-EXIT_USAGE, EXIT_NO_FIT = 2, 3
 EXIT_INTERRUPTED = 130  # the exit code that shells use for a command that Ctrl-C ended
 _TRACEBACK = "PLACER_TRACEBACK"  # variable to show tracebacks of exceptions in the model's code
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from placer.cli.main import EXIT_NO_FIT
-from placer.cli.output import print_json
+from placer.cli.output import EXIT_NO_FIT, print_json
 from placer.cli.progress import progress
 from placer.errors import BudgetError
 from placer.plan.check import host_error
@@ -55,16 +54,9 @@ def find_remedies(
 def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoReturn:
     """Print that no strategy fits, which were tried, and what would do; exit with `EXIT_NO_FIT`."""
     console.print(f"{error.where}: {error.problem}", style="bold red", markup=False)
-    console.print("tried (largest peak of a device):")
-    for tried in error.tried:
-        if not tried.fits:
-            line = f"  - {tried.change}: {format_bytes(tried.peak)}"
-            console.print(line, style="dim", markup=False)
-    console.print("what would make it fit:")
-    fitting = [describe_fitting(tried) for tried in error.tried if tried.fits]
+    _print_short(console, error, "tried (largest peak of a device):")
     needed = error.needed or error.remedy
-    for remedy in (*fitting, needed):
-        console.print(f"  - {as_option(remedy)}", markup=False)
+    _print_fitting(console, error, needed, as_option)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):
         console.print("(times are known with --kind)", style="dim", markup=False)
     if as_json:
@@ -79,48 +71,44 @@ def report_misfit(
     inputs: Sequence[Tensor],
     plan: Plan,
     make: JudgingPlanner,
-    *,
-    error: BudgetError | None = None,
-    as_json: bool = False,
+    error: BudgetError,
 ) -> NoReturn:
     """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
-    ``make`` plans a changed spec; ``error`` has the changes that have been tried, if any have. With
-    ``as_json``, the result is also printed to stdout as JSON.
+    ``make`` plans a changed spec; ``error`` has the changes that have been tried.
     """
-    if error is None:
-        error = find_remedies(console, program, spec, inputs, plan, make)
     if plan.fits_devices:
-        remedy = error.remedy
-        console.print(f"what would make it fit:\n  - {remedy}", markup=False)
-        if as_json:
-            print_json(_misfit(error, remedy))
+        console.print(f"what would make it fit:\n  - {error.remedy}", markup=False)
         raise typer.Exit(EXIT_NO_FIT)
     no_room = lacks_room(spec)
     if not no_room:
         largest = find_largest_node(program, spec, inputs, make)
         console.print(largest.describe(), style="bold red", markup=False)
-    console.print("what would make it fit:")
-    for tried in error.tried:
-        if tried.fits:
-            console.print(f"  - {describe_fitting(tried)}", markup=False)
     with progress(console, "planning with other amounts of memory", make, compare=False):
         needed = memory_needed(spec, make)
-    console.print(f"  - {needed}", markup=False)
+    _print_fitting(console, error, needed, str)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):
         hint = "(in this order by reference rates; times are known with --kind)"
         console.print(hint, style="dim", markup=False)
     if no_room:
         console.print(f"no change of the placement was tried: {no_room}", markup=False)
-    short = [tried for tried in error.tried if not tried.fits]
-    if short:
-        console.print("tried, not enough (largest peak of a device):", style="dim")
-    for tried in short:
-        line = f"  - {tried.change}: {format_bytes(tried.peak)}"
-        console.print(line, style="dim", markup=False)
-    if as_json:
-        print_json(_misfit(error, needed))
+    _print_short(console, error, "tried, not enough (largest peak of a device):")
     raise typer.Exit(EXIT_NO_FIT)
+
+
+def _print_fitting(
+    console: Console, error: BudgetError, needed: str, spell: Callable[[str], str]
+) -> None:
+    console.print("what would make it fit:")
+    fitting = [describe_fitting(tried) for tried in error.tried if tried.fits]
+    for remedy in (*fitting, needed):
+        console.print(f"  - {spell(remedy)}", markup=False)
+
+
+def _print_short(console: Console, error: BudgetError, title: str) -> None:
+    short = [f"  - {t.change}: {format_bytes(t.peak)}" for t in error.tried if not t.fits]
+    for line in (title, *short) if short else ():
+        console.print(line, style="dim", markup=False)
 
 
 _SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
@@ -150,13 +138,13 @@ def as_option(change: str) -> str:
     return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
 
 
-def _misfit(error: BudgetError, *needed: str) -> Mapping[str, Any]:
+def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:
     return {
         "fits": False,
         "device": error.device,
         "missing_bytes": error.missing_bytes,
         "problem": error.problem,
         "largest_node": {"node": error.largest_node, "bytes": error.largest_node_bytes},
-        "remedies": [*(t.change for t in error.tried if t.fits), *needed],
+        "remedies": [*(t.change for t in error.tried if t.fits), needed],
         "tried": [asdict(tried) for tried in error.tried],
     }

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from placer.cli.loaded_model import LoadedModel
     from placer.plan.types import Plan
-    from placer.program.moves import IgnoreDeviceMoves as DeviceMoves
     from placer.spec import LossSpec, PlacementSpec
 
 REPEATABLE: dict[str, Any] = {"default_factory": list, "show_default": False}
@@ -86,6 +85,7 @@ Page = Annotated[
 Explain = Annotated[
     bool, typer.Option("--explain", help="Explain why each stage ends where it does.")
 ]
+Saved = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan saved by 'plan -o' (JSON).")]
 Processes = Annotated[
     bool,
     typer.Option(
@@ -140,6 +140,11 @@ Kind = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Only JSON on stdout; human-readable text on stderr.")
 ]
+
+
+def to_file(metavar: str, help_text: str) -> Any:
+    """The option that names the file of a command's result."""
+    return typer.Option("--output", "-o", metavar=metavar, help=help_text)
 
 
 _SpecOrPlan = TypeVar("_SpecOrPlan", bound="PlacementSpec | Plan")
@@ -223,28 +228,12 @@ class ModelOptions:
             )
         return shapes, examples
 
-    def load(
-        self,
-        console: Console,
-        *,
-        allocate: bool = False,
-        double: bool = False,
-        inputs_required: bool = True,
-        seed: int = 0,
-        moves: DeviceMoves | None = None,
-    ) -> LoadedModel:
-        """Import torch, and build the model and its inputs; see `placer.cli.loaded_model.load_model`."""
+    def load(self, console: Console, **wanted: Any) -> LoadedModel:
+        """Import torch, and build the model and its inputs as ``wanted``, the options of `load_model`."""
         with progress(console, "importing torch and the model"):
             from placer.cli.loaded_model import load_model
 
-            return load_model(
-                self,
-                allocate=allocate,
-                double=double,
-                inputs_required=inputs_required,
-                seed=seed,
-                moves=moves,
-            )
+            return load_model(self, **wanted)
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,16 +8,19 @@ import shlex
 import sys
 from dataclasses import asdict
 from functools import partialmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from placer.errors import BudgetError, Location, PlacerError, SpecError
+from placer.files import writing
 
 if TYPE_CHECKING:
     from placer.report import Origin
     from placer.spec import PlacementSpec
 
+EXIT_DIFFERENT, EXIT_USAGE, EXIT_NO_FIT = 1, 2, 3
 _WIDTH = 100  # columns if the output is not a terminal
 
 
@@ -52,6 +55,16 @@ def origin_of(model: str = "", inputs: str = "", spec: PlacementSpec | None = No
 def print_json(data: Any) -> None:
     """Print ``data`` as JSON to stdout."""
     print_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_or_print(text: str, output: Path | None, what: str, console: Console) -> None:
+    """Write ``text``, which is ``what``, to the file ``output`` and say so; without a file, print it."""
+    if output is None:
+        print_text(text)
+        return
+    with writing(output):
+        output.write_text(text, encoding="utf-8")
+    console.print(f"{what} written to {output}", markup=False)
 
 
 def print_text(text: str) -> None:

@@ -17,13 +17,12 @@ from placer.cli.options import (
     Processes,
     Profile,
     Spec,
+    to_file,
 )
 from placer.cli.output import human_console, origin_of, print_json
 from placer.cli.progress import progress
 
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Save the plan here (JSON).")
-]
+Output = Annotated[Path | None, to_file("PLAN", "Save the plan here (JSON).")]
 Trace = Annotated[
     Path | None,
     typer.Option(
@@ -98,4 +97,4 @@ def plan(
     if as_json:
         print_json(plan_to_json(made))
     if error is not None:
-        report_misfit(console, program, wanted, leaves, made, make, error=error)
+        report_misfit(console, program, wanted, leaves, made, make, error)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.fields import spec_fields, spec_of_options
-from placer.cli.options import AsJson, Kind, ModelOptions
+from placer.cli.options import AsJson, Kind, ModelOptions, to_file
 from placer.cli.output import human_console, print_json
 from placer.cli.progress import progress
 from placer.quantities import BYTES, FLOPS, SECONDS, Units
@@ -39,11 +39,8 @@ Device = Annotated[
 ]
 Output = Annotated[
     Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="Measure, and write a file for --profile, or for the kind of a device in a spec.",
+    to_file(
+        "FILE", "Measure, and write a file for --profile, or for the kind of a device in a spec."
     ),
 ]
 Rounds = Annotated[

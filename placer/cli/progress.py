@@ -1,4 +1,4 @@
-"""Says what a command does while that takes a while: what was tried, the best so far, what is left."""
+"""Says what a command does while that takes a while: what was tried, and the best so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from placer.plan.types import Plan
-    from placer.simulation.judge import JudgingPlanner, Watcher
+    from placer.simulation.judge import JudgingPlanner
     from placer.spec import PlacementSpec
 
 _EVERY = 1.0  # seconds between looks at what is new
@@ -25,11 +25,11 @@ _AGAIN = 15.0  # seconds after which a line is written though nothing is new
 class Progress:
     """What a command does at the moment; a `placer.simulation.judge.Watcher`.
 
-    ``most`` is how many plans there will be at most; 0 is not known. With ``compare`` it says which is best.
+    With ``compare`` it says which plan is best.
     """
 
-    def __init__(self, title: str, most: int = 0, *, compare: bool = True) -> None:
-        self._title, self._most, self._compare = title, most, compare
+    def __init__(self, title: str, *, compare: bool = True) -> None:
+        self._title, self._compare = title, compare
         self._what, self._planned = "", 0
         self._best: tuple[tuple[bool, int, float], str] | None = None
         self._start = time.monotonic()
@@ -37,10 +37,6 @@ class Progress:
     def doing(self, what: str) -> None:
         """Say what is done now."""
         self._what = what
-
-    def about(self, what: str) -> Watcher:
-        """Of one of several things: tells what is done for it, and neither counts nor compares its plans."""
-        return _Part(self, what)
 
     def found(self, what: str) -> None:
         """Something has been found out."""
@@ -59,18 +55,12 @@ class Progress:
         """All that is known, without seconds."""
         text = f"{self._title}: {self._what}" if self._what else self._title
         if self._planned:
-            of = f" of at most {self._most}" if self._planned <= self._most else ""
-            text += f"; tried {self._planned}{of}"
+            text += f"; tried {self._planned}"
         so_far = "best so far" if self._compare else "so far"
         return f"{text}, {so_far}: {self._best[1]}" if self._best is not None else text
 
     def __str__(self) -> str:
-        seconds = time.monotonic() - self._start
-        left = ""
-        if 0 < self._planned < self._most:
-            most = seconds / self._planned * (self._most - self._planned)
-            left = f", about {most:.0f} s left or less"
-        return f"{self.state} ({seconds:.0f} s{left})"
+        return f"{self.state} ({time.monotonic() - self._start:.0f} s)"
 
     def __rich__(self) -> str:
         return str(self).replace("[", "\\[")
@@ -84,19 +74,6 @@ class Progress:
                 print(f"  {self}", file=sys.stderr, flush=True)
 
 
-class _Part:
-    """A `Watcher` of one part of what a `Progress` tells."""
-
-    def __init__(self, whole: Progress, what: str) -> None:
-        self._whole, self._what = whole, what
-
-    def doing(self, what: str) -> None:
-        self._whole.doing(f"{self._what}, {what}")
-
-    def planned(self, spec: PlacementSpec, plan: Plan) -> None:
-        """The whole counts sizes, not plans."""
-
-
 def _verdict(plan: Plan) -> str:
     if not plan.fits:
         return f"does not fit by {format_bytes(plan.overflow_bytes)}"
@@ -107,19 +84,14 @@ def _verdict(plan: Plan) -> str:
 
 @contextmanager
 def progress(
-    console: Console,
-    title: str,
-    make: JudgingPlanner | None = None,
-    *,
-    most: int = 0,
-    compare: bool = True,
+    console: Console, title: str, make: JudgingPlanner | None = None, *, compare: bool = True
 ) -> Iterator[Progress]:
     """Show that something takes a while: beside a spinner on a terminal, otherwise by lines on stderr.
 
-    Yields what can be told how far it is; a planner ``make`` tells that by itself. For ``most`` and
-    ``compare`` see `Progress`.
+    Yields what can be told how far it is; a planner ``make`` tells that by itself. For ``compare`` see
+    `Progress`.
     """
-    found = Progress(title, most, compare=compare)
+    found = Progress(title, compare=compare)
     if make is not None:
         make.watcher = found
     try:

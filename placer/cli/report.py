@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from placer.cli.options import Saved, to_file
 from placer.cli.output import human_console, origin_of
 
-Saved = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan saved by 'plan -o' (JSON).")]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="PAGE", help="The HTML file.")]
+Output = Annotated[Path, to_file("PAGE", "The HTML file.")]
 Simulation = Annotated[
     Path | None,
     typer.Option(

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from placer.cli.options import (
-    AsJson,
-    LossOptions,
-    ModelOptions,
-    Processes,
-    SpecOrPlan,
-)
-from placer.cli.output import human_console, print_json
+from placer.cli.options import AsJson, LossOptions, ModelOptions, Processes, SpecOrPlan
+from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -37,7 +31,6 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Run a training step on simulated devices and show their peaks; nothing is allocated."""
-    from placer.cli.main import EXIT_NO_FIT
     from placer.cli.sources import load_spec_or_plan
     from placer.plan.summary import describe_loss
     from placer.plan.types import Plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placer.cli.options import AsJson, LossOptions, ModelOptions, SpecOrPlan
-from placer.cli.output import human_console, print_json
+from placer.cli.output import EXIT_DIFFERENT, human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import PlacerError, first_few
 from placer.tables import Table
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from placer.spec import PlacementSpec
     from placer.verification import Comparison, Verification
 
-EXIT_DIFFERENT = 1
 _SHOWN = 10  # how much of what differs is listed
 # Columns of the table, each with the kinds that it counts; all other kinds are "state".
 _COLUMNS = {"results": ("output", "loss"), "gradients": ("gradient",)}

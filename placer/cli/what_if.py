@@ -8,7 +8,7 @@ import typer
 
 from placer.cli.fields import errors_name_options, spec_fields
 from placer.cli.options import AsJson, Kind, ModelOptions, Processes, Spec
-from placer.cli.output import human_console, print_json
+from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import PlacerError
 
@@ -45,7 +45,6 @@ def what_if(
 
     Options that are fields of a spec are the changes. The exit code is 3 if the changed one does not fit.
     """
-    from placer.cli.main import EXIT_NO_FIT
     from placer.spec import PlacementSpec, load_spec
     from placer.spec.rows import shifted_rows
 

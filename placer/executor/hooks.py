@@ -11,12 +11,7 @@ import torch
 from torch import nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is public all the same
 
-from placer._torch import (
-    forward_hooks,
-    forward_pre_hooks,
-    has_backward_hooks,
-    is_under_compile,
-)
+from placer._torch import forward_hooks, forward_pre_hooks, has_backward_hooks, is_under_compile
 from placer.errors import PlacerError
 from placer.program.objects import spell
 from placer.program.reachable import find_reachable_state

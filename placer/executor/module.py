@@ -150,8 +150,7 @@ class PlacedModule(nn.Module):
           and objects, lists and dicts that the function holds are restored after it; effects elsewhere
           (a global variable, a file) are not.
 
-        A ``reduction`` or ``normalizer`` that you pass is tried as well, once per function and shapes;
-        there is a warning if it does not hold.
+        A ``reduction`` or ``normalizer`` that you pass is used without asking.
 
         ``whole_batch=True`` is for a loss that compares rows with each other (contrastive, CLIP, Dice over
         the batch): the results of all slices are joined as ``placed(x)`` joins them, ``loss_fn`` is called
@@ -238,12 +237,16 @@ class PlacedModule(nn.Module):
         )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; returns their norm before that."""
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns the norm before scaling; a tied parameter counts once. In a job all ranks call it, with the
+        same arguments, and get the same norm; else raises ``PlacerError``, or ``PeerError`` if one is lost.
+        """
+        return runtime_of(self).clip_grad_norm_(max_norm, norm_type)
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A ``GradScaler`` for `step`; with several processes, all ranks skip the same steps."""
-        return torch.amp.GradScaler(self.output_device.type, **options)
+        """A ``GradScaler`` for `step`; in a job all ranks skip the same steps."""
+        return runtime_of(self).grad_scaler(**options)
 
     def extra_repr(self) -> str:
         """The model's own, the devices of each stage, and the numbers of replicas and micro-batches."""

@@ -42,9 +42,7 @@ from placer.program import (
 )
 from placer.spec import PlacementSpec
 
-_MAX_GUARDS = (
-    64  # programs kept per mode and size, for different values of attributes and arguments
-)
+_MAX_GUARDS = 64  # programs per mode and size, for different values of attributes and arguments
 _MAX_REFERENCES = 8  # captured programs with which a new recording is compared
 
 

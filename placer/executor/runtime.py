@@ -21,20 +21,13 @@ from placer.executor.call_cache import Call, CallCache
 from placer.executor.caller_graph import CallerGraph, shared_graph
 from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
 from placer.executor.gradient_hooks import hooks_run_once
-from placer.executor.hooks import (
-    keeping_nothing,
-    refuse_compile,
-    run_forward_hooks,
-)
+from placer.executor.hooks import keeping_nothing, refuse_compile, run_forward_hooks
 from placer.executor.loss import CombinationFinder, StepLoss
 from placer.executor.parameter_copies import ParameterCopies
-from placer.executor.pickled import (
-    model_signature,
-)
+from placer.executor.pickled import model_signature
 from placer.executor.place import CALLER, Place, is_on
 from placer.executor.program_cache import ProgramCache
 from placer.executor.replica import Replica
-from placer.executor.scaling import scale_of
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,
@@ -131,6 +124,14 @@ class Runtime:
     def accumulating(self) -> AbstractContextManager[None]:
         """In this block, steps do not sum gradients over ranks; one process has nothing to sum."""
         return nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """`PlacedModule.clip_grad_norm_`."""
+        return nn.utils.clip_grad_norm_(self.tree.parameters(), max_norm, norm_type)
+
+    def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """`PlacedModule.grad_scaler`."""
+        return torch.amp.GradScaler(self.output_device.type, **options)
 
     def watched(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """``step()``, measured for `report`."""
@@ -333,7 +334,7 @@ class Runtime:
         batch = self._scatter(programs.call, leaves)
         targets = split_target(target, batch.total, batch.sizes)
         counts = self._count(loss_of, target, targets, batch.total)
-        scale = 1.0 if scaler is None else scale_of(scaler, self.output_device)
+        scale = self._scale(scaler)
         losses: list[torch.Tensor] = []
         kept: list[Sequence[Any]] = []
         in_parts = len(batch.slices) > 1 or len(self.plan.stages) > 1
@@ -367,6 +368,11 @@ class Runtime:
         if staged.stored:
             self._store(staged, join_results(staged, kept, batch.sizes), call)
         return torch.stack([loss.to(home.device) for loss in losses]).sum()
+
+    def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
+        """The factor by which ``scaler`` multiplies a loss at present."""
+        one = torch.ones((), device=self.output_device)
+        return 1.0 if scaler is None else float(scaler.scale(one))
 
     def _whole_batch_loss(
         self,

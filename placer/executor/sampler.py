@@ -85,15 +85,7 @@ class ReplicaSampler(Sampler[list[int]]):
         )
         for batch in range(self._first_batch, len(self)):
             rows = order[batch * self._batch_size : (batch + 1) * self._batch_size]
-            yield rows[share_of(len(rows), self._num_replicas, self._replica_index)]
-
-
-def share_of(num_rows: int, num_replicas: int, replica_index: int) -> slice:
-    """A replica's slice of ``num_rows`` rows; sizes differ by at most one, as in ``torch.tensor_split``.
-
-    >>> [share_of(7, 3, index) for index in range(3)]
-    [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
-    """
-    size, rest = divmod(num_rows, num_replicas)
-    start = replica_index * size + min(replica_index, rest)
-    return slice(start, start + size + (replica_index < rest))
+            # The first replicas have one row more, as in ``torch.tensor_split``.
+            size, rest = divmod(len(rows), self._num_replicas)
+            start = self._replica_index * size + min(self._replica_index, rest)
+            yield rows[start : start + size + (self._replica_index < rest)]

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_unflatten,
-)
+from torch.utils._pytree import keystr, tree_flatten, tree_unflatten
 
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError

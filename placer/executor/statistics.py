@@ -46,9 +46,7 @@ class NormCall(NamedTuple):
     mean: str  # the names of the buffers
     var: str
     number: int  # how many calls in the same forward updated them before
-    per_instance: (
-        bool  # whether each row has statistics of its own, which are averaged (instance_norm)
-    )
+    per_instance: bool  # whether each row has its own, which are averaged (instance_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +95,6 @@ class DeferredStatistics:
         self._moments.clear()
         self._counters.clear()
 
-    @property
-    def calls(self) -> tuple[NormCall, ...]:
-        """The calls that updated running statistics, in order."""
-        return tuple(self._moments)
-
     @contextmanager
     def gathering(self, buffers: Mapping[str, Tensor], place: Place) -> Iterator[None]:
         """Collect statistics in this block, which runs a stage or the model for one micro-batch.
@@ -116,9 +109,10 @@ class DeferredStatistics:
                 with on(place):
                     self._counters[name] = place, tensor.detach().clone()
 
-    def _add(self, place: Place, call: NormCall, count: int, statistics: _Statistics) -> None:
+    def _add(
+        self, place: Place, call: NormCall, count: int, mean: Tensor, var: Tensor, momentum: float
+    ) -> None:
         with torch.no_grad():
-            mean, var, momentum = statistics
             wide = torch.promote_types(mean.dtype, torch.float32)
             freedom = count if call.per_instance else count - 1
             var = var.to(wide) if freedom > 0 else torch.zeros_like(var, dtype=wide)
@@ -156,28 +150,20 @@ def update_statistics(model: nn.Module, moments: Mapping[NormCall, Moments]) -> 
         with on(found.place), torch.no_grad():
             for name, value in ((call.mean, found.mean), (call.var, found.deviations / divisor)):
                 buffer = model.get_buffer(name)
-                buffer.lerp_(value.to(buffer.dtype), found.momentum)
-
-
-class _Statistics(NamedTuple):
-    """The statistics of a norm's input, and the momentum with which to update running statistics."""
-
-    mean: Tensor
-    var: Tensor
-    momentum: float
+                buffer.lerp_(value.to(buffer), found.momentum)
 
 
 class _NormRecorder(TorchFunctionMode):
     """Makes norms write their input's statistics into zeros instead of the running statistics.
 
     The norm runs with a momentum of 1, so it writes the statistics as it computes them itself. ``found``
-    is called with them.
+    is called with the call, the number of values, their mean and variance, and the momentum.
     """
 
     def __init__(
         self,
         buffers: Mapping[str, Tensor],
-        found: Callable[[NormCall, int, _Statistics], None],
+        found: Callable[[NormCall, int, Tensor, Tensor, float], None],
     ) -> None:
         super().__init__()
         self._names = {id(tensor): name for name, tensor in buffers.items()}
@@ -198,16 +184,15 @@ class _NormRecorder(TorchFunctionMode):
         mean, var = (self._names.get(id(tensor)) for tensor in running)
         if not given[learns] or mean is None or var is None:
             return func(*args, **kwargs)
-        zeros = [torch.zeros_like(tensor) for tensor in running]
-        own = _Statistics(zeros[0], zeros[1], given["momentum"])
-        anew = {"running_mean": own.mean, "running_var": own.var, "momentum": 1.0}
+        own = torch.zeros_like(running[0]), torch.zeros_like(running[1])
+        anew = {"running_mean": own[0], "running_var": own[1], "momentum": 1.0}
         result = func(**{name: {**given, **anew}[name] for name in parameters if name in given})
         rows, *others = given["input"].shape
         per_instance = learns == "use_input_stats"
         call = NormCall(mean, var, self._numbers[mean], per_instance)
         count = rows if per_instance else rows * prod(others[1:])
         self._numbers[mean] += 1
-        self._found(call, count, own)
+        self._found(call, count, *own, given["momentum"])
         return result
 
     def _note_tracked(self, running_mean: Tensor, running_var: Tensor, *found: Any) -> None:
@@ -217,9 +202,7 @@ class _NormRecorder(TorchFunctionMode):
             track(running_mean, running_var, *found)
             return
         *statistics, count = found
-        self._found(
-            NormCall(mean, var, self._numbers[mean], False), count, _Statistics(*statistics)
-        )
+        self._found(NormCall(mean, var, self._numbers[mean], False), count, *statistics)
         self._numbers[mean] += 1
 
 

@@ -42,9 +42,7 @@ _MOST_RUNS = 50  # per round
 _MOST_CALLS = 50  # per run, for operations that take no longer than a mark
 _MARGIN = 2.0  # how far ahead of the device the host is, relative to the seconds of a launch
 _LEAST_AHEAD = 200e-6
-_BUSY = (
-    1.25  # the median of the runs, relative to the fastest, that is too much for an idle machine
-)
+_BUSY = 1.25  # the median of runs relative to the fastest: too much for an idle machine
 _CPU_SCALE, _GPU_SCALE = 1, 64  # larger samples for a GPU
 _GPU_TILE = 128  # columns, as on an H100
 # Launching an operation in a training step, with modules and autograd, takes this many times as long

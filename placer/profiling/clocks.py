@@ -54,11 +54,9 @@ class HostClock:
         self._now = now
 
     def mark(self) -> float:
-        """The current time."""
         return self._now()
 
     def begin(self, ahead: float) -> tuple[float, float]:
-        """The current time, twice."""
         now = self._now()
         return now, now
 
@@ -66,12 +64,10 @@ class HostClock:
         """Does nothing: the CPU has finished when a call returns."""
 
     def seconds(self, start: float, end: float) -> float:
-        """The seconds between two marks."""
         return end - start
 
     def launching(self, start: float, end: float) -> float:
-        """0: launching an operation is running it."""
-        return 0.0
+        return 0.0  # launching an operation is running it
 
 
 class CudaMark(NamedTuple):
@@ -92,7 +88,6 @@ class CudaClock:
         self._net = 0.0  # seconds of a product on the device, less those of the host to launch it
 
     def mark(self) -> CudaMark:
-        """An event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return CudaMark(event, time.perf_counter())
@@ -131,15 +126,12 @@ class CudaClock:
                 torch.mm(a, a, out=product)
 
     def wait(self) -> None:
-        """Synchronize with the device."""
         torch.cuda.synchronize(self._device)
 
     def seconds(self, start: CudaMark, end: CudaMark) -> float:
-        """The seconds that the device measured between two events."""
         return float(start.event.elapsed_time(end.event)) / 1e3
 
     def launching(self, start: CudaMark, end: CudaMark) -> float:
-        """The seconds between the times at which the host submitted the events."""
         return end.host - start.host
 
 

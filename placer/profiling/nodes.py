@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -39,13 +39,8 @@ _LEAST = 100e-6
 Table = dict[str, float]  # node -> seconds
 
 
-class _Passes(NamedTuple):
-    """Seconds of every node of a step: of the device, and of the host to launch it (0 on a CPU)."""
-
-    forward: Table
-    backward: Table
-    forward_launch: Table
-    backward_launch: Table
+# Of the device forward and backward, and of the host to launch both (0 on a CPU)
+_Passes = tuple[Table, Table, Table, Table]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +197,7 @@ class _Run(NodeRunner):
         launched = {name: clock.launching(start, end) for name, start, end in marks}
         names = list(forward)
         self._launched = (launched, backward.sums(clock.launching, names))
-        return _Passes(forward, backward.sums(clock.seconds, names), *self._launched)
+        return forward, backward.sums(clock.seconds, names), *self._launched
 
     def plain(
         self, leaves: Sequence[Tensor], step: torch.optim.Optimizer

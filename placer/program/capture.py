@@ -62,7 +62,7 @@ from placer.program.types import Captured, Conditions, WholeModule, rows_of, tra
 from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
 from placer.spec.layers import match_paths
-from placer.versions import require
+from placer.versions import require_torch
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
 
@@ -103,7 +103,7 @@ def capture_model(
     several devices is one, unless ``ignore_device_moves``. Raises ``VersionError`` when the installed
     torch lacks what capture needs.
     """
-    require("planning")
+    require_torch()
     check_model(model)
     bound = replace(bind_call(model, args, kwargs, method), numbers=frozenset(changing))
     converter = FakeConverter()

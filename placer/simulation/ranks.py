@@ -19,7 +19,7 @@ from placer.executor.distributed.job.assignment import Job, RankAssignment, assi
 from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.executor.distributed.messages.batch import gather_result
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
-from placer.executor.distributed.messages.pipeline import Microbatch, Pipeline
+from placer.executor.distributed.messages.pipeline import Pipeline
 from placer.executor.distributed.messages.transport import NoChannel
 from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
 from placer.executor.distributed.reduction.pieces import Pieces
@@ -235,20 +235,17 @@ class _FakeReplica:
                 ledger.add(leaf, CALLER, kind="input")
             pipeline = _pipeline(plan, staged, part, assignment)
             state = CallState(part, {}, [1] * len(slices), whole=call.model)
+            crossings = self._find_crossings(kind, assignment.shard_index)
             microbatches = [
-                Microbatch(
-                    inputs=state.inputs(staged, slice_, position),
-                    crossings=crossings,
-                    inputs_here=kind == "cpu",
+                pipeline.place(
+                    each.staged,
+                    state.inputs(staged, slice_, position),
+                    are_here=kind == "cpu",
+                    leaves=(),
                     target=target,
                 )
-                for position, (slice_, crossings, target) in enumerate(
-                    zip(
-                        slices,
-                        self._find_crossings(kind, assignment.shard_index),
-                        self._targets,
-                        strict=True,
-                    )
+                for position, (slice_, each, target) in enumerate(
+                    zip(slices, crossings, self._targets, strict=True)
                 )
             ]
             trained = [p for p in part.parameters() if p.requires_grad]
@@ -262,7 +259,7 @@ class _FakeReplica:
                 finder = self._finder(kind, assignment.shard_index)
                 gather_result(
                     self._batch,
-                    pipeline.run(microbatches, None),
+                    pipeline.run(microbatches, crossings, None),
                     Call(finder.calls.captured, [], None),
                     finder,
                     assignment=assignment,
@@ -274,10 +271,11 @@ class _FakeReplica:
                 share = 1 / len(slices)
                 if call.whole_batch:
                     batch_loss = partial(self._loss_of_batch, kind, assignment.shard_index)
-                    pipeline.run(microbatches, None, loss_of_batch=batch_loss)
+                    pipeline.run(microbatches, crossings, None, loss_of_batch=batch_loss)
                 else:
                     pipeline.run(
                         microbatches,
+                        crossings,
                         lambda given, out, _left: call.loss_fn(out, given.target) * share,
                     )
                 reducer.finish()

@@ -57,9 +57,7 @@ class Comparison:
     """
 
     name: str
-    kind: (
-        str  # "output", "loss", "gradient", "buffer", "parameter", "input", "attribute", "mode", …
-    )
+    kind: str  # "output", "loss", "gradient", "buffer", "parameter", "input", "mode", …
     relative_error: float
     tolerance: float
     situation: str = ""

@@ -169,11 +169,7 @@ def verify(
         """A placed and a plain copy of the model."""
         given = copy_module(model)
         placed = compile(
-            given,
-            wanted,
-            *arguments,
-            run_on=run_on,
-            ignore_device_moves=ignore_device_moves,
+            given, wanted, *arguments, run_on=run_on, ignore_device_moves=ignore_device_moves
         )
         return _Pair(plain=copy_module(model), given=given, placed=placed)
 
@@ -223,9 +219,8 @@ class _Pair:
     plain: nn.Module
     given: nn.Module  # what was placed
     placed: PlacedModule
-    moved: list[float] = field(
-        default_factory=list
-    )  # how far each step has moved a parameter at most
+    # How far each step has moved a parameter at most
+    moved: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,11 +157,6 @@ def _tables(good: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     huge = changed(state, shape=[2**40, 2**20])
     yield "a tensor longer than its bytes", huge, "is longer than"
     yield "the bytes of another entry", changed(bias, **good["entries"][weight]), "0.bias has shape"
-    for name in ("extra", "random/0", "group/0.bias"):
-        other = _with_checksum(
-            {**good, "entries": {**good["entries"], name: good["entries"][state]}}
-        )
-        yield f"{name} is a tensor", other, "placer did not write this"
     fewer = {n: r for n, r in good["entries"].items() if n != weight}
     yield "an entry less", _with_checksum({**good, "entries": fewer}), r"0\.weight is missing"
     more = {**good["entries"], "model/new": good["entries"][bias]}

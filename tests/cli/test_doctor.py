@@ -1,4 +1,4 @@
-"""``placer doctor`` and ``--version``: what is installed, and what is missing for which feature."""
+"""``placer doctor`` and ``--version``: what is installed, and what is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import placer as package
 from placer import _torch
-from placer.cli import doctor
+from placer.cli import installed
 from placer.versions import RANGES
 
 
@@ -22,12 +22,11 @@ def test_version(placer: Callable[..., Any]) -> None:
     assert result.stdout.startswith(f"placer {package.__version__} (torch {torch_release}")
 
 
-def test_doctor_names_every_package_device_and_feature(placer: Callable[..., Any]) -> None:
+def test_doctor_names_every_package_and_device(placer: Callable[..., Any]) -> None:
     result = placer("doctor")
     assert result.exit_code == 0
     for each in RANGES:
         assert each.package in result.stdout
-    assert "run a placed model in one process" in result.stdout
     assert "gloo" in result.stdout
     assert "cpu" in result.stdout
 
@@ -50,28 +49,24 @@ def test_doctor_as_json(placer: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     assert found["backends"]["gloo"] is True
 
 
-def test_doctor_says_what_is_missing_for_which_feature(
+def test_doctor_says_what_torch_lacks(
     placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = _torch._is_there
-    lost = "torch.distributed.distributed_c10d._abort_process_group"
+    lost = "torch.library._scoped_library"
     monkeypatch.setattr(_torch, "_is_there", lambda name: name != lost and there(name))
     result = placer("doctor", "--json")
-    assert result.exit_code == 0  # one process still works
-    states = {each["feature"]: each for each in json.loads(result.stdout)["features"]}
-    assert lost in states["a process per device"]["missing"]
-    assert states["running"] == {"feature": "running", "available": True, "missing": []}
-    lost = "torch.library._scoped_library"
-    result = placer("doctor", "--json")
     assert result.exit_code == 2
-    assert json.loads(result.stdout)["ok"] is False
+    found = json.loads(result.stdout)
+    assert (found["ok"], found["torch_lacks"]) == (False, [lost])
+    assert f"torch has no {lost}" in placer("doctor").stdout
 
 
 def test_doctor_works_without_torch(
     placer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If torch is not installed, or its libraries cannot be loaded."""
-    monkeypatch.setattr(doctor, "_import_torch", lambda: "OSError: libcudart.so.13: not found")
+    monkeypatch.setattr(installed, "_import_torch", lambda: "OSError: libcudart.so.13: not found")
     result = placer("doctor")
     assert result.exit_code == 2
     assert "torch cannot be imported: OSError: libcudart.so.13" in result.stdout

@@ -103,7 +103,7 @@ def crossings(*, may_lack: bool) -> Crossings:
         for name, (maker, readers) in sorted(named.items(), key=lambda item: item[1][0])
     }
     staged: Any = None
-    return Crossings(staged=staged, values=values, result=(spec,) * (1 + may_lack), norms=())
+    return Crossings(staged=staged, values=values, result=(spec,) * (1 + may_lack))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -51,14 +51,9 @@ def refuse_joint_optimizers(part: nn.Module) -> None:
     It is the only optimizer of torch that computes with all parameters together (their inner products).
     Without this check it would take a different direction on every rank.
     """
-    reference = weakref.ref(part)
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        part = reference()
-        if part is None or not isinstance(optimizer, torch.optim.LBFGS):
-            return
-        own = {id(parameter) for parameter in part.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+    def check(optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise PlacerError(
                 "torch.optim.LBFGS",
                 "computes with all parameters of the model together, and this rank has those of its "
@@ -67,24 +62,33 @@ def refuse_joint_optimizers(part: nn.Module) -> None:
                 "per replica",
             )
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(part, handle.remove)
+    _check_steps(part, check)
 
 
 def refuse_unsummed_steps(part: nn.Module, require_sums: Callable[[str], None]) -> None:
     """Call ``require_sums(optimizer)`` when an optimizer steps with parameters of ``part``, from now on."""
-    if part in _CHECKED:
-        return
-    _CHECKED.add(part)
-    reference, require = weakref.ref(part), weakref.WeakMethod(require_sums)
+    require = weakref.WeakMethod(require_sums)
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        part, require_now = reference(), require()
-        own = set() if part is None else {id(parameter) for parameter in part.parameters()}
-        if require_now and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+    def check(optimizer: torch.optim.Optimizer) -> None:
+        if require_now := require():
             require_now(type(optimizer).__name__)
 
-    handle = register_optimizer_step_pre_hook(check)
+    if part not in _CHECKED:
+        _CHECKED.add(part)
+        _check_steps(part, check)
+
+
+def _check_steps(part: nn.Module, check: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call ``check(optimizer)`` when an optimizer steps with parameters of ``part``, while that lives."""
+    reference = weakref.ref(part)
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        part = reference()
+        own = set() if part is None else {id(parameter) for parameter in part.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            check(optimizer)
+
+    handle = register_optimizer_step_pre_hook(before_step)
     weakref.finalize(part, handle.remove)
 
 

@@ -18,7 +18,6 @@ from placer.errors import PlacerError, PlanError
 from placer.executor.cuda_allocator import prepare_allocator
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import Job, assign_rank, choose_device
-from placer.executor.distributed.job.groups import make_mesh
 from placer.executor.distributed.job.join import join_job, name_ranks
 from placer.executor.distributed.job.ownership import broadcast_weights, build_part, find_ownership
 from placer.executor.distributed.module import DistributedModule, make_distributed
@@ -29,7 +28,7 @@ from placer.executor.state import refuse_held_tensors
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.program import Program, named_state
-from placer.versions import require
+from placer.versions import require_torch
 
 _compiled = itertools.count()  # numbers the calls of ``compile``, the same on every rank
 
@@ -52,7 +51,7 @@ def launch(
     per device of the plan, ``PlanError`` if ranks have different models or plans, and ``PeerError`` if
     another rank has failed.
     """
-    require("a process per device")
+    require_torch()
     join_job(job)
     failures = FailureBroadcast(job.rank, job.world_size, f"compile {next(_compiled)}")
     with failures.told_to_all():
@@ -94,7 +93,6 @@ def launch(
             ownership=ownership,
             assignment=assignment,
             device=device,
-            mesh=make_mesh(assignment, device),
             name=name,
         )
         return make_distributed(runtime)

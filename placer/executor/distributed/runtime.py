@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import default_timeout
 from placer.emit import StagedModel
@@ -34,6 +33,7 @@ from placer.executor.distributed.job.groups import (
     connect,
     gather_objects,
     make_groups,
+    make_mesh,
 )
 from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.distributed.loss_leaves import gradient_nodes, refuse_other_leaves
@@ -46,13 +46,7 @@ from placer.executor.distributed.messages.batch import (
 )
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, find_pairs
 from placer.executor.distributed.messages.exchange import GroupExchange
-from placer.executor.distributed.messages.pipeline import (
-    LossOf,
-    LossOfBatch,
-    Microbatch,
-    Pipeline,
-    Results,
-)
+from placer.executor.distributed.messages.pipeline import LossOf, LossOfBatch, Pipeline, Results
 from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.messages.whole_batch import FirstReplica, loss_over_replicas
 from placer.executor.distributed.randomness import own_random_state
@@ -62,20 +56,19 @@ from placer.executor.distributed.reduction.gradients import (
     find_shared_parameters,
 )
 from placer.executor.distributed.reduction.inputs import sum_input_gradients
-from placer.executor.distributed.reduction.norm import total_norm
 from placer.executor.distributed.reduction.pieces import Pieces
-from placer.executor.distributed.reduction.statistics import SharedMoments
+from placer.executor.distributed.reduction.statistics import moments_of_replicas
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
+from placer.executor.module import runtime_of
 from placer.executor.place import Place
 from placer.executor.runtime import Runtime
-from placer.executor.scaling import scale_of
 from placer.executor.scatter import batch_size, check_target
 from placer.executor.segments import tensors_at
-from placer.executor.statistics import NormCall
+from placer.executor.statistics import Moments, NormCall, update_statistics
 from placer.executor.watch import StepReport, StepWatch, is_measured, joined
 from placer.executor.whole_batch import check_whole_batch
 from placer.plan.types import Plan
@@ -103,11 +96,10 @@ class DistributedRuntime(Runtime):
         ownership: Ownership,
         assignment: RankAssignment,
         device: torch.device,
-        mesh: DeviceMesh,
         name: str,
     ) -> None:
         place = Place(str(device), device)
-        groups = make_groups(mesh, assignment.grid, ownership, device)
+        groups = make_groups(assignment.grid, ownership, device)
         exchange = None
         if groups.sp is not None:
             over_replicas = plan.batch_norm == "sync" and plan.replicas > 1
@@ -118,7 +110,7 @@ class DistributedRuntime(Runtime):
         self.has_warned_of_others = False  # that state_dict() lacks the tensors of other ranks
         self.assignment = assignment
         self.device = device
-        self.mesh = mesh
+        self.mesh = make_mesh(groups, assignment.grid, device)
         self.ownership = ownership
         self.finder = CrossingFinder(
             program.model,
@@ -167,28 +159,13 @@ class DistributedRuntime(Runtime):
         self._frozen = frozenset(n for n, p in part.named_parameters() if not p.requires_grad)
 
     @property
-    def num_replicas(self) -> int:
-        """The number of replicas in the job."""
-        return self.plan.replicas
-
-    @property
-    def replica_index(self) -> int:
-        """The replica that this rank belongs to."""
-        return self.assignment.replica_index
-
-    @property
-    def stage_indices(self) -> tuple[int, ...]:
-        """The stages that this rank runs."""
-        return self.assignment.stage_indices
-
-    @property
     def process_groups(self) -> Groups:
         """The process groups of this module. Raises ``PeerError`` if they are closed."""
         return self._connection.groups
 
     @property
     def own_share(self) -> tuple[int, int]:
-        return self.replica_index, self.num_replicas
+        return self.assignment.replica_index, self.plan.replicas
 
     @property
     def boxes(self) -> dict[str, Slices]:
@@ -209,7 +186,7 @@ class DistributedRuntime(Runtime):
     def owned_names(self) -> frozenset[str]:
         """The first names of the tensors that this rank saves; each has one owner in the job."""
         index, holders = self.assignment.device_index, self.ownership.holders
-        if self.replica_index or self.assignment.shard_index:
+        if self.assignment.replica_index or self.assignment.shard_index:
             return frozenset()
         return frozenset(name for name, found in holders.items() if found[0] == index)
 
@@ -222,13 +199,6 @@ class DistributedRuntime(Runtime):
     def _loss_rank(self) -> int:
         """The rank of the first replica whose losses count."""
         return self.assignment.grid.rank(pp=self._last_device)
-
-    @property
-    def _first_replica(self) -> FirstReplica:
-        """The way to the rank like this one that computes losses over the whole batch."""
-        at = {"pp": self._last_device, "sp": self.assignment.shard_index}
-        ranks = [self.assignment.grid.rank(dp=r, **at) for r in range(self.num_replicas)]
-        return FirstReplica(ranks=ranks, group=self.process_groups.dp, device=self.device)
 
     @property
     def _has_losses(self) -> bool:
@@ -244,12 +214,11 @@ class DistributedRuntime(Runtime):
             agreement = self._ask(call, "placed(x)", leaves)
             with self._agreed(agreement):
                 share = self._take_share(call, leaves, grad=False)
-                results = self._execute(share.microbatches, None, agreement)
-            moments = self._share_moments(share.largest)
+                results = self._execute(share, None, agreement)
+            moments = self._moments_of_replicas()
             self._share_written(share.largest).wait()  # freed before the result takes memory
+            update_statistics(self.tree, moments)
             staged, result = self._gather(call, share, results, own_rows=False, grad=False)
-            if moments is not None:
-                moments.wait()
             self._store(staged, result, call)
             return unflatten_output(staged.call, result)
 
@@ -267,7 +236,7 @@ class DistributedRuntime(Runtime):
         # Checked before any communication, so that a rank that is called alone raises without waiting.
         check_training()
         check_scaler(scaler, num_devices=self.assignment.num_devices)
-        is_sliced = self.num_replicas * self.plan.microbatches > 1
+        is_sliced = self.plan.replicas * self.plan.microbatches > 1
         together = loss_of.whole_batch and is_sliced
         if together:
             check_whole_batch(programs.captured, self.plan.schedule)
@@ -311,7 +280,7 @@ class DistributedRuntime(Runtime):
                 count=partial(
                     count_rows,
                     own_rows=own_rows,
-                    replicas=self.num_replicas,
+                    replicas=self.plan.replicas,
                     together=self.plan.batch_norm == "sync",
                 ),
             )
@@ -335,7 +304,7 @@ class DistributedRuntime(Runtime):
                 numbers=call.leaves_by_name,
             )
             return loss_over_replicas(
-                self._first_replica,
+                FirstReplica(group=groups.columns, device=self.device),
                 runs,
                 [batch_size(programs.call, each.leaves) or 1 for each in share.microbatches],
                 whole,
@@ -345,23 +314,17 @@ class DistributedRuntime(Runtime):
 
         with self._own_random_state(), self._agreed(agreement):
             share = self._take_share(
-                call,
-                leaves,
-                target=target,
-                count=count,
-                own_rows=own_rows,
-                grad=True,
+                call, leaves, target=target, count=count, own_rows=own_rows, grad=True
             )
             # Every shard computes the loss; gradients are sums over shards.
-            scale = 1.0 if scaler is None else scale_of(scaler, self.device)
-            scale /= self.plan.shards
+            scale = self._scale(scaler) / self.plan.shards
             reducer = self._current_reducer(trained)
             with hooks_run_once(
                 parameters.values(), keep=reducer.hook_ids, explain=self._hook_failure
             ):
                 reducer.prepare(len(share.microbatches), sums=not self._accumulates)
                 results = self._execute(
-                    share.microbatches,
+                    share,
                     None if together else loss_of_slice,
                     agreement,
                     loss_of_batch=loss_of_batch if together else None,
@@ -373,11 +336,11 @@ class DistributedRuntime(Runtime):
                 losses = LossReduction(
                     [] if self.assignment.shard_index else results.losses,
                     loss_of=loss_of,
-                    source=self._loss_rank if self.num_replicas == 1 else None,
+                    source=self._loss_rank if self.plan.replicas == 1 else None,
                     world=groups.world,
                     device=self.device,
                 )
-                moments = self._share_moments(share.largest)
+                moments = self._moments_of_replicas()
                 written = self._share_written(share.largest)
                 if not self._accumulates:
                     reducer.finish()
@@ -395,8 +358,7 @@ class DistributedRuntime(Runtime):
             )
             callers.backward()
             written.wait()
-            if moments is not None:
-                moments.wait()
+            update_statistics(self.tree, moments)
             losses.check()
             return loss
 
@@ -430,10 +392,11 @@ class DistributedRuntime(Runtime):
         """The error for a hook on the gradient of ``parameter`` that raised ``error``."""
         name = next(n for n, p in self.tree.named_parameters() if p is parameter)
         layer, rank = name.rpartition(".")[0] or name, self.assignment.rank
-        reads = (i for i in self.stage_indices if name in self.staged.stages[i].state)
-        stage = next(reads, self.stage_indices[0])
+        replica = self.assignment.replica_index
+        reads = (i for i in self.assignment.stage_indices if name in self.staged.stages[i].state)
+        stage = next(reads, self.assignment.stage_indices[0])
         return StageError(
-            f"stage {stage}, layer {layer!r}, rank {rank} (replica {self.replica_index}), backward",
+            f"stage {stage}, layer {layer!r}, rank {rank} (replica {replica}), backward",
             f"{type(error).__name__}: {error}",
             f"a hook on the gradient of {name!r} raised the exception above",
             stage=stage,
@@ -441,12 +404,7 @@ class DistributedRuntime(Runtime):
             rank=rank,
         )
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
-
-        Returns the norm before scaling, the same on every rank. A tied parameter counts once. Raises
-        ``PlacerError`` if not all ranks make the same call, ``PeerError`` if another rank is lost.
-        """
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         self._require_sums("clip_grad_norm_")
         norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
@@ -457,19 +415,25 @@ class DistributedRuntime(Runtime):
             for n, p in self.tree.named_parameters()
             if p.grad is not None and self.ownership.holders[names[n]][0] == index
         ]
+        norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
+        largest = norm_type == float("inf")
+        norm = norm if largest else norm**norm_type
         with self.watch():
-            norm = total_norm(own, norm_type, group=self.process_groups.pp, device=self.device)
-        nn.utils.clip_grads_with_norm_(self.tree.parameters(), max_norm, norm)
-        return norm
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(norm, op, group=self.process_groups.pp)
+        total: Tensor = norm if largest else norm ** (1 / norm_type)
+        nn.utils.clip_grads_with_norm_(self.tree.parameters(), max_norm, total)
+        return total
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A ``GradScaler`` that skips a step on every rank if any has an inf or NaN gradient."""
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         return ShardedGradScaler(self.device.type, **options)
 
     def _report(self, watch: StepWatch) -> StepReport:
-        own = watch.report(self.plan, rank=self.assignment.rank, replica=self.replica_index)
+        own = watch.report(
+            self.plan, rank=self.assignment.rank, replica=self.assignment.replica_index
+        )
         return joined(gather_objects(own, self.process_groups.world))
 
     def announce(self, method: Method, **options: object) -> None:
@@ -531,12 +495,7 @@ class DistributedRuntime(Runtime):
         tensors = {each.name for each in call.inputs}
         plain = [n for n in call.leaf_names if n not in tensors]
         options["arguments"] = (
-            None
-            if captured
-            else [
-                call.batch_dims,
-                *((n, asked.leaves_by_name[n]) for n in plain),
-            ]
+            None if captured else [call.batch_dims, *((n, asked.leaves_by_name[n]) for n in plain)]
         )
         called = CallDescription(
             method=method,
@@ -557,7 +516,8 @@ class DistributedRuntime(Runtime):
 
     def _take_share(self, call: Call, leaves: Sequence[Tensor], **options: Any) -> Share:
         self.finder.follow()
-        return take_share(call, leaves, self.finder, self.plan, self.assignment, **options)
+        ways = self.finder, self._pipeline, self.plan, self.assignment
+        return take_share(call, leaves, *ways, **options)
 
     def _call_loss(
         self, loss_of: StepLoss, output: Any, target: Any, left: Sequence[Any], **given: Any
@@ -572,7 +532,7 @@ class DistributedRuntime(Runtime):
 
     def _execute(
         self,
-        microbatches: Sequence[Microbatch],
+        share: Share,
         loss_of: LossOf | None,
         agreement: CallCheck,
         *,
@@ -585,42 +545,39 @@ class DistributedRuntime(Runtime):
         if self._communicates_in_forward:
             agreement.wait()
         return self._pipeline.run(
-            microbatches, loss_of, loss_of_batch=loss_of_batch, ready=agreement.wait, scale=scale
+            share.microbatches,
+            share.crossings,
+            loss_of,
+            loss_of_batch=loss_of_batch,
+            ready=agreement.wait,
+            scale=scale,
         )
 
-    def _norms(self, largest: Crossings) -> list[NormCall]:
-        """The calls in this rank's stages that update running statistics, if these are deferred."""
-        return [call for index in self.stage_indices for call in largest.norms[index]]
-
-    def _share_moments(self, largest: Crossings) -> SharedMoments | None:
-        """Start to exchange the statistics of norms between replicas; None if there are none."""
+    def _moments_of_replicas(self) -> Mapping[NormCall, Moments]:
+        """The statistics of norms in all replicas, if running statistics are updated once per step."""
         if self.statistics is None:
-            return None
+            return {}
         self.statistics.set_counters(self.tree)
-        own = self.statistics.take_moments()
-        calls = self._norms(largest)
-        if not calls and not own:
-            return None
-        place = self.replicas[0].places[0]
-        group, copies = self.process_groups.dp, self.plan.shards
-        return SharedMoments(self.tree, calls, own, group=group, copies=copies, place=place)
+        own, group = self.statistics.take_moments(), self.process_groups.dp
+        return moments_of_replicas(own, group=group, copies=self.plan.shards)
 
     def _share_written(self, largest: Crossings) -> SharedTensors:
         """Start to send what forward wrote in the first replica to all replicas: buffers and parameters.
 
-        This is what ``nn.DataParallel`` does with buffers. Deferred running statistics are not sent,
-        because every replica computes them from the moments of all.
+        This is what ``nn.DataParallel`` does with buffers. Deferred running statistics, which are sent as
+        they were, are updated afterwards.
         """
         names: set[str] = set()
-        if self.num_replicas > 1:
-            stages = [largest.staged.stages[index] for index in self.stage_indices]
+        if self.plan.replicas > 1:
+            stages = [largest.staged.stages[index] for index in self.assignment.stage_indices]
             names = {name for s in stages for segment in s.segments for name in segment.written}
-            names -= {name for call in self._norms(largest) for name in (call.mean, call.var)}
         written = [tensor for _, tensor in tensors_at(self.tree, sorted(names))]
         return SharedTensors(written, self.process_groups.dp)
 
     def _own_random_state(self) -> Any:
-        return own_random_state(self.device, self.replica_index, self.assignment.device_index)
+        return own_random_state(
+            self.device, self.assignment.replica_index, self.assignment.device_index
+        )
 
     def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
         """The reducer for the parameters with these ids."""
@@ -632,7 +589,7 @@ class DistributedRuntime(Runtime):
                 self.tree,
                 self.staged,
                 self.ownership,
-                self.stage_indices,
+                self.assignment.stage_indices,
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
             )
             before = self._reducer
@@ -676,3 +633,8 @@ class DistributedRuntime(Runtime):
         told, because all ranks raise it.
         """
         return self._connection.watch()
+
+
+def runtime_of_rank(module: nn.Module) -> DistributedRuntime:
+    """The runtime of a rank's part of a placed model."""
+    return cast(DistributedRuntime, runtime_of(module))

@@ -11,10 +11,4 @@ from placer.executor.loss.finder import CombinationFinder
 from placer.executor.loss.reduction import Normalizer, Reduction
 from placer.executor.loss.step import StepLoss
 
-__all__ = [
-    "CombinationFinder",
-    "Normalizer",
-    "Reduction",
-    "StepLoss",
-    "without_graph",
-]
+__all__ = ["CombinationFinder", "Normalizer", "Reduction", "StepLoss", "without_graph"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from placer.errors import PlacerError
 from placer.executor.loss.call import objects_of
-from placer.executor.loss.reduction import Combination, LossRule
+from placer.executor.loss.reduction import Combination
 from placer.executor.loss.trial import NO_ROWS, BatchRows, Values, joined, try_rows
 
 _REMEDY = (
@@ -35,7 +34,6 @@ class CombinationFinder:
         self._tried: _Tried | None = None
         self._values: list[Values] = []  # of each leaf of the target
         self._found: Combination | None = None
-        self._checked: _Tried | None = None  # what `check_given` has tried
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CombinationFinder:
         return type(self)()
@@ -54,7 +52,7 @@ class CombinationFinder:
                 if values == self._values:
                     return self._found
             self._tried = None  # until a trial has shown something
-            (trial,) = try_rows(loss_fn, given, values)
+            trial = try_rows(loss_fn, given, values)
         except PlacerError as error:
             raise PlacerError(error.where, error.problem, error.remedy or _REMEDY) from None
         except Exception as error:
@@ -85,53 +83,17 @@ class CombinationFinder:
         self._tried, self._values, (self._found,) = tried, values, trial.fitting
         return self._found
 
-    def check_given(self, loss_fn: Callable[..., Tensor], given: BatchRows, rule: LossRule) -> None:
-        """Warn if ``loss_fn`` does not combine rows by ``rule``, which the caller has given.
-
-        Tries the function once for the same shapes, and again in the next step if these rows do not tell.
-        There is no warning for a function that is random, that changes from call to call, or that fails
-        on a few rows.
-        """
-        tried = _Tried([rule.combination, *given.shapes()], loss_fn, rule.normalizer)
-        if tried == self._checked:
-            return
-        self._checked = tried
-        try:
-            trial, again = try_rows(loss_fn, given, given.values(), rule, times=2)
-        except Exception:  # the caller may have given the rule because the loss cannot be tried
-            return
-        if len(trial.fitting) > 1:
-            self._checked = None  # these rows do not tell: perhaps those of the next step do
-        losses = (trial.first, trial.second, trial.together)
-        if (
-            rule.combination in trial.fitting
-            or trial != again
-            or not all(map(math.isfinite, losses))
-        ):
-            return
-        expected = trial.mean if rule.combination == "mean" else trial.sum
-        what = "normalizer" if rule.normalizer is not None else f"reduction={rule.combination!r}"
-        warnings.warn(
-            f"loss_fn: two groups of rows have the losses {trial.first:.6g} and {trial.second:.6g}; by "
-            f"the given {what} both together should have the loss {expected:.6g}, but they have "
-            f"{trial.together:.6g}. "
-            "The loss and the gradients of a sliced batch are not those of the whole batch. "
-            "A sum of means over different counts, such as an auxiliary loss with ignored labels, "
-            "cannot be computed in slices: pass whole_batch=True",
-            stacklevel=6,
-        )
-
 
 class _Tried:
-    """What was tried: functions, with the shapes of their arguments.
+    """What was tried: a function, with the shapes of its arguments.
 
-    Equal for the same functions, also if they are made anew in every step of the same code and objects.
-    Does not keep objects alive.
+    Equal for the same function, also if it is made anew in every step of the same code and objects. Does not
+    keep objects alive.
     """
 
-    def __init__(self, shapes: list[Any], *functions: Any) -> None:
+    def __init__(self, shapes: list[Any], function: Any) -> None:
         self._shapes = shapes
-        self._objects = [_reference(held) for each in functions for held in objects_of(each)]
+        self._objects = [_reference(held) for held in objects_of(function)]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Tried) or len(self._objects) != len(other._objects):

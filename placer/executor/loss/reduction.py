@@ -41,15 +41,11 @@ class LossRule:
         """
         assert self.normalizer is not None
         try:
-            counted = [self.normalizer(target) for target in targets]
+            counted = [torch.as_tensor(self.normalizer(target)).reshape(()) for target in targets]
             # Counts on a device are copied to the host together, with one synchronization.
-            tensors = [x.reshape(()) for x in counted if isinstance(x, Tensor) and not x.is_cpu]
-            numbers = iter(torch.stack(tensors).tolist() if tensors else ())
-            on_device = [isinstance(x, Tensor) and not x.is_cpu for x in counted]
-            counts = [
-                float(next(numbers) if there else x)
-                for x, there in zip(counted, on_device, strict=True)
-            ]
+            device = counted[0].device if counted else None
+            wide = [count.to(device, torch.float64) for count in counted]
+            counts: list[float] = torch.stack(wide).tolist() if wide else []
         except Exception as error:
             raise PlacerError(
                 "normalizer",

@@ -53,9 +53,7 @@ class StepLoss:
         self._loss_fn = loss_fn
         # The caller's options, which ranks compare with each other:
         self.reduction, self.has_normalizer = reduction, normalizer is not None
-        given = given_rule(reduction, normalizer)
-        self._is_given = given is not None and found is not None
-        self._rule = given or known_rule(loss_fn)
+        self._rule = given_rule(reduction, normalizer) or known_rule(loss_fn)
         self._found = CombinationFinder() if found is None else found
         self._has_graph: bool | None = None  # None: the function has not been called
         self._target: Any = None
@@ -97,10 +95,6 @@ class StepLoss:
         if self.whole_batch or self._total is None or rows is None or rows == self._total:
             return loss  # the whole batch
         self.is_sliced = True
-        if self._is_given:
-            assert self._rule is not None
-            self._found.check_given(self._loss_fn, self._given(output, rows), self._rule)
-            self._is_given = False  # once per step is enough
         rule = self._rule or self._find(output, target, rows, loss)
         if rule.combination == "sum":
             return loss
@@ -118,16 +112,14 @@ class StepLoss:
     def _find(self, output: Any, target: Any, rows: int, loss: Tensor) -> LossRule:
         self._rule = known_of_elements(self._loss_fn, output, target, rows)
         if self._rule is None:
-            found = self._found.find(self._loss_fn, self._given(output, rows), loss)
+            assert self._rows is not None
+            given = BatchRows(output=output, rows=rows, target=self._target, total=self._rows)
+            found = self._found.find(self._loss_fn, given, loss)
             self._rule = LossRule(combination=found or "mean")
             self.combination = found
         else:
             self.combination = self._rule.combination
         return self._rule
-
-    def _given(self, output: Any, rows: int) -> BatchRows:
-        assert self._rows is not None
-        return BatchRows(output=output, rows=rows, target=self._target, total=self._rows)
 
     @property
     def lacks_graph(self) -> bool:

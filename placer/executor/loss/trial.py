@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from placer.errors import PlacerError
 from placer.executor.loss.call import call_loss, objects_of
-from placer.executor.loss.reduction import COMBINATIONS, Combination, LossRule, rows_in
+from placer.executor.loss.reduction import COMBINATIONS, Combination, rows_in
 from placer.generators import random_state, set_random_state
 from placer.program import Batched, Whole, unmarked
 from placer.program.restore import Snapshot, module_roots
@@ -108,7 +108,7 @@ class Trial:
     first: float
     second: float
     together: float
-    share: float  # the first group's weight in a mean: its share of the rows, or of the count
+    share: float  # of the rows, that the first group has
     tolerance: float  # relative
 
     @property
@@ -137,20 +137,12 @@ class Trial:
         return self.first + self.second
 
 
-def try_rows(
-    loss_fn: Callable[..., Tensor],
-    given: BatchRows,
-    values: Sequence[Values],
-    rule: LossRule | None = None,
-    *,
-    times: int = 1,
-) -> list[Trial]:
-    """Try ``loss_fn``, with these ``values`` in each leaf of the target; several times if it may be random.
+def try_rows(loss_fn: Callable[..., Tensor], given: BatchRows, values: Sequence[Values]) -> Trial:
+    """Try ``loss_fn``, with these ``values`` in each leaf of the target.
 
-    A mean is over rows, or over what the normalizer of ``rule`` counts. Tensors of the output without the
-    batch's rows are NaN, and so is a loss that depends on them. Raises what ``loss_fn`` raises, and
-    ``PlacerError`` for an output without rows. Afterwards the random state of torch is what it
-    was, and so are the modules, objects, lists, dicts and sets that ``loss_fn`` holds.
+    Tensors of the output without the batch's rows are NaN, and so is a loss that depends on them. Raises what
+    ``loss_fn`` raises, and ``PlacerError`` for an output without rows. Afterwards the random state of torch
+    is what it was, and so are the modules, objects, lists, dicts and sets that ``loss_fn`` holds.
     """
     outputs, form = flatten_result(given.output)
     targets, spec = tree_flatten(given.target)
@@ -165,30 +157,23 @@ def try_rows(
         for leaf, tried in zip(targets, values, strict=True)
     ]
 
-    def target_of(start: int, stop: int) -> Any:
-        return unmarked(tree_unflatten(_take(targets, start, stop, first + second), spec))
+    tolerances: list[float] = []
 
     def loss(start: int, stop: int) -> float:
         output = form.unflatten(_take(outputs, start, stop, first + second))
-        found = call_loss(loss_fn, output, target_of(start, stop))
+        target = tree_unflatten(_take(targets, start, stop, first + second), spec)
+        found = call_loss(loss_fn, output, unmarked(target))
         tolerances.append(_TOLERANCE.get(found.dtype, _COARSE))
         return float(found)
 
-    share, tolerances = first / (first + second), list[float]()
-    if rule is not None and rule.normalizer is not None:
-        counts = rule.count([target_of(0, first), target_of(first, first + second)])
-        share = counts[0] / sum(counts) if sum(counts) else 0.0
     with _undone(loss_fn, device):
-        return [
-            Trial(
-                together=loss(0, first + second),
-                first=loss(0, first),
-                second=loss(first, first + second),
-                share=share,
-                tolerance=max(tolerances),
-            )
-            for _ in range(times)
-        ]
+        return Trial(
+            together=loss(0, first + second),
+            first=loss(0, first),
+            second=loss(first, first + second),
+            share=first / (first + second),
+            tolerance=max(tolerances),
+        )
 
 
 def _group_sizes(given: BatchRows, values: Sequence[Values]) -> tuple[int, int]:

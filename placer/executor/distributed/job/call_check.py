@@ -6,7 +6,6 @@ rows of different batches, or be ended by gloo without a Python exception.
 
 from __future__ import annotations
 
-import struct
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from placer.executor.distributed.job.groups import gather_objects, wait_function
 from placer.executor.distributed.job.join import name_ranks
 
 Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
-_NOTHING = -1  # stands for None; as bits of a float it is a NaN, which no count is
+_NOTHING = -1  # stands for None
 _SAMPLED = 32  # about so many values of a tensor are compared
 _REMEDY = "make all these calls on all ranks, in the same order and with the same options"
 _SAME_BATCH = (
@@ -108,12 +107,12 @@ class CallCheck:
             _digest(called.of_all()),
             _digest(called.of_batch()),
             _NOTHING if called.rows is None else called.rows,
-            _bits(called.counted),
+            _NOTHING if called.counted is None else called.counted,
             _sample([x for x in tree_leaves(called.target) if isinstance(x, Tensor)]),
             *samples,
             *[0] * (room - len(samples)),
         ]
-        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         numbers_of_all = mine.new_empty(len(self._everyone), len(mine))
         work = dist.all_gather_into_tensor(
             numbers_of_all.view(-1), mine, group=world, async_op=True
@@ -141,7 +140,7 @@ class CallCheck:
         if self._refusal is not None:
             raise self._refusal from None
 
-    def _compare(self, numbers: Sequence[Sequence[int]]) -> list[int]:
+    def _compare(self, numbers: Sequence[Sequence[float]]) -> list[int]:
         """The number of rows that each replica was given; raises ``PlacerError`` if calls do not match."""
         calls, batches, rows, counted, targets, *samples = zip(*numbers, strict=True)
         alike = self._replicas if self._called.own_rows else [self._everyone]
@@ -152,7 +151,7 @@ class CallCheck:
         for slot, readers, values in zip(self._slots, self._readers, samples, strict=False):
             for group in self._replicas:
                 self._compare_samples(", ".join(slot), readers, values, targets, group)
-        counts = [_from_bits(bits) for bits in counted if bits != _NOTHING]
+        counts = [count for count in counted if count != _NOTHING]
         if counts:  # one per replica; without ``own_rows`` all replicas have the same target
             self.counted = sum(counts) if self._called.own_rows else counts[0]
         rank = dist.get_rank(self._world)
@@ -161,7 +160,7 @@ class CallCheck:
             warnings.warn(
                 f"rank {rank} was given other inputs than rank {first}: {_SAME_BATCH}", stacklevel=5
             )
-        return [rows[group[0]] for group in self._replicas]
+        return [int(rows[group[0]]) for group in self._replicas]
 
     def _difference(
         self, mine: Mapping[str, str], groups: Sequence[Sequence[int]], remedy: str
@@ -181,8 +180,8 @@ class CallCheck:
         self,
         name: str,
         reading: Sequence[int],
-        samples: Sequence[int],
-        targets: Sequence[int],
+        samples: Sequence[float],
+        targets: Sequence[float],
         ranks: Sequence[int],
     ) -> None:
         """Raise ``PlacerError`` if the replica would compute with rows of different batches.
@@ -215,14 +214,6 @@ def _digest(said: Mapping[str, str]) -> int:
     return zlib.crc32(repr(list(said.items())).encode())
 
 
-def _bits(number: float | None) -> int:
-    return _NOTHING if number is None else int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _from_bits(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
 def _sample(tensors: Sequence[Tensor]) -> int:
     """A hash of some values of ``tensors``, taken evenly along every dimension.
 
@@ -238,6 +229,6 @@ def _sample(tensors: Sequence[Tensor]) -> int:
     return 2 * zlib.crc32(repr(values).encode()) + varies
 
 
-def _varies(sample: int) -> bool:
+def _varies(sample: float) -> bool:
     """Whether a result of `_sample` is of values that differ from each other."""
     return sample % 2 == 1

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from placer._torch import abort_group, default_timeout
-from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.ownership import Ownership
-from placer.grid import AXES, Grid
+from placer.grid import AXES, Axis, Grid
 
 _T = TypeVar("_T")
 _UNUSED_TAG = 2**31 - 1  # the tag of a message that nobody sends
@@ -51,37 +50,33 @@ class Groups:
         return list(dict.fromkeys(group for group in found if group is not None))
 
 
-def make_mesh(assignment: RankAssignment, device: torch.device) -> DeviceMesh:
-    """The mesh of replicas x devices, or of replicas x devices x shards; a collective call."""
-    grid = assignment.grid
-    axes = AXES if grid.shards > 1 else AXES[:2]
-    own = [_make_groups(grid.groups(axis), assignment.rank, device) for axis in axes]
-    shape = (grid.replicas, grid.devices, grid.shards)[: len(axes)]
-    ranks = torch.arange(grid.size).view(shape)
-    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=axes)
+def make_groups(grid: Grid, ownership: Ownership, device: torch.device) -> Groups:
+    """The groups of this rank; a collective call. Those of the same ranks are one, which saves threads."""
+    rank, made = dist.get_rank(), dict[tuple[int, ...], dist.ProcessGroup]()
 
+    def along(*axes: Axis) -> dist.ProcessGroup:
+        groups = grid.groups(*axes)
+        made.update((ranks, _make_group(ranks, device)) for ranks in groups if ranks not in made)
+        return next(made[ranks] for ranks in groups if rank in ranks)
 
-def make_groups(mesh: DeviceMesh, grid: Grid, ownership: Ownership, device: torch.device) -> Groups:
-    """The groups of ``mesh``, and those for tied weights; a collective call.
-
-    If the mesh has only one row or column, that is also the world group, which saves threads.
-    """
-    columns, pp = mesh.get_group("dp"), mesh.get_group("pp")
-    dp = columns
-    sp, row, rank = None, pp, dist.get_rank()
-    if grid.shards > 1:
-        sp = mesh.get_group("sp")
-        dp = sp if grid.replicas == 1 else _make_groups(grid.groups("dp", "sp"), rank, device)
-        row = sp if grid.devices == 1 else _make_groups(grid.groups("pp", "sp"), rank, device)
-    if grid.devices == 1:
-        world = dp
-    elif grid.replicas == 1:
-        world = row
-    else:
-        world = _make_group(range(grid.size), device)
     shared = sorted({holders for holders in ownership.holders.values() if len(holders) > 1})
-    tied = {holders: _make_group(grid.ranks_of(holders), device) for holders in shared}
-    return Groups(dp=dp, columns=columns, pp=pp, sp=sp, row=row, world=world, tied=tied)
+    return Groups(
+        columns=along("dp"),
+        pp=along("pp"),
+        sp=along("sp") if grid.shards > 1 else None,
+        dp=along("dp", "sp"),
+        row=along("pp", "sp"),
+        world=along(*AXES),
+        # Of their own, because their messages come at other times.
+        tied={holders: _make_group(grid.ranks_of(holders), device) for holders in shared},
+    )
+
+
+def make_mesh(groups: Groups, grid: Grid, device: torch.device) -> DeviceMesh:
+    """The mesh of replicas x devices, or of replicas x devices x shards."""
+    own = [group for group in (groups.columns, groups.pp, groups.sp) if group is not None]
+    ranks = torch.arange(grid.size).view((grid.replicas, grid.devices, grid.shards)[: len(own)])
+    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=AXES[: len(own)])
 
 
 def connect(groups: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
@@ -154,14 +149,6 @@ def _probe_connections(group: dist.ProcessGroup) -> tuple[list[dist.Work], list[
                 assert work is not None  # this rank is in the group
                 works.append(work)
     return works, refused
-
-
-def _make_groups(
-    groups: Sequence[Sequence[int]], rank: int, device: torch.device
-) -> dist.ProcessGroup:
-    """The group of ``rank`` among ``groups``, which all ranks make."""
-    made = [(_make_group(ranks, device), rank in ranks) for ranks in groups]
-    return next(group for group, is_own in made if is_own)
 
 
 def _make_group(ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:

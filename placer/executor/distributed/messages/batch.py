@@ -16,7 +16,8 @@ from placer.executor.call_cache import Call
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
-from placer.executor.distributed.messages.pipeline import Microbatch, Results
+from placer.executor.distributed.messages.pipeline import Pipeline, Results
+from placer.executor.execute import PlacedMicrobatch
 from placer.executor.place import is_on
 from placer.executor.scatter import (
     ScatteredBatch,
@@ -77,7 +78,8 @@ class Share:
     """A rank's share of a batch: the micro-batches of its replica that have rows."""
 
     batch: ScatteredBatch
-    microbatches: Sequence[Microbatch]
+    microbatches: Sequence[PlacedMicrobatch]
+    crossings: Sequence[Crossings]  # the values between stages for each of these
     largest: Crossings  # the values between stages for the largest micro-batch of all replicas
 
 
@@ -85,6 +87,7 @@ def take_share(
     called: Call,
     leaves: Sequence[Tensor],
     finder: CrossingFinder,
+    pipeline: Pipeline,
     plan: Plan,
     assignment: RankAssignment,
     *,
@@ -122,24 +125,21 @@ def take_share(
     counts = [None] * len(targets) if count is None else count(targets)
     here = is_on(finder.device, slices[largest])
     state = CallState(finder.part, called.leaves_by_name, sizes, whole=finder.whole)
+    found = [crossings[sizes[position]] for position in own]
     given = [
-        Microbatch(
-            inputs=state.inputs(
-                crossings[sizes[position]].staged,
-                slices[position],
-                position,
-                needed[sizes[position]],
-            ),
-            crossings=crossings[sizes[position]],
-            inputs_here=here,
+        pipeline.place(
+            each.staged,
+            state.inputs(each.staged, slices[position], position, needed[sizes[position]]),
+            are_here=here,
             leaves=slices[position],
             target=targets[index],
             counted=counts[index],
             numbers=called.leaves_by_name,
         )
-        for index, position in enumerate(own)
+        for index, (position, each) in enumerate(zip(own, found, strict=True))
     ]
-    return Share(batch=batch, microbatches=given, largest=crossings[sizes[largest]])
+    largest_values = crossings[sizes[largest]]
+    return Share(batch=batch, microbatches=given, crossings=found, largest=largest_values)
 
 
 def find_input_readers(staged: StagedModel, assignment: RankAssignment) -> dict[str, list[int]]:

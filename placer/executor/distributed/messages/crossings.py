@@ -25,7 +25,6 @@ from placer.executor.distributed.job.ownership import Ownership
 from placer.executor.place import Place
 from placer.executor.program_cache import ProgramCache
 from placer.executor.replica import Replica
-from placer.executor.statistics import DeferredStatistics, NormCall, defers_statistics
 from placer.plan.types import Plan
 from placer.precision import autocast_state, planned_autocast
 from placer.program import (
@@ -88,15 +87,13 @@ class CrossingValue:
 class Crossings:
     """All values that cross between stages, for one shape of micro-batch.
 
-    ``staged`` has the stages that run micro-batches of that shape in the present mode. ``norms`` has for
-    each stage its calls that update running statistics, if these are deferred.
+    ``staged`` has the stages that run micro-batches of that shape in the present mode.
     """
 
     staged: StagedModel
     values: Mapping[str, CrossingValue]  # in the order in which stages make them
     # For each leaf of the model's result a ``TensorSpec``, or the leaf itself.
     result: tuple[Any, ...]
-    norms: tuple[tuple[NormCall, ...], ...]
 
     @cached_property
     def flows(self) -> tuple[Flow, ...]:
@@ -187,8 +184,7 @@ class CrossingFinder:
         places = [self._place] * len(staged.stages)
         shards = [[place] for place in places]
         exchange = Alone(plan.shards, shard) if plan.shards > 1 else None
-        self._statistics = DeferredStatistics() if defers_statistics(plan) else None
-        self._replica = Replica(staged, shards, places, plan.precision, self._statistics, exchange)
+        self._replica = Replica(staged, shards, places, plan.precision, exchange=exchange)
         self._modes: tuple[bool, ...] = ()  # training flags that were copied last
         self._found: dict[Any, Crossings] = {}
 
@@ -278,7 +274,6 @@ class CrossingFinder:
         self, staged: StagedModel, shapes: Sequence[tuple[Any, torch.dtype, bool]], grad: bool
     ) -> Crossings:
         values: dict[str, Any] = {}
-        norms = []
         # By value, leaf and reader: the autograd node through which the reader uses the leaf.
         links: dict[tuple[str, int, int], Node] = {}
         with self._on_fakes(staged) as (replica, part), torch.set_grad_enabled(grad):
@@ -314,7 +309,6 @@ class CrossingFinder:
                         "last batch)",
                     ) from error
                 values.update(zip(stage.outputs, outputs, strict=True))
-                norms.append(self._take_norms())
             result = [values[x] if kind == "value" else x for kind, x in staged.result]
             roots = [x for x in result if isinstance(x, Tensor) and x.requires_grad]
             reached = set(nodes_behind(get_gradient_edge(root).node for root in roots))
@@ -332,16 +326,7 @@ class CrossingFinder:
                 for name, (maker, readers) in find_value_readers(staged).items()
             },
             result=tuple(_spec_of(leaf) for leaf in result),
-            norms=tuple(norms),
         )
-
-    def _take_norms(self) -> tuple[NormCall, ...]:
-        """The calls that updated running statistics since the last time."""
-        if self._statistics is None:
-            return ()
-        calls = self._statistics.calls
-        self._statistics.clear()
-        return calls
 
 
 def _linked(value: Any, name: str, reader: int, links: dict[tuple[str, int, int], Node]) -> Any:

@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from placer.executor.distributed.failures.layer_failure import (
-    anomalies_kept,
-    explain_failure,
-)
+from placer.emit import StagedModel
+from placer.executor.distributed.failures.layer_failure import anomalies_kept, explain_failure
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.distributed.messages.transport import Channel, MessageTransport, compare_tensor
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, ScheduleRun
@@ -21,25 +19,6 @@ from placer.executor.slice_store import stored_for_slice
 from placer.executor.tree import renew_buffers
 from placer.program import unflatten_output
 from placer.schedule import Action, Message, find_messages, linearize, schedule_on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
-    """One micro-batch of this replica.
-
-    ``leaves`` are all inputs of the model, on the devices where the caller has them; ``inputs`` are
-    those that the stages of this rank read, by name. ``counted`` is what the loss's normalizer counts
-    in ``target``. ``numbers`` are leaves of the call by name.
-    """
-
-    inputs: Mapping[str, Tensor]
-    crossings: Crossings
-    inputs_here: bool = False  # whether ``inputs`` are on the rank's device already
-    leaves: Sequence[Tensor] = ()
-    target: Any = None
-    counted: float | None = None
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-
 
 LossOf = Callable[[PlacedMicrobatch, Any, Sequence[Any]], Tensor]
 LossOfBatch = Callable[[Sequence[MicrobatchRun]], list[Tensor]]
@@ -83,9 +62,29 @@ class Pipeline:
         self._order_of_inference = [a for a in forward_only if a.kind == "F"]
         self._known: dict[Any, tuple[list[Crossings], list[Action], tuple[Message, ...]]] = {}
 
+    def place(
+        self, staged: StagedModel, inputs: Mapping[str, Any], *, are_here: bool, **given: Any
+    ) -> PlacedMicrobatch:
+        """A micro-batch for this rank's stages of ``staged``, which read ``inputs``; the rest is ``given``.
+
+        ``are_here``: the inputs are on the rank's device already.
+        """
+        replica = self._replica.with_program(staged)
+        replica.follow_attributes(self._part)
+        # A stage that writes to an input gets a copy; the caller's tensor is written at the end.
+        read = [name for name in inputs if are_here and name not in staged.written_inputs]
+        return PlacedMicrobatch(
+            replica=replica,
+            trees=[[self._part]] * len(staged.stages),
+            inputs=inputs,
+            input_places=dict.fromkeys(read, replica.places[0]),
+            **given,
+        )
+
     def run(
         self,
-        microbatches: Sequence[Microbatch],
+        microbatches: Sequence[PlacedMicrobatch],
+        crossings: Sequence[Crossings],
         loss_of: LossOf | None,
         *,
         loss_of_batch: LossOfBatch | None = None,
@@ -94,6 +93,7 @@ class Pipeline:
     ) -> Results:
         """Run the micro-batches through the pipeline, with backward if a loss is given.
 
+        ``crossings`` has the values between stages of each.
         ``loss_of(microbatch, output, stored leaves)`` returns a micro-batch's weighted loss; backward
         starts from ``scale`` times that. Or ``loss_of_batch(runs)`` is called where the last stage runs,
         between all forwards and all backwards: it returns the loss of the whole batch on one of the ranks,
@@ -105,36 +105,35 @@ class Pipeline:
         def finish(index: int, leaves: list[Any]) -> Tensor | None:
             given = microbatches[index]
             if loss_of is None:
-                for found, expected in zip(leaves, given.crossings.result, strict=True):
+                for found, expected in zip(leaves, crossings[index].result, strict=True):
                     if isinstance(expected, TensorSpec):
                         compare_tensor(found, expected)
                 results.leaves[index] = leaves
                 return None
-            staged = given.crossings.staged
+            staged = given.replica.staged
             output = unflatten_output(staged.call, leaves)
             if not staged.stored:
-                return loss_of(placed[index], output, ())
+                return loss_of(given, output, ())
             results.leaves[index] = tree_map_only(Tensor, Tensor.detach, leaves)
             with stored_for_slice(staged, leaves, self._part):
-                return loss_of(placed[index], output, staged.stored_leaves(leaves))
+                return loss_of(given, output, staged.stored_leaves(leaves))
 
         def explain(action: Action, run: MicrobatchRun, error: Exception) -> Exception:
-            staged = microbatches[action.microbatch_index].crossings.staged
+            staged = microbatches[action.microbatch_index].replica.staged
             code = staged.stages[action.stage_index]
             return explain_failure(code, run.phase, error, self._layer_of, anomalies)
 
-        order, messages = self._plan(microbatches, training=training)
-        staged_models = [given.crossings.staged for given in microbatches]
+        order, messages = self._plan(crossings, training=training)
+        staged_models = [given.replica.staged for given in microbatches]
         renew_buffers(self._part, {name for each in staged_models for name in each.replaced})
-        placed = {index: self._placed(given) for index, given in enumerate(microbatches)}
         with anomalies_kept() as anomalies:
             run = ScheduleRun(
-                placed,
+                dict(enumerate(microbatches)),
                 [action for action in order if self._rank_of[action.stage_index] == self._rank],
                 None if loss_of_batch is not None else finish,
                 transport=MessageTransport(
                     messages,
-                    {index: given.crossings for index, given in enumerate(microbatches)},
+                    dict(enumerate(crossings)),
                     order,
                     self._rank_of,
                     rank=self._rank,
@@ -152,7 +151,7 @@ class Pipeline:
             run.do("F")
             if self._rank_of[-1] == self._rank:
                 for index, each in run.runs.items():
-                    if microbatches[index].crossings.staged.stored:
+                    if staged_models[index].stored:
                         results.leaves[index] = tree_map_only(Tensor, Tensor.detach, each.result)
                 results.losses = loss_of_batch(list(run.runs.values()))
             run.do("B")
@@ -160,36 +159,18 @@ class Pipeline:
         return results
 
     def _plan(
-        self, microbatches: Sequence[Microbatch], *, training: bool
+        self, crossings: Sequence[Crossings], *, training: bool
     ) -> tuple[list[Action], tuple[Message, ...]]:
-        """The actions of all ranks for these micro-batches, and the messages between ranks."""
-        crossings = [given.crossings for given in microbatches]
+        """The actions of all ranks for micro-batches with these values, and the messages between ranks."""
         key = (training, *map(id, crossings))
         if key not in self._known:
             every = self._order if training else self._order_of_inference
-            order = [action for action in every if action.microbatch_index < len(microbatches)]
+            order = [action for action in every if action.microbatch_index < len(crossings)]
             messages = find_messages(order, lambda m: crossings[m].flows, self._rank_of)
-            self._known[key] = crossings, order, messages  # keeps ``crossings`` and so their ids
+            self._known[key] = (
+                list(crossings),
+                order,
+                messages,
+            )  # keeps ``crossings`` and so their ids
         _, order, messages = self._known[key]
         return order, messages
-
-    def _placed(self, given: Microbatch) -> PlacedMicrobatch:
-        staged = given.crossings.staged
-        replica = self._replica.with_program(staged)
-        replica.follow_attributes(self._part)
-        place = replica.places[0]
-        return PlacedMicrobatch(
-            replica=replica,
-            trees=[[self._part]] * len(staged.stages),
-            leaves=given.leaves,
-            inputs=given.inputs,
-            # A stage that writes to an input gets a copy; the caller's tensor is written at the end.
-            input_places={
-                name: place
-                for name in given.inputs
-                if given.inputs_here and name not in staged.written_inputs
-            },
-            target=given.target,
-            counted=given.counted,
-            numbers=given.numbers,
-        )

@@ -14,39 +14,30 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from placer.executor.distributed.failures.layer_failure import LayerFailure
-from placer.executor.distributed.job.groups import gather_objects, sendable
+from placer.executor.distributed.job.groups import sendable
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.executor.place import Place
 from placer.executor.scatter import join_target
 from placer.executor.transfer import receive
 from placer.program import is_mark, unmarked
 
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """The shape and dtype of a tensor that another rank sends."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool = False
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstReplica:
-    """The way to a rank of the first replica from those with the same stages in the others.
+    """The way to a rank of the first replica, the first of ``group``, from those like it in the others.
 
-    ``ranks`` are those of all replicas in order, and belong to ``group``, which may have more. All of them
-    make the same calls.
+    All of them make the same calls. Tensors go through host memory.
     """
 
-    ranks: Sequence[int]
     group: dist.ProcessGroup
     device: torch.device
 
     @property
     def is_here(self) -> bool:
         """Is this the rank of the first replica?"""
-        return dist.get_rank() == self.ranks[0]
+        return dist.get_rank(self.group) == 0
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` on the first, in order of replicas; nothing on the others.
@@ -54,53 +45,24 @@ class FirstReplica:
         Values are lists and dicts of tensors and what can be pickled. Tensors of others come to ``device``,
         and require gradients if they did there.
         """
-        described = tree_map_only(
-            Tensor, lambda x: _Described(x.shape, x.dtype, x.requires_grad), value
-        )
-        if len(self.ranks) == 1:
-            return [value]
-        everyone = self._exchange(described)
-        if not self.is_here:
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, Tensor):
-                    dist.send(sendable(tensor.to(self.device)), self.ranks[0], group=self.group)
-            return []
-        others = zip(self.ranks[1:], everyone[1:], strict=True)
-        return [value, *(tree_map_only(_Described, self._receiver(r), v) for r, v in others)]
+        others: list[Any] | None = [None] * self.group.size() if self.is_here else None
+        dist.gather_object(_moved(value, _HOST), others, group=self.group, group_dst=0)
+        return [] if others is None else [value, *(_moved(x, self.device) for x in others[1:])]
 
     def scatter(self, rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
         """What the first rank has for this one of ``rows``, which are given there, one for each rank."""
-        if len(self.ranks) == 1:
-            return []
-        shapes = [[x if x is None else _Described(x.shape, x.dtype) for x in row] for row in rows]
-        described = self._exchange(shapes)[0]
-        if not self.is_here:
-            receive = self._receiver(self.ranks[0])
-            own = described[self.ranks.index(dist.get_rank())]
-            return [None if x is None else receive(x) for x in own]
-        for rank, row in zip(self.ranks[1:], rows[1:], strict=True):
-            for tensor in row:
-                if tensor is not None:
-                    dist.send(sendable(tensor), rank, group=self.group)
-        return []
+        own: list[Any] = [None]
+        given = [_moved(list(row), _HOST) for row in rows] if self.is_here else None
+        dist.scatter_object_list(own, given, group=self.group, group_src=0)
+        moved: list[Tensor | None] = _moved(own[0], self.device)
+        return moved
 
-    def _exchange(self, value: Any) -> list[Any]:
-        of_group = dict(
-            zip(
-                dist.get_process_group_ranks(self.group),
-                gather_objects(value, self.group),
-                strict=True,
-            )
-        )
-        return [of_group[rank] for rank in self.ranks]
 
-    def _receiver(self, source: int) -> Any:
-        def receive(given: _Described) -> Tensor:
-            tensor = torch.empty(given.shape, dtype=given.dtype, device=self.device)
-            dist.recv(tensor, source, group=self.group)
-            return tensor.requires_grad_(given.requires_grad)
+def _moved(value: Any, device: torch.device) -> Any:
+    def move(x: Tensor) -> Tensor:
+        return sendable(x.detach().to(device)).requires_grad_(x.requires_grad)
 
-        return receive
+    return tree_map_only(Tensor, move, value)
 
 
 def loss_over_replicas(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from placer._torch import hook_first_after_step
 from placer.errors import PlacerError
 from placer.executor.distributed.job.groups import gather_objects
-from placer.executor.distributed.partial import runtime_of_rank
 from placer.executor.distributed.reduction.elementwise import require_elementwise
 from placer.executor.distributed.reduction.pieces import Pieces
-
-if TYPE_CHECKING:
-    from placer.executor.distributed.runtime import DistributedRuntime
+from placer.executor.distributed.runtime import DistributedRuntime, runtime_of_rank
 
 
 def update_pieces(module: nn.Module) -> None:
