@@ -15,6 +15,7 @@ from placer.program.call import (
     arguments_roots,
     call_arguments,
     call_leaves,
+    objects_of,
     place_arguments,
     placeholder_names,
 )
@@ -64,7 +65,8 @@ def run_forward(
         put[number.node] = each, number
     arguments = call_arguments(bound, given)
     args, kwargs = place_arguments(bound, arguments)
-    passed = Snapshot(arguments_roots(bound, arguments), root="call")
+    apart = set(map(id, objects_of(bound).values()))  # the caller's own: ``before`` has them
+    passed = Snapshot(arguments_roots(bound, arguments), root="call", without=apart)
     flags = recorder.watch_flags(inputs)
     try:
         with forbid_python_random(recorder.generators):
@@ -100,7 +102,6 @@ def run_forward(
         left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags_set)
         recorder.run_backward((leaves, [change.value for change in changes]), inputs)
     finally:
-        passed.restore()  # objects that pytree does not flatten are the caller's own
         with without_torch_function():
             for parameter in model.parameters():
                 parameter.requires_grad_(flags.get(id(parameter), parameter.requires_grad))

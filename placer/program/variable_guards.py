@@ -85,20 +85,16 @@ class SettingsGuard(_OfVariable):
 def variable_guards(
     model: nn.Module,
     code: ReachableState,
-    arguments: Collection[Reference],
     tensors: Collection[Tensor],
     values_read: Collection[Tensor],
 ) -> tuple[VariableGuard, ...]:
-    """Guards for those of ``tensors`` that are not in ``model``, but in variables of its ``code``.
-
-    Or in objects among the ``arguments``.
-    """
+    """Guards for those of ``tensors`` that are not in ``model``, but in variables of its ``code``."""
     wanted = {id(tensor): tensor for tensor in tensors}
     for _, value in walk(module_parts(model)) if wanted else ():
         wanted.pop(id(value), None)
     looked = set(map(id, values_read))
     guards = []
-    roots = [*arguments, *code.variables, *code.containers, *code.objects] if wanted else []
+    roots = [*code.variables, *code.containers, *code.objects] if wanted else []
     for (index, *keys), value in walk(((i,), each.read()) for i, each in enumerate(roots)):
         if id(value) in wanted:
             is_read = id(value) in looked
