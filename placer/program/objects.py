@@ -43,16 +43,17 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]]:
     """The parts of ``value`` with their keys; none for tensors, numbers, functions and other atoms.
 
     The items of sets have no keys: None stands for each. A bound method has its owner, a ``partial`` its
-    arguments.
+    arguments, unless they are modules.
     """
     if isinstance(value, _ATOMS):
         return ()
     if isinstance(value, dict):
         return list(dict.items(value))
     if isinstance(value, BOUND):
-        return [("__self__", value.__self__)]
+        return () if isinstance(value.__self__, nn.Module) else [("__self__", value.__self__)]
     if isinstance(value, functools.partial):
-        return [(name, getattr(value, name)) for name in ("func", "args", "keywords")]
+        held = [*enumerate(value.args), *value.keywords.items()]
+        return [(key, part) for key, part in held if not isinstance(part, nn.Module)]
     items = items_of(value)
     if items is not None:
         return (
@@ -178,7 +179,9 @@ def spell(path: Sequence[Any]) -> str:
     >>> spell(("encoder", "_buffers", "mean")), spell(("cache", 0, "keys"))
     ('encoder.mean', 'cache[0].keys')
     """
-    kept = [key for key in path if key not in ("", "_buffers", "_parameters", "_modules")]
+    kept = [
+        key for key in path if key not in ("", "_buffers", "_parameters", "_modules", "__self__")
+    ]
     texts = (f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in kept)
     return "".join(texts).lstrip(".")
 

@@ -189,7 +189,7 @@ def find_reachable_state(model: nn.Module, arguments: Mapping[str, Any] = _NONE)
 
     And from the functions and objects among ``arguments``, by name.
     """
-    search = _Search()
+    search = _Search(frozenset(map(id, model.modules())))
     for name, value in arguments.items():
         search.variable(arguments, name, value)
     for module in model.modules():
@@ -202,8 +202,9 @@ def find_reachable_state(model: nn.Module, arguments: Mapping[str, Any] = _NONE)
 
 
 class _Search:
-    def __init__(self) -> None:
+    def __init__(self, own: frozenset[int]) -> None:
         self.found = ReachableState()
+        self._own = own  # ids of the model's modules
         self._seen: set[int] = set()
         self._searched: set[tuple[int, int]] = set()  # ids of modules and the codes that name them
         self._alive: list[Any] = []  # keeps the ids in _seen valid
@@ -240,7 +241,7 @@ class _Search:
                 self.found.generators.append(Reference(holder, key, value))
         elif not isinstance(value, (ModuleType, *_ATOMS)):
             self.add(type(value))
-            if (is_object(value) or has_slots(value)) and _holds_settings(value):
+            if self._is_searched(value):
                 self._object(Reference(holder, key, value))
 
     def run(self) -> None:
@@ -328,10 +329,17 @@ class _Search:
             self.found.variables.append(reference)
         elif is_object(value) or has_slots(value):
             self.found.objects.append(reference)
-            if _holds_settings(value):
+            if self._is_searched(value):
                 self.found.variables.append(reference)
         elif isinstance(value, _VALUES) or type(value) in (*_CONTAINERS, tuple):
             self.found.variables.append(reference)
+
+    def _is_searched(self, value: Any) -> bool:
+        """Is it an object whose attributes count: of a user's class, or of one that holds settings?"""
+        if not (is_object(value) or has_slots(value)) or id(value) in self._own:
+            return False
+        module = sys.modules.get(type(value).__module__)
+        return isinstance(value, _SETTINGS) or not (module is None or _is_foreign(module))
 
     def _object(self, reference: Reference) -> None:
         if not self._is_new(reference.value):
@@ -371,13 +379,6 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _names(code: CodeType) -> Iterator[str]:
     return (name for inner in _nested(code) for name in inner.co_names)
-
-
-def _holds_settings(value: Any) -> bool:
-    module = sys.modules.get(type(value).__module__)
-    return isinstance(value, _SETTINGS) or not (
-        isinstance(value, nn.Module) or module is None or _is_foreign(module)
-    )
 
 
 def _is_foreign(value: Any) -> bool:

@@ -62,8 +62,8 @@ def trace_codes(
 ) -> Callable[[FrameType, Any, Any], Any]:
     """A function for `sys.settrace` that adds the codes of functions that are called to ``codes``, by id.
 
-    Those that are called while ``recomputes()``, it adds to ``again``, too. It calls the present function, such
-    as a debugger's, too.
+    Those that are called while ``recomputes()``, it adds to ``again``, too. It calls the present function,
+    such as a debugger's, too.
     """
     present = sys.gettrace()
 
