@@ -302,7 +302,7 @@ class _Search:
             except ValueError:  # it is empty
                 continue
         for name, value in _defaults(function).items():
-            self.look(function, name, value)
+            self.variable(function, name, value, function.__code__)
         space = function.__globals__
         if self._is_new(
             space

@@ -151,7 +151,7 @@ def _find(
     tables = {id(value), id(getattr(value, "__dict__", None))}
     if any((table, None) in places for table in tables):
         yield keys
-    elif depth > 0 and not isinstance(value, nn.Module):
+    elif depth > 0 and not (keys and isinstance(value, nn.Module)):
         for key, part in parts(value):
             if any((table, key) in places for table in tables):
                 yield (*keys, key)
@@ -167,6 +167,6 @@ def _settings(
         return
     compared = isinstance(value, _COMPARED)
     yield keys, type(value), value if compared else None
-    if depth > 0 and not compared and not isinstance(value, nn.Module):
+    if depth > 0 and not compared and not (keys and isinstance(value, nn.Module)):
         for key, part in parts(value):
             yield from _settings(part, unread, (*keys, key), depth_inside(value, depth))
