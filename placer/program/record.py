@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 
 from placer._torch import storage_key
 from placer.errors import CaptureError
@@ -351,7 +352,9 @@ def _state_inputs(
     for node in [node for node in writer.graph.nodes if node.name in writer.constants]:
         original, path = writer.constants[node.name], paths.get(node.name)
         fake = writer.tensor_of(node)
-        is_written = storage_key(fake) in run.recorder.written
+        # A view of a tensor from outside is one of the fake tensor for which torch takes it.
+        taken = fake if isinstance(fake, FakeTensor) else setup.converter.mode.from_tensor(fake)
+        is_written = not run.recorder.written.isdisjoint({storage_key(fake), storage_key(taken)})
         if node in run.recorder.made or not (
             is_written
             or original.requires_grad
