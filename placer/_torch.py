@@ -225,6 +225,12 @@ ALL_HOOK_TABLES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in 
 """Those, and others: for ``state_dict``, and that say how hooks are called."""
 
 
+def share_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Let ``other`` have the hooks of ``module``, also those that it gets later."""
+    for name in (*ALL_HOOK_TABLES, "_is_full_backward_hook"):
+        other.__dict__[name] = module.__dict__[name]
+
+
 def forward_pre_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
     """The forward pre-hooks of ``module``, and whether each takes keyword arguments."""
     with_kwargs = module._forward_pre_hooks_with_kwargs
