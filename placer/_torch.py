@@ -110,6 +110,7 @@ OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs",
         "_backward_hooks",
+        "_is_full_backward_hook",
         "_backward_pre_hooks",
     ),
     "an RNN": ("_flat_weights", "_flat_weights_names"),
