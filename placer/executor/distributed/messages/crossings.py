@@ -185,9 +185,12 @@ class CrossingFinder:
         self.part = part
         # Of hooks that are put on a layer later, a capture finds out whether they may run for every slice.
         modules = dict(part.named_modules())
-        for path, module in modules.items():
-            share_hooks(module, self._copies[0][path])
-        self._hooks = {x: hook_count(m) for x, m in modules.items() if x and not is_torch_leaf(m)}
+        self._layers = {path for path, module in modules.items() if is_torch_leaf(module)}
+        for path in self._layers:
+            share_hooks(modules[path], self._copies[0][path])
+        self._open = {
+            x for x, m in modules.items() if x and not (hook_count(m) or is_torch_leaf(m))
+        }
         self._ownership = ownership
         programs = ProgramCache(self.whole, plan, staged, planned_autocast(plan.precision))
         self.calls = CallCache(programs, before_capture=self.follow)
@@ -206,14 +209,15 @@ class CrossingFinder:
         that were put on a module of several layers: other ranks do not have them.
         """
         modules = dict(self.part.named_modules())
-        for path in modules.keys() & self._copies[0].keys():
-            share_hooks(modules[path], self._copies[0][path])
-        for path, count in self._hooks.items():
-            if path in modules and hook_count(modules[path]) != count:
+        for path in self._layers & modules.keys():
+            if hook_count(modules[path]):
+                share_hooks(modules[path], self._copies[0][path])
+        for path in sorted(self._open & modules.keys()):
+            if hook_count(modules[path]):
                 raise PlacerError(
                     path,
-                    "hooks were put on it, or removed, after it was placed, which works in one process only: "
-                    "it is no layer of torch, and other ranks do not run it as one operation",
+                    "hooks were put on it after it was placed, which works in one process only: it is no "
+                    "layer of torch, and other ranks do not run it as one operation",
                     "put them on the model before placer.compile, or on the layers inside",
                 )
         guards = self.calls.guards
