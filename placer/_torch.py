@@ -86,6 +86,7 @@ OBJECT_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs",
         "_backward_hooks",
+        "_is_full_backward_hook",
         "_backward_pre_hooks",
     ),
     "an RNN": ("_flat_weights", "_flat_weights_names"),
@@ -191,6 +192,12 @@ HOOK_TABLES = (*FORWARD_HOOK_TABLES, *BACKWARD_HOOK_TABLES)
 """The attributes of a module that hold the hooks of its calls."""
 ALL_HOOK_TABLES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 """Those, and others: for ``state_dict``, and that say how hooks are called."""
+
+
+def share_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Let ``other`` have the hooks of ``module``, also those that it gets later."""
+    for name in (*ALL_HOOK_TABLES, "_is_full_backward_hook"):
+        other.__dict__[name] = module.__dict__[name]
 
 
 def forward_pre_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:

@@ -132,3 +132,45 @@ def freeze(*, in_eval: bool) -> str:
     except placer.PlacerError as error:
         return str(error)
     return ""
+
+
+class _Block(nn.Sequential):
+    """A module of several layers."""
+
+
+def hook_later(layer: str, *, keeps: bool) -> str:
+    """The error of a step of two micro-batches after a hook was put on ``layer``, or "equal"."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(_Block(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)).double()
+
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if keeps:
+            seen.append(output)
+        return output * 2
+
+    spec = {
+        "devices": ["cpu:0", "cpu:1"],
+        "layers": {"0": "cpu:0", "1": "cpu:1"},
+        "microbatches": 2,
+    }
+    x, plain = torch.randn(4, 4, dtype=torch.float64), build()
+    placed = placer.compile(build(), spec, x)
+    for module in (placed, plain):
+        if layer in dict(module.named_modules()):
+            module.get_submodule(layer).register_forward_hook(hook)
+    try:
+        placed.step(x, loss_fn=_square)
+    except placer.PlacerError as error:
+        return str(error)
+    _square(plain(x)).backward()
+    for name, parameter in placed.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+    return "equal"
+
+
+def _square(output: Tensor) -> Tensor:
+    return output.square().mean()

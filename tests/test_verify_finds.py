@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import placer
 from placer.executor import runtime, scatter
-from placer.program import copying, targets
+from placer.program import capture, copying, targets
 
 Patch = pytest.MonkeyPatch
 TWO = {"devices": ["cpu:0", "cpu:1"]}
@@ -160,7 +160,18 @@ def replaced_buffers(patch: Patch) -> Case:
     return case
 
 
+def functions_among_the_arguments(patch: Patch) -> Case:
+    patch.setattr(capture, "objects_of", lambda call: {})
+    seen: list[Tensor] = []
+
+    def note(y: Tensor) -> None:
+        seen.append(y.detach())
+
+    return _case(lambda self, x, y, function: function(y), note)
+
+
 MENDS = {
+    (functions_among_the_arguments, "variable of seen[0]"),
     (stored_values, "attribute of layers.2.loss"),
     (written_inputs, "input of others[0]"),
     (modes, "mode of layers.2.norm"),

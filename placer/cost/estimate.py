@@ -25,7 +25,7 @@ from placer.precision import precision_context
 from placer.program import FakeConverter, Program, first_names, named_state, read_state, rows_of
 from placer.program.alias import NodeFailure
 from placer.program.blocks import Shortened, shorten
-from placer.program.call import describe_shapes
+from placer.program.call import describe_shapes, objects_of
 from placer.space import cuts_of
 
 
@@ -187,7 +187,7 @@ def _record(
     ran = short or program
     kernels = _kernels_of(program, key.kernels)
     converter = FakeConverter()
-    model = converter.module(program.model)
+    model = converter.module(program.model, objects_of(program.call))
     constants = {name: converter.tensor(t) for name, t in program.captured.constants.items()}
     rows = batch_rows(program, inputs)
     state = read_state(program.captured, rows)

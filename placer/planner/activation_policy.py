@@ -345,7 +345,9 @@ class _Search:
             # The peaks of a policy search differ a little from those of `rate_partition`. Correct each limit
             # by the difference.
             rows = zip(chosen, policies, limits, strict=True)
-            errors = [_peak(again.stages[i].memory, limit) - policy.peak for i, policy, limit in rows]
+            errors = [
+                _peak(again.stages[i].memory, limit) - policy.peak for i, policy, limit in rows
+            ]
             corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
             host_before = host_target
             if host_budget is not None:

@@ -22,7 +22,7 @@ class Aliasing:
     """What nodes write and share, by name. The fields are those of `placer.program.Program`."""
 
     mutated_state_of: dict[str, tuple[str, ...]]
-    mutated_inputs: tuple[str, ...]
+    mutated_inputs_of: dict[str, tuple[str, ...]]  # node -> the placeholders that it writes
     colocated: tuple[tuple[str, ...], ...]
     rng_nodes: tuple[str, ...]
 
@@ -42,8 +42,11 @@ def analyze_aliasing(
     inputs: Sequence[Any],
     *,
     guess: Guess,
+    arguments: Mapping[str, Any],
 ) -> Aliasing:
     """Run ``graph`` on fake copies of the inputs and of the model's state; nothing is allocated.
+
+    ``arguments`` are as of `FakeConverter.module`.
 
     ::
 
@@ -58,7 +61,7 @@ def analyze_aliasing(
     does not run.
     """
     converter = FakeConverter()
-    fake_model = converter.module(model)
+    fake_model = converter.module(model, arguments)
     state = {
         storage_key(tensor): name
         for name, tensor in (*fake_model.named_parameters(), *fake_model.named_buffers())
@@ -75,11 +78,11 @@ def analyze_aliasing(
     }
     return Aliasing(
         mutated_state_of={name: names for name, names in mutated.items() if names},
-        mutated_inputs=tuple(
-            name
-            for name, keys in interpreter.inputs.items()
-            if any(keys & written for written in interpreter.written.values())
-        ),
+        mutated_inputs_of={
+            node: names
+            for node, written in interpreter.written.items()
+            if (names := tuple(x for x, keys in interpreter.inputs.items() if keys & written))
+        },
         colocated=_groups(interpreter, set(state)),
         rng_nodes=tuple(interpreter.rng_nodes),
     )

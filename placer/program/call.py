@@ -144,6 +144,13 @@ def arguments_roots(call: BoundCall, arguments: Mapping[str, Any]) -> list[tuple
     return roots
 
 
+def objects_of(call: BoundCall | CallFormat) -> dict[str, Any]:
+    """The functions among the arguments, and the objects that pytree does not flatten, by name."""
+    pairs = zip(call.leaf_names, call.constants, strict=True)
+    leaves = {name: x for name, x in pairs if x is not TENSOR and not isinstance(x, AnyNumber)}
+    return {name: x for name, x in leaves.items() if is_object(x) or callable(x)}
+
+
 def make_call_format(
     bound: BoundCall, result: ResultFormat, batch_dims: Sequence[BatchDim]
 ) -> CallFormat:

@@ -20,9 +20,11 @@ from placer.program.call import (
     bind_call,
     describe_shapes,
     make_call_format,
+    objects_of,
     placeholder_names,
 )
 from placer.program.checks import (
+    check_arguments,
     check_model,
     store_of_backward,
     store_of_whole,
@@ -106,12 +108,13 @@ def capture_model(
     require_torch()
     check_model(model)
     bound = replace(bind_call(model, args, kwargs, method), numbers=frozenset(changing))
+    check_arguments(bound)
     converter = FakeConverter()
     with RECORDING:
         setup = Setup(
             converter=converter,
             model=model,
-            fake_model=converter.module(model),
+            fake_model=converter.module(model, objects_of(bound)),
             bound=bound,
             ignore_device_moves=ignore_device_moves,
             grad=grad,
@@ -186,6 +189,7 @@ class _Capture:
                 recording.constants,
                 [*self.bound.tensors, *(each.read(self.model, given) for each in recording.state)],
                 guess=self.guess,
+                arguments=objects_of(self.bound),
             )
         except NodeFailure as failure:
             error = failure.__cause__
@@ -365,6 +369,7 @@ class _Capture:
                 recording.independent,
                 aliasing.mutated_state_of,
                 state_of,
+                aliasing.mutated_inputs_of,
             )
             mixing = [
                 *self.reading_mixing(recording, flow),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from placer._torch import is_compiled
 from placer.errors import CaptureError
 from placer.program.batch import SplitRules
 from placer.program.call import BoundCall
-from placer.program.objects import hidden_modules, spell
+from placer.program.objects import hidden_modules, spell, walk
 from placer.program.packed import packed_places
 from placer.program.restore import Change
 
@@ -52,6 +52,27 @@ def check_model(model: nn.Module) -> None:
                 name,
                 "is not initialized yet, so the model's shapes are unknown (a lazy module)",
                 "run the model once on a small input before you hand it to placer",
+            )
+
+
+def check_arguments(bound: BoundCall) -> None:
+    """Raise ``CaptureError`` for an argument that another call would have to give again."""
+    for name, leaf in zip(bound.leaf_names, bound.leaves, strict=True):
+        if hasattr(type(leaf), "__next__"):
+            problem = "is an iterator, which forward may advance, and a recorded program would not"
+            raise CaptureError(name, problem, "pass what it gives (next(…)), or a list")
+        if (
+            is_dataclass(leaf)
+            and not isinstance(leaf, type)
+            and any(isinstance(x, Tensor) for _, x in walk([((), leaf)]))
+        ):
+            kind = type(leaf).__qualname__
+            raise CaptureError(
+                name,
+                f"is a dataclass with tensors ({kind}) into which placer does not look, so that every call "
+                "would have to pass this very object",
+                f"register its class before: torch.utils._pytree.register_dataclass({kind}); or pass its "
+                "tensors and values in a tuple, list, dict or named tuple",
             )
 
 

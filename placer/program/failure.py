@@ -194,4 +194,5 @@ def _calling_frame() -> FrameType | None:
 
 @functools.cache
 def _is_users(filename: str) -> bool:
-    return not filename.startswith((_TORCH, _OURS, "<"))
+    # Code from a terminal or a string ("<stdin>", "<string>") is the user's, too.
+    return not filename.startswith((_TORCH, _OURS, "<frozen", "<eval_with_key"))

@@ -7,7 +7,7 @@ of one storage share memory in the copy too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,9 +120,10 @@ class FakeConverter:
         """``value`` with every tensor in it (by pytree) replaced by its fake copy."""
         return tree_map_only(Tensor, self.tensor, value)
 
-    def module(self, model: nn.Module) -> nn.Module:
+    def module(self, model: nn.Module, arguments: Mapping[str, Any] | None = None) -> nn.Module:
         """A deep copy of ``model`` whose parameters, buffers and other tensors are fake.
 
+        ``arguments`` are functions and objects with which it will be called, by name.
         Raises ``CaptureError`` if the model cannot be copied.
         """
         tensors = list(tensors_of(model))
@@ -137,7 +138,7 @@ class FakeConverter:
                 f"the model cannot be copied ({type(error).__name__}: {error})",
                 "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
             ) from error
-        self.reachable.extend(find_reachable_state(fake))
+        self.reachable.extend(find_reachable_state(fake, arguments or {}))
         return fake
 
     def _note_storage(self, original: Tensor) -> None:

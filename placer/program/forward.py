@@ -15,18 +15,22 @@ from placer.program.call import (
     arguments_roots,
     call_arguments,
     call_leaves,
+    objects_of,
     place_arguments,
     placeholder_names,
 )
 from placer.program.failure import TraceFailure, locate_function
 from placer.program.leaving import Left, StoreFailure, flag_of, write_changes, written_tensor
+from placer.program.objects import spell
 from placer.program.python_random import forbid_python_random
 from placer.program.recorder import Recorder
-from placer.program.restore import Snapshot
+from placer.program.restore import Change, Snapshot
 from placer.program.result import ResultFormat, flatten_result
 from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import StateInput, table_at
 from placer.program.targets import present_value
+
+_SET_ALIKE = (bool, str, type(None), Tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,8 @@ def run_forward(
         put[number.node] = each, number
     arguments = call_arguments(bound, given)
     args, kwargs = place_arguments(bound, arguments)
-    passed = Snapshot(arguments_roots(bound, arguments), root="call")
+    apart = set(map(id, objects_of(bound).values()))  # the caller's own: ``before`` has them
+    passed = Snapshot(arguments_roots(bound, arguments), root="call", without=apart)
     flags = recorder.watch_flags(inputs)
     try:
         with forbid_python_random(recorder.generators):
@@ -85,6 +90,7 @@ def run_forward(
             for change in (*before.changes(), *passed.changes())
             if change.place not in recorder.changed_inside and id(change.value) not in unchanged
         ]
+        _refuse_changed_again(recorder, changes)
         try:
             left = write_changes(changes, writer, recorder.path_of)
         except StoreFailure as failure:
@@ -100,7 +106,6 @@ def run_forward(
         left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags_set)
         recorder.run_backward((leaves, [change.value for change in changes]), inputs)
     finally:
-        passed.restore()  # objects that pytree does not flatten are the caller's own
         with without_torch_function():
             for parameter in model.parameters():
                 parameter.requires_grad_(flags.get(id(parameter), parameter.requires_grad))
@@ -112,6 +117,37 @@ def run_forward(
         left=left,
         numbers={node: each for node, (each, _) in put.items()},
     )
+
+
+def _refuse_changed_again(recorder: Recorder, changes: Sequence[Change]) -> None:
+    """Raise ``TraceFailure`` if code that is checkpointed, which the backward runs again, changes something.
+
+    It may set flags and tensors, which it then sets to the same.
+    """
+    codes = recorder.codes_again.values()
+    names = {name for code in codes for name in (*code.co_names, *code.co_freevars)}
+    found = [
+        (change.path[0] if change.root == "model" else "", change.path)
+        for change in changes
+        if names.intersection(map(str, change.path))
+        and ("_buffers" in change.path or not isinstance(change.value, _SET_ALIKE))
+    ]
+    found += [
+        (path, (path, name))
+        for path, module in recorder.fake_model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and storage_key(buffer) in recorder.written_again
+    ]
+    for layer, path in found:
+        reason = f"it changes {spell(path)} in code that it checkpoints, which backward runs again"
+        location = locate_function(type(recorder.fake_model.get_submodule(layer)).forward)
+        if layer:
+            raise TraceFailure(layer, reason, location)
+        raise CaptureError(
+            type(recorder.fake_model).__name__,
+            f"{reason} ({location})",
+            "change it outside of the code that is checkpointed",
+        )
 
 
 def _put(each: StateInput, recorder: Recorder, bound: BoundCall, given: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from placer._torch_patches import override_getattribute
 from placer.program.constants import digest
 from placer.program.objects import Path, at, attributes_of, has_slots, module_parts, walk
-from placer.program.reachable import Reference
 from placer.program.result import PLAIN
 
 _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
@@ -76,36 +75,6 @@ class AttributeGuard:
             return True
         frozen = freezer.freeze(now, values_read=self.values_read, unread=self.unread)
         return bool(frozen == self.frozen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectGuard(AttributeGuard):
-    """An object among the arguments, ``value``, that pytree does not flatten; ``path`` means nothing."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ObjectGuard:
-        return self
-
-    def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
-        """Does it have the same plain values?"""
-        return bool(Freezer(modules).freeze(self.value) == self.frozen)
-
-
-def object_guards(
-    model: nn.Module, objects: Collection[Reference], changed: Collection[Path]
-) -> tuple[ObjectGuard, ...]:
-    """Guards for ``objects`` among the arguments, except those in which forward has ``changed`` something."""
-    modules, skipped = dict(model.named_modules()), {path[0] for path in changed}
-    return tuple(
-        ObjectGuard(
-            path="an argument",
-            name=each.key,
-            value=each.value,
-            frozen=Freezer(modules).freeze(each.value),
-            values_read=False,
-        )
-        for each in objects
-        if each.key.partition(".")[0] not in skipped
-    )
 
 
 def failed_guard(
@@ -352,7 +321,7 @@ class Freezer:
         if isinstance(value, nn.Module):
             path = self._path_of.get(id(value))
             return (kind, path) if path is not None else _Same(value)
-        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        if isinstance(value, MethodType):
             return kind, value.__func__, self._freeze(value.__self__, depth, values_read)
         if isinstance(value, functools.partial):
             bound = value.func, value.args, value.keywords
@@ -380,7 +349,7 @@ def values_of(tensor: Tensor) -> Any:
 
 def _parts(value: Any) -> list[tuple[Any, Any]] | None:
     """The items of a container or the attributes of an object, with keys; None for other values."""
-    if isinstance(value, nn.Module | type) or callable(value):
+    if isinstance(value, nn.Module | type | FunctionType):
         return None
     if isinstance(value, dict):
         return list(value.items())

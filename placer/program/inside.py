@@ -143,7 +143,7 @@ def mixing_inside(
     ]
     independent = [False] * len(nodes)
     flow = find_rows(
-        inside.graph, inside.shapes, doubled.shapes, dims, model, independent, {}, {}, rows=rows
+        inside.graph, inside.shapes, doubled.shapes, dims, model, independent, {}, {}, {}, rows=rows
     )
     reasons = {each.node: each.reason for each in flow.mixing}
     for i, each in enumerate(nodes):

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from placer.errors import CaptureError, PlanError, first_line
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
+from placer.program.call import objects_of
 from placer.program.capture import capture_model
 from placer.program.state import state_of
 from placer.program.types import Captured, NodeInfo, Program, read_state
@@ -82,6 +83,7 @@ def with_graph(program: Program, graph: fx.Graph, layer_of: Mapping[str, str]) -
             captured.constants,
             [*inputs, *read_state(captured, None)],
             guess=captured.conditions.guess,
+            arguments=objects_of(captured.call),
         )
     except NodeFailure as failure:
         raise CaptureError(
@@ -117,6 +119,6 @@ def make_program(
             if node.op not in ("placeholder", "output")
         },
         colocated=aliasing.colocated,
-        written_inputs=aliasing.mutated_inputs,
+        written_inputs=tuple(sorted(set().union(*aliasing.mutated_inputs_of.values()))),
         rewrites=rewrites,
     )

@@ -14,6 +14,7 @@ from types import (
     FunctionType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any
@@ -29,9 +30,11 @@ Path = tuple[Any, ...]
 _ATOMS = (
     *(str, bytes, bool, int, float, complex, type(None), range, slice, type(...)),
     *(Tensor, np.ndarray, np.generic, torch.dtype, torch.device, torch.layout, torch.Generator),
-    *(type, ModuleType, BuiltinFunctionType, weakref.ref, torch.memory_format),
+    *(type, ModuleType, weakref.ref, torch.memory_format),
 )
-_NO_OBJECTS = (*_ATOMS, FunctionType, MethodType, functools.partial)
+# Functions that are bound to objects; the parts of a function of Python are `function_parts`.
+BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
+_NO_OBJECTS = (*_ATOMS, *BOUND, FunctionType, functools.partial)
 _ITERABLES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
 _MOST = 50_000  # objects in one walk; a model whose attributes reach more is not searched further
 
@@ -39,12 +42,18 @@ _MOST = 50_000  # objects in one walk; a model whose attributes reach more is no
 def parts(value: Any) -> Iterable[tuple[Any, Any]]:
     """The parts of ``value`` with their keys; none for tensors, numbers, functions and other atoms.
 
-    The items of sets have no keys: None stands for each.
+    The items of sets have no keys: None stands for each. A bound method has its owner, a ``partial`` its
+    arguments, unless they are modules.
     """
     if isinstance(value, _ATOMS):
         return ()
     if isinstance(value, dict):
         return list(dict.items(value))
+    if isinstance(value, BOUND):
+        return () if isinstance(value.__self__, nn.Module) else [("__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        held = [*enumerate(value.args), *value.keywords.items()]
+        return [(key, part) for key, part in held if not isinstance(part, nn.Module)]
     items = items_of(value)
     if items is not None:
         return (
@@ -150,7 +159,7 @@ def at(value: Any, path: Sequence[Any]) -> Any:
             value = (
                 value[key]
                 if isinstance(value, dict | list | tuple | deque)
-                else attributes_of(value)[key]
+                else dict(parts(value))[key]
             )
         except (IndexError, KeyError, TypeError) as error:
             raise LookupError(path) from error
@@ -170,7 +179,9 @@ def spell(path: Sequence[Any]) -> str:
     >>> spell(("encoder", "_buffers", "mean")), spell(("cache", 0, "keys"))
     ('encoder.mean', 'cache[0].keys')
     """
-    kept = [key for key in path if key not in ("", "_buffers", "_parameters", "_modules")]
+    kept = [
+        key for key in path if key not in ("", "_buffers", "_parameters", "_modules", "__self__")
+    ]
     texts = (f".{key}" if isinstance(key, str) else f"[{key!r}]" for key in kept)
     return "".join(texts).lstrip(".")
 

@@ -13,16 +13,16 @@ import os
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from placer.program.hook_table import HookTable
-from placer.program.objects import Path, at, attributes_of, has_slots, is_object, spell
+from placer.program.objects import BOUND, Path, at, attributes_of, has_slots, is_object, spell
 from placer.program.python_random import GENERATORS
 
 CACHED: type = type(functools.lru_cache(lambda: None))
@@ -37,12 +37,14 @@ _FOREIGN = tuple(
 )
 _PACKAGES = os.path.normcase(os.path.join(_STDLIB, "site-packages"))  # noqa: PTH118
 _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
-_CODE = (FunctionType, MethodType, type, functools.partial, tuple)
+_BOUND = (*BOUND, functools.partial)
+_CODE = (FunctionType, type, tuple, *_BOUND)
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, HookTable)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
 # Classes of the standard library whose objects hold settings; others of its objects are not searched.
 _SETTINGS = (SimpleNamespace, argparse.Namespace)
+_NONE: Mapping[str, Any] = {}
 
 
 def _itself(function: Any) -> Any:
@@ -70,7 +72,7 @@ class Reference:
     def read(self) -> Any:
         """The current value, or None."""
         try:
-            if self.holder is None:
+            if self.is_fixed:
                 held = self.value
             elif isinstance(self.holder, CellType):
                 held = self.holder.cell_contents
@@ -86,13 +88,18 @@ class Reference:
             return None
 
     @property
+    def is_fixed(self) -> bool:
+        """Can no other value be stored there? So it is with what a method is bound to, and in tuples."""
+        return self.holder is None or isinstance(self.holder, _BOUND)
+
+    @property
     def name(self) -> str:
         """The name of the variable, for messages."""
         name = str(self.key)
         if isinstance(self.holder, type):
             name = f"{self.holder.__qualname__}.{name}"
-        elif isinstance(self.holder, FunctionType):
-            name = f"{self.holder.__name__}({name})"
+        elif isinstance(self.holder, (FunctionType, *_BOUND)):
+            name = f"{getattr(self.holder, '__name__', 'partial')}({name})"
         elif isinstance(self.holder, dict) and "__name__" in self.holder:
             name = f"{self.holder['__name__']}.{name}"
         return spell((name, *self.keys))
@@ -154,14 +161,18 @@ class ReachableState:
 
         Attributes of a class count if one of them names the class or an object of it, or is a method of it.
         """
-        ran = set(map(id, codes))  # not by value: generated methods of different classes are equal
+        # By identity: generated methods of different classes are equal. What is given has no code.
+        ran = {id(None), *map(id, codes)}
         names = {name for code in codes for name in code.co_names}
         classes = {base for code, kind in self.classes if id(code) in ran for base in kind.__mro__}
         found = {
             (id(each.holder), each.key): each
             for each in self.variables
-            if id(each.code) in ran
-            or (isinstance(each.holder, type) and each.holder in classes and each.key in names)
+            if (
+                each.holder in classes and each.key in names
+                if isinstance(each.holder, type)
+                else id(each.code) in ran
+            )
         }
         return list(found.values())
 
@@ -173,9 +184,14 @@ class ReachableState:
         )
 
 
-def find_reachable_state(model: nn.Module) -> ReachableState:
-    """Search from the classes and attributes of the modules of ``model``; takes a few milliseconds."""
-    search = _Search()
+def find_reachable_state(model: nn.Module, arguments: Mapping[str, Any] = _NONE) -> ReachableState:
+    """Search from the classes and attributes of the modules of ``model``; takes a few milliseconds.
+
+    And from the functions and objects among ``arguments``, by name.
+    """
+    search = _Search(frozenset(map(id, model.modules())))
+    for name, value in arguments.items():
+        search.variable(arguments, name, value)
     for module in model.modules():
         search.add(type(module))
         for key, value in vars(module).items():
@@ -186,8 +202,9 @@ def find_reachable_state(model: nn.Module) -> ReachableState:
 
 
 class _Search:
-    def __init__(self) -> None:
+    def __init__(self, own: frozenset[int]) -> None:
         self.found = ReachableState()
+        self._own = own  # ids of the model's modules
         self._seen: set[int] = set()
         self._searched: set[tuple[int, int]] = set()  # ids of modules and the codes that name them
         self._alive: list[Any] = []  # keeps the ids in _seen valid
@@ -224,6 +241,8 @@ class _Search:
                 self.found.generators.append(Reference(holder, key, value))
         elif not isinstance(value, (ModuleType, *_ATOMS)):
             self.add(type(value))
+            if self._is_searched(value):
+                self._object(Reference(holder, key, value))
 
     def run(self) -> None:
         while self._waiting:
@@ -232,13 +251,8 @@ class _Search:
                 self._class(value)
             elif isinstance(value, FunctionType):
                 self._function(value)
-            elif isinstance(value, MethodType):
-                self.look(None, None, value.__func__)
-            elif isinstance(value, functools.partial):
-                self.look(None, None, value.func)
-                name = getattr(value.func, "__name__", "partial")
-                for index, item in enumerate((*value.args, *value.keywords.values())):
-                    self.look(None, f"{name}({index})", item)
+            elif isinstance(value, _BOUND):
+                self._bound(value)
             elif isinstance(value, dict):
                 for key, item in list(value.items()):
                     self.look(value, key, item)
@@ -246,8 +260,19 @@ class _Search:
                 for index, item in enumerate(value):
                     self.look(value if isinstance(value, list) else None, index, item)
             elif isinstance(value, tuple):
-                for item in value:
-                    self.look(None, None, item)
+                for index, item in enumerate(value):
+                    self.look(None, f"item {index} of a tuple", item)
+
+    def _bound(self, value: Any) -> None:
+        """Search a bound method or a ``partial``: its function, and the objects that it is bound to."""
+        function, held = getattr(value, "__func__", None), dict[Any, Any]()
+        if isinstance(value, functools.partial):
+            function, held = value.func, {**dict(enumerate(value.args)), **value.keywords}
+        else:
+            held = {"self": value.__self__}
+        self.look(None, None, function)
+        for key, part in held.items():
+            self.variable(value, key, part, getattr(function, "__code__", None))
 
     def _class(self, cls: type) -> None:
         if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES:
@@ -264,7 +289,7 @@ class _Search:
                     self.found.classes.append((value.__code__, cls))
                 self.look(cls, name, value)
             elif not name.startswith("__"):
-                self._variable(cls, name, value)
+                self.variable(cls, name, value)
 
     def _function(self, function: FunctionType) -> None:
         if _is_foreign(function):
@@ -273,11 +298,11 @@ class _Search:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             try:
-                self._variable(cell, name, cell.cell_contents, function.__code__)
+                self.variable(cell, name, cell.cell_contents, function.__code__)
             except ValueError:  # it is empty
                 continue
         for name, value in _defaults(function).items():
-            self.look(function, name, value)
+            self.variable(function, name, value, function.__code__)
         space = function.__globals__
         if self._is_new(
             space
@@ -291,9 +316,9 @@ class _Search:
             if isinstance(value, ModuleType):
                 self._module(value, names, function.__code__)
             else:
-                self._variable(space, name, value, function.__code__)
+                self.variable(space, name, value, function.__code__)
 
-    def _variable(self, holder: Any, key: Any, value: Any, code: CodeType | None = None) -> None:
+    def variable(self, holder: Any, key: Any, value: Any, code: CodeType | None = None) -> None:
         self.look(holder, key, value)
         reference = Reference(holder, key, value, code=code)
         if code is not None and not isinstance(value, (*_ATOMS, *_CONTAINERS)):
@@ -304,11 +329,17 @@ class _Search:
             self.found.variables.append(reference)
         elif is_object(value) or has_slots(value):
             self.found.objects.append(reference)
-            if _holds_settings(value):
+            if self._is_searched(value):
                 self.found.variables.append(reference)
-                self._object(reference)
         elif isinstance(value, _VALUES) or type(value) in (*_CONTAINERS, tuple):
             self.found.variables.append(reference)
+
+    def _is_searched(self, value: Any) -> bool:
+        """Is it an object whose attributes count: of a user's class, or of one that holds settings?"""
+        if not (is_object(value) or has_slots(value)) or id(value) in self._own:
+            return False
+        module = sys.modules.get(type(value).__module__)
+        return isinstance(value, _SETTINGS) or not (module is None or _is_foreign(module))
 
     def _object(self, reference: Reference) -> None:
         if not self._is_new(reference.value):
@@ -317,8 +348,6 @@ class _Search:
         table = attributes_of(reference.value)
         for name, part in list(table.items()):
             self.look(None if has_slots(reference.value) else table, name, part)
-            if is_object(part) and _holds_settings(part):
-                self._object(Reference(table, name, part))
 
     def _module(self, module: ModuleType, names: set[str], code: CodeType) -> None:
         if _is_foreign(module):
@@ -330,7 +359,7 @@ class _Search:
                     self._searched.add((id(value), id(code)))
                     self._module(value, names, code)
             else:
-                self._variable(vars(module), name, value, code)
+                self.variable(vars(module), name, value, code)
 
 
 def _defaults(function: FunctionType) -> dict[str, Any]:
@@ -350,13 +379,6 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _names(code: CodeType) -> Iterator[str]:
     return (name for inner in _nested(code) for name in inner.co_names)
-
-
-def _holds_settings(value: Any) -> bool:
-    module = sys.modules.get(type(value).__module__)
-    return isinstance(value, _SETTINGS) or not (
-        isinstance(value, nn.Module) or module is None or _is_foreign(module)
-    )
 
 
 def _is_foreign(value: Any) -> bool:

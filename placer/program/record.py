@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor
 
 from placer._torch import storage_key
 from placer.errors import CaptureError
@@ -35,10 +36,10 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter, Guess, fake_execution
 from placer.program.fingerprint import graph_lines, varying_lines
 from placer.program.forward import ForwardRun, run_forward
-from placer.program.guards import PLAIN_VALUES, AttributeGuard, object_guards, tensor_paths
+from placer.program.guards import PLAIN_VALUES, AttributeGuard, tensor_paths
 from placer.program.inside import Inside
 from placer.program.leaving import Left, written_tensor
-from placer.program.objects import Path, attribute_of, is_object, spell
+from placer.program.objects import Path, attribute_of, spell
 from placer.program.python_random import PythonRandomDraw
 from placer.program.reachable import ReachableState, Reference
 from placer.program.recorder import Recorder
@@ -156,12 +157,6 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         snapshot.restore()
     recorder.attributes |= _set_alike(recorder, left)
     names = {node.name for node in graph.nodes}
-    objects = [
-        Reference({name: leaf}, name, leaf)
-        for name, leaf in zip(setup.bound.leaf_names, setup.bound.leaves, strict=True)
-        if is_object(leaf)
-    ]
-    changed = [each.stored.path for each in left if each.stored.root == "call"]
     made = set(map(id, recorder.made_tensors))
     held = [each.tensor for each in state if each.tensor is not None]
     found = [
@@ -190,10 +185,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         repeats=following.repeats,
         guards=(
             *recorder.guards(following.unread, setup.numbers),
-            *object_guards(setup.model, objects, changed),
-            *variable_guards(
-                setup.model, setup.converter.reachable, objects, found, recorder.tensors_read
-            ),
+            *variable_guards(setup.model, setup.converter.reachable, found, recorder.tensors_read),
             *settings_guards(
                 setup.converter.reachable.read_by(recorder.codes.values()),
                 [each.change for each in left if each.change is not None],
@@ -360,7 +352,9 @@ def _state_inputs(
     for node in [node for node in writer.graph.nodes if node.name in writer.constants]:
         original, path = writer.constants[node.name], paths.get(node.name)
         fake = writer.tensor_of(node)
-        is_written = storage_key(fake) in run.recorder.written
+        # A view of a tensor from outside is one of the fake tensor for which torch takes it.
+        taken = fake if isinstance(fake, FakeTensor) else setup.converter.mode.from_tensor(fake)
+        is_written = not run.recorder.written.isdisjoint({storage_key(fake), storage_key(taken)})
         if node in run.recorder.made or not (
             is_written
             or original.requires_grad

@@ -174,7 +174,9 @@ class Recorder(TorchFunctionMode):
         self.made_tensors: list[Tensor] = []  # keeps them alive
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
         self.codes: dict[int, CodeType] = {}  # of functions that ran outside of torch functions
-        self.trace = trace_codes(self.codes)
+        self.codes_again: dict[int, CodeType] = {}  # of those that the backward runs again
+        self.written_again: set[int] = set()  # storages that operators in these have written
+        self.trace = trace_codes(self.codes, self.codes_again, self.recomputes)
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
         self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
         self.training = {id(module): module.training for module in fake_model.modules()}
@@ -279,7 +281,10 @@ class Recorder(TorchFunctionMode):
         """Record an operator that ran outside of any torch function, as from ``torch.from_numpy``."""
         for index, name in written_arguments(func):
             written = args[index] if index < len(args) else kwargs.get(name)
-            self.written.update(map(storage_key, tensors_of_tree(written)))
+            keys = list(map(storage_key, tensors_of_tree(written)))
+            self.written.update(keys)
+            if self.recomputes():
+                self.written_again.update(keys)
         if self.paused:
             value = func(*args, **kwargs)
             self.reached.spread(func, args, kwargs, value)
@@ -381,6 +386,11 @@ class Recorder(TorchFunctionMode):
         node = self.writer.node(op, target, args, kwargs, layer=layer)
         self.writer.bind(value, node)
         return node
+
+    def recomputes(self) -> bool:
+        """Does the backward run again what is recorded at this point?"""
+        is_plain = self.reentrant is None and saved_tensor_hooks() == self.saved_hooks
+        return not (self.paused or is_plain)
 
     def checkpointing(self) -> Checkpointed | None:
         """How the model's code checkpoints activations at this point, or None if it does not."""

@@ -93,7 +93,7 @@ class Snapshot:
     For a module, `module_roots` gives roots that cover its submodules and what their attributes hold.
     ``code`` is what the model's code can reach besides: its variables, and the containers in them. A path
     there is ``(name,)``, or ``(name, key)`` for an entry of a container. Tensors are compared by identity;
-    their data is not copied.
+    their data is not copied. Objects with the ids ``without`` are left out.
     """
 
     def __init__(
@@ -102,10 +102,11 @@ class Snapshot:
         code: ReachableState | None = None,
         *,
         root: str = "model",
+        without: Container[int] = (),
     ) -> None:
         self._holders = [
             _Holder(root, path, value, contents)
-            for path, value in walk(roots)
+            for path, value in walk(roots, without=without)
             if (contents := _contents(value)) is not None
         ]
         self._variables: list[tuple[Reference, Any]] = []

@@ -77,6 +77,7 @@ def find_rows(
     independent: Sequence[bool],
     written: Mapping[str, Collection[str]],
     read: Mapping[str, Collection[str]],
+    written_inputs: Mapping[str, Collection[str]],
     *,
     rows: int = 1,
 ) -> RowFlow:
@@ -84,7 +85,8 @@ def find_rows(
 
     ``batch_dims`` are those of the placeholders. ``independent`` nodes do not depend on the inputs of the
     single node that makes them. ``written`` and ``read`` have the names of parameters and
-    buffers that nodes write and read. ``rows`` is the size of the batch, if no input has it.
+    buffers that nodes write and read, ``written_inputs`` of placeholders that they write. ``rows`` is the
+    size of the batch, if no input has it.
     """
     flow = _Flow(
         dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)), model, rows
@@ -106,6 +108,8 @@ def find_rows(
         # What a module writes need not depend on the batch (a spectral norm), and cannot be seen here.
         if flow.rows[node].depends and node.op != "call_module":
             changed.update(written.get(node.name, ()))
+        if flow.rows[node].depends:
+            flow.write(node, written_inputs.get(node.name, ()))
     return RowFlow(
         rows={node.name: rows for node, rows in flow.rows.items()}, mixing=tuple(flow.mixing)
     )
@@ -184,6 +188,13 @@ class _Flow:
                 self._check(node, grown, shape, doubled, state_mixes=state_mixes)
                 if self.mixing and self.mixing[-1].node == node.name:  # said once
                     self.rows[node] = replace(self.rows[node], numbered=False)
+
+    def write(self, node: fx.Node, placeholders: Collection[str]) -> None:
+        """``node`` writes these, which from now on depend on the batch, too."""
+        for each in [x for x in self.rows if x.name in placeholders and self.rows[x].dim is None]:
+            whole = each in node.args[:1] and self._names[node].endswith("_")
+            combination = self.rows[node].combination if whole else None
+            self.rows[each] = Rows(combination=combination, depends=True)
 
     def _other(self, value: Any, doubled: Any, *, depends: bool, numbered: bool) -> Rows:
         """Of a number, which depends on sizes only, or of a tuple, whose items are nodes of their own."""
@@ -516,6 +527,7 @@ _LINEAR = (
         "sum",
         "mean",
         "getattr",
+        "present_value",
     ),
 )
 _VIEWS = (

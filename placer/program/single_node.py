@@ -46,6 +46,8 @@ def call_single_node(
     plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
     reading = ""
     before, removes_others = None, False
+    given = executable(args), executable(kwargs)
+    containers = Snapshot([((), given)] if not plain_layer else (), root="call")
     if not plain_layer:
         before = Snapshot(_roots(recorder, path, module), recorder.reachable)
         recorder.runs_code = True
@@ -55,7 +57,7 @@ def call_single_node(
             for packed in packed_sequences((args, kwargs)):
                 assume_sizes(packed)
             recorder.reached.begin((args, kwargs), inside=recorder.is_split and not plain_layer)
-            value = original(module, *executable(args), **executable(kwargs))
+            value = original(module, *given[0], **given[1])
             inside = recorder.reached.end(value)
         if before is not None:
             recorder.reached.note_replaced(module, path)
@@ -83,6 +85,9 @@ def call_single_node(
     if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
         with recorder.refusing():
             raise Untraceable(f"{path} returns a number that depends on the values of tensors")
+    if any(isinstance(each.holder, dict | list) for each in containers.changes()):
+        with recorder.refusing():
+            raise Untraceable(f"{path} changes a dict or list that it is given")
     if removes_others:
         with recorder.refusing():
             raise Untraceable(f"a hook of {path} removes one of another layer")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from placer.program.call import bind_call, describe_shapes
+from placer.program.call import bind_call, describe_shapes, objects_of
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.guards import AttributeGuard, failed_guard
@@ -74,7 +74,7 @@ def same_program(
             setup = Setup(
                 converter=converter,
                 model=model,
-                fake_model=converter.module(model),
+                fake_model=converter.module(model, objects_of(bound)),
                 bound=bound,
                 guess=conditions.guess,
                 ignore_device_moves=conditions.ignore_device_moves,

@@ -85,20 +85,16 @@ class SettingsGuard(_OfVariable):
 def variable_guards(
     model: nn.Module,
     code: ReachableState,
-    arguments: Collection[Reference],
     tensors: Collection[Tensor],
     values_read: Collection[Tensor],
 ) -> tuple[VariableGuard, ...]:
-    """Guards for those of ``tensors`` that are not in ``model``, but in variables of its ``code``.
-
-    Or in objects among the ``arguments``.
-    """
+    """Guards for those of ``tensors`` that are not in ``model``, but in variables of its ``code``."""
     wanted = {id(tensor): tensor for tensor in tensors}
     for _, value in walk(module_parts(model)) if wanted else ():
         wanted.pop(id(value), None)
     looked = set(map(id, values_read))
     guards = []
-    roots = [*arguments, *code.variables, *code.containers, *code.objects] if wanted else []
+    roots = [*code.variables, *code.containers, *code.objects] if wanted else []
     for (index, *keys), value in walk(((i,), each.read()) for i, each in enumerate(roots)):
         if id(value) in wanted:
             is_read = id(value) in looked
@@ -155,7 +151,7 @@ def _find(
     tables = {id(value), id(getattr(value, "__dict__", None))}
     if any((table, None) in places for table in tables):
         yield keys
-    elif depth > 0 and not isinstance(value, nn.Module):
+    elif depth > 0 and not (keys and isinstance(value, nn.Module)):
         for key, part in parts(value):
             if any((table, key) in places for table in tables):
                 yield (*keys, key)
@@ -171,6 +167,6 @@ def _settings(
         return
     compared = isinstance(value, _COMPARED)
     yield keys, type(value), value if compared else None
-    if depth > 0 and not compared and not isinstance(value, nn.Module):
+    if depth > 0 and not compared and not (keys and isinstance(value, nn.Module)):
         for key, part in parts(value):
             yield from _settings(part, unread, (*keys, key), depth_inside(value, depth))

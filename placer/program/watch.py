@@ -57,15 +57,20 @@ def runs_library(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(("torch.", "placer."))
 
 
-def trace_codes(codes: dict[int, CodeType]) -> Callable[[FrameType, Any, Any], Any]:
+def trace_codes(
+    codes: dict[int, CodeType], again: dict[int, CodeType], recomputes: Callable[[], bool]
+) -> Callable[[FrameType, Any, Any], Any]:
     """A function for `sys.settrace` that adds the codes of functions that are called to ``codes``, by id.
 
-    It calls the present one, such as a debugger's, too.
+    Those that are called while ``recomputes()``, it adds to ``again``, too. It calls the present function,
+    such as a debugger's, too.
     """
     present = sys.gettrace()
 
     def trace(frame: FrameType, event: Any, arg: Any) -> Any:
         codes[id(frame.f_code)] = frame.f_code
+        if recomputes():
+            again[id(frame.f_code)] = frame.f_code
         return present(frame, event, arg) if present is not None else None
 
     return trace

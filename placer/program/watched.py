@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from placer.program.leaving import Left
-from placer.program.objects import Path
-from placer.program.reachable import ReachableState
-from placer.program.stored import table_at
+from placer.program.objects import BOUND, Path, at
+from placer.program.reachable import ReachableState, Reference
 
 # Methods that do not tell what is in the container.
 _ONLY_WRITE: dict[Any, tuple[str, ...]] = {
@@ -101,13 +100,23 @@ class WatchedContainers:
         return tuple(found)
 
 
+def _reference(model: nn.Module, path: Path, value: Any) -> Reference:
+    """Where ``model`` holds ``value``, which is at ``path``."""
+    holder = at(vars(model.get_submodule(path[0])), path[1:-1])
+    if isinstance(holder, tuple):
+        return Reference(None, path[-1], value)
+    is_table = isinstance(holder, (dict, list, deque, *BOUND))
+    return Reference(holder if is_table else vars(holder), path[-1], value)
+
+
 @contextmanager
 def watching(
     left: Sequence[Left], fake_model: nn.Module, reachable: ReachableState
 ) -> Iterator[WatchedContainers]:
     """In this block, the containers that forward has changed notice when they are read."""
     found = WatchedContainers()
-    references = {id(each.value): each for each in reachable.containers}
+    fixed_first = sorted(reachable.containers, key=lambda each: not each.is_fixed)
+    references = {id(each.value): each for each in fixed_first}
     replaced: list[Callable[[], object]] = []
     made: dict[int, Any] = {}
     try:
@@ -122,15 +131,17 @@ def watching(
                 if new is None:
                     continue
                 made[id(container)] = new
-                if change.root == "code":
-                    reference = references[id(container)]
+                reference = (
+                    references[id(container)]
+                    if change.root == "code"
+                    else _reference(fake_model, path, container)
+                )
+                if reference.is_fixed:  # what forward calls may be a method that only writes
+                    method = getattr(reference.holder, "__name__", "")
+                    new.was_read = method not in _ONLY_WRITE[type(container)]
+                else:
                     reference.write(new)
                     replaced.append(lambda r=reference: r.write(r.value))  # type: ignore[misc]
-                else:
-                    table = table_at(fake_model, path)
-                    table[path[-1]] = new
-                    old = container
-                    replaced.append(lambda t=table, k=path[-1], o=old: t.__setitem__(k, o))  # type: ignore[misc]
             found.add((change.root, change.path), path, made[id(container)])
         yield found
     finally:

@@ -21,6 +21,7 @@ from placer.executor.transfer import copy_to
 from placer.machine.devices import device_type, updates_together
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
+from placer.program.call import objects_of
 from placer.program.row_gradients import clear_row_gradients
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import RowUpdates, make_optimizer
@@ -67,7 +68,7 @@ class FakeCall:
         self._loss = loss or find_loss(None if plan.loss is None else plan.loss.spec)
         self.whole_batch = self._loss.whole_batch and plan.replicas * plan.microbatches > 1
         self._converter = FakeConverter()
-        self.model = self._converter.module(program.model)
+        self.model = self._converter.module(program.model, objects_of(program.call))
         self.leaves, self.target = self._converter.tree((list(inputs), self._loss.target))
         self._once = once and not any(leaf.requires_grad for leaf in self.leaves)
 

@@ -8,18 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from placer.program import CallFormat, flatten_call, rebuild_call, rows_of
-from placer.program.objects import walk
+from placer.program.objects import is_object, walk
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def fresh(arguments: Arguments) -> Arguments:
-    """A copy whose tensors are leaves of autograd's graph. A tensor that is given twice stays one tensor."""
-    tensors = [x for _, x in walk([((), arguments)]) if isinstance(x, Tensor)]
-    made: dict[int, Any] = {id(x): _leaf(x.detach().clone(), x) for x in tensors}
+    """A copy whose tensors are leaves of autograd's graph. A tensor that is given twice stays one tensor.
+
+    Functions, and objects that pytree does not flatten, are the caller's own, as calls of a placed model must
+    give the same ones.
+    """
+    own = {id(x): x for x in tree_leaves(arguments) if is_object(x) or callable(x)}
+    found = walk([((), arguments)], without=own)
+    tensors = [x for _, x in found if isinstance(x, Tensor)]
+    made: dict[int, Any] = own | {id(x): _leaf(x.detach().clone(), x) for x in tensors}
     try:
         return copy.deepcopy(arguments, dict(made))
     except Exception:  # an object that cannot be copied is shared

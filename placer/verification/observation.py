@@ -129,12 +129,15 @@ class Watch:
     """Notes what a call changes outside of the model: variables of its code, and what its hooks hold.
 
     So are tensors that were its buffers, which a caller may keep when forward replaces them.
-    The hooks are those of ``hooked``, which is the caller's model; None: they are left out.
+    The hooks are those of ``hooked``, which is the caller's model; None: they are left out. ``given`` are the
+    functions and objects among the arguments, by name.
     """
 
-    def __init__(self, model: nn.Module, hooked: nn.Module | None) -> None:
+    def __init__(
+        self, model: nn.Module, hooked: nn.Module | None, given: Mapping[str, Any]
+    ) -> None:
         with without_hooks(model.modules()):
-            self.code = find_reachable_state(model)
+            self.code = find_reachable_state(model, given)
         # The search also finds what attributes hold.
         own = {id(value) for _, value in walk(module_roots(model))}
         self.code.containers = [each for each in self.code.containers if id(each.value) not in own]
@@ -166,10 +169,13 @@ class Watch:
 
 
 class Shared:
-    """The state that calls of copies of these models also change; `restore` undoes what they did."""
+    """The state that calls of copies of these models also change; `restore` undoes what they did.
 
-    def __init__(self, model: nn.Module, *others: nn.Module) -> None:
-        code = find_reachable_state(model)
+    ``given`` are the functions and objects among the arguments, by name.
+    """
+
+    def __init__(self, given: Mapping[str, Any], model: nn.Module, *others: nn.Module) -> None:
+        code = find_reachable_state(model, given)
         roots = [*module_roots(model), *hook_roots(model)]
         for other in others:
             roots += hook_roots(other)

@@ -34,7 +34,7 @@ from placer.program import (
     unflatten_output,
     unmarked,
 )
-from placer.program.call import bind_call
+from placer.program.call import bind_call, objects_of
 from placer.program.python_random import keep_random, python_random_state
 from placer.program.random_layers import find_random_layers
 from placer.program.restore import Snapshot, module_roots
@@ -293,9 +293,10 @@ def _run(
     rate: float | None = None,
 ) -> Step:
     args, kwargs = fresh(arguments)
-    bound = bind_call(model, args, kwargs).arguments
+    call_given = bind_call(model, args, kwargs)
+    bound = call_given.arguments
     module.zero_grad(set_to_none=True)
-    watch = Watch(model, hooked)
+    watch = Watch(model, hooked, objects_of(call_given))
     inputs = [((name,), value) for name, value in bound.items()]
 
     def graphs() -> dict[int, Tensor]:

@@ -18,6 +18,7 @@ from placer.executor.module import PlacedModule, runtime_of
 from placer.plan.types import Plan
 from placer.precision import full_precision
 from placer.program import IgnoreDeviceMoves, copy_module
+from placer.program.call import bind_call, objects_of
 from placer.verification.inputs import Arguments, another_batch_size, other_values
 from placer.verification.observation import (
     Comparison,
@@ -173,11 +174,13 @@ def verify(
         )
         return _Pair(plain=copy_module(model), given=given, placed=placed)
 
-    shared = Shared(model)
+    objects = objects_of(bind_call(model, *arguments))
+    shared = Shared(objects, model)
     pair = compiled(spec_or_plan)
     plan = pair.placed.plan
     run = _Run(
         given=arguments,
+        objects=objects,
         loss=_counted_loss(plan, seed)
         if loss_fn is None
         else BatchLoss(function=loss_fn, target=target),
@@ -228,6 +231,7 @@ class _Run:
     """What the situations of one verification have in common; ``random_layers`` fills while they run."""
 
     given: Arguments
+    objects: Mapping[str, Any]  # the functions and objects among them
     loss: BatchLoss
     training: bool
     seed: int
@@ -243,7 +247,7 @@ class _Run:
         if situation.modes == "the other":
             plain.train(not self.training)
             placed.train(not self.training)
-        shared = Shared(model, pair.given)
+        shared = Shared(self.objects, model, pair.given)
         try:
             arguments, trial = self._find_inputs(pair, situation, shared)
             if arguments is None:

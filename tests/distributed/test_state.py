@@ -28,3 +28,18 @@ def test_a_forward_that_freezes_parameters_is_refused(
 ) -> None:
     for message in job_of(2).run(cases.freeze, in_eval=in_eval):
         assert message.startswith("c.weight: forward sets its requires_grad")
+
+
+@pytest.mark.parametrize(
+    ("layer", "keeps", "said"),
+    [
+        ("1", False, "equal"),
+        ("0.0", True, "seen: is set by a module that stays whole"),
+        ("0", False, "0: hooks were put on it"),
+    ],
+)
+def test_hooks_that_are_put_on_layers_later(
+    job_of: Callable[[int], Job], layer: str, said: str, *, keeps: bool
+) -> None:
+    for found in job_of(2).run(cases.hook_later, layer, keeps=keeps):
+        assert found.startswith(said)

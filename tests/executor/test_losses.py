@@ -247,6 +247,8 @@ def test_a_loss_that_is_nothing_on_a_few_rows_is_refused() -> None:
     placed, _ = _pair(1, 2)
     with pytest.raises(PlacerError, match=r"is 0 on a few rows(.|\n)*reduction='sum'"):
         placed.step(_input(16), loss_fn=lambda output: output[6:].square().sum())
+    with pytest.raises(PlacerError, match=r"is nan \(as the mean of nothing is\) on a few rows"):
+        placed.step(_input(16), loss_fn=lambda output: output[6:].square().mean())
 
 
 def test_a_label_that_comes_later_is_tried_when_it_comes() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import placer
 from placer.program import fake, lower
@@ -253,3 +255,103 @@ class ReadsEveryRow(nn.Module):
 
 def test_many_reads_are_no_endless_loop() -> None:
     assert lower(ReadsEveryRow(), [torch.randn(1_200, 8)]).captured.conditions.guess.value == 0
+
+
+class Changes(nn.Module):
+    """Changes something in code that it checkpoints; ``inside`` a layer's forward, which stays whole."""
+
+    def __init__(self, change: Callable[[Any], object], *, inside: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.change, self.inside, self.reentrant = change, inside, reentrant
+        self.calls, self.log = 0, list[int]()
+        self.register_buffer("count", torch.zeros(()))
+        self.part = _ChangesInside(self)
+
+    def run(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return torch.as_tensor(self.last(x))
+
+    def forward(self, x: Tensor) -> Any:
+        run = self.part if self.inside else self.run
+        return checkpoint(run, self.first(x), use_reentrant=self.reentrant)
+
+
+class _ChangesInside(nn.Module):
+    def __init__(self, owner: Changes) -> None:
+        super().__init__()
+        self.change, self.layer, self.calls, self.log = (
+            owner.change,
+            nn.Linear(8, 8),
+            0,
+            list[int](),
+        )
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.change(self)
+        return self.layer(x)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "number": lambda net: setattr(net, "calls", net.calls + 1),
+    "list": lambda net: net.log.append(1),
+    "buffer in place": lambda net: net.count.add_(1),
+    "buffer": lambda net: setattr(net, "count", net.count + 1),
+}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_checkpointed_code_changes_twice(change: str, *, reentrant: bool) -> None:
+    x = torch.randn(4, 8, dtype=torch.float64)
+    model = Changes(CHANGES[change], inside=False, reentrant=reentrant).double()
+    with pytest.raises(placer.CaptureError, match="in code that it checkpoints"):
+        placer.compile(model, SPEC, x, run_on="cpu")
+    plain = Changes(CHANGES[change], inside=True, reentrant=reentrant).double()
+    placed: Any = placer.compile(copy.deepcopy(plain), SPEC, x, run_on="cpu")
+    for _ in range(2):
+        for net in (plain, placed):
+            net(x).sum().backward()
+        for name in ("calls", "log", "count"):
+            assert getattr(placed.part, name) == getattr(plain.part, name)
+
+
+class Gives(nn.Module):
+    """Gives a dict to a layer that stays whole and adds to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adds, self.last = Adds(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        given = {} if given is None else given
+        return torch.as_tensor(self.last(self.adds(x, given) + given["new"]))
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        given["new"] = x * 2 if x.sum() > 0 else x * 3
+        return x
+
+
+def test_a_whole_layer_adds_to_a_dict_that_it_is_given() -> None:
+    model = Gives().double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    placed = placer.compile(model, SPEC, x, run_on="cpu")
+    torch.testing.assert_close(placed(-x), model(-x), rtol=1e-10, atol=1e-12)
+    with pytest.raises(placer.CaptureError, match=r"it sets given\.new"):
+        placer.compile(model, SPEC, (x, {"old": x}), run_on="cpu")
+
+
+def test_code_of_a_string_decides_by_values() -> None:
+    space: dict[str, Any] = {"nn": nn}
+    exec(
+        "class Chooser(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * 2 if x.sum() > 0 else x\n",
+        space,
+    )
+    model = nn.Sequential(nn.Linear(8, 8), space["Chooser"]())
+    with pytest.raises(placer.CaptureError, match="it decides by values"):
+        placer.compile(model, {**SPEC, "microbatches": 2}, torch.randn(4, 8), run_on="cpu")

@@ -224,3 +224,36 @@ def test_state_whose_data_is_replaced_is_not_set_once_per_slice(*, inside: bool)
     x = torch.randn(8, 6)
     torch.testing.assert_close(placed(x), model(x))
     torch.testing.assert_close(dict(placed.named_buffers()), dict(model.named_buffers()))
+
+
+WRITES: dict[str, tuple[Callable[[Tensor, Tensor], object], bool]] = {
+    "mean": (lambda w, y: w.add_(y.detach().mean(0)), True),
+    "constant": (lambda w, y: w.add_(1), True),
+    "sum": (lambda w, y: w.add_(y.detach().sum(0)), False),
+    "last row": (lambda w, y: w.copy_(y.detach()[-1]), False),
+    "part": (lambda w, y: w[:2].copy_(y.detach().mean(0)[:2]), False),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_tensor_outside_of_the_model_that_slices_write_is_combined_or_refused(kind: str) -> None:
+    write, combined = WRITES[kind]
+    held = torch.ones(6, dtype=torch.float64)
+
+    def function(y: Tensor) -> Tensor:
+        write(held, y)
+        return y
+
+    model = Net(function).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    if not combined:
+        with pytest.raises(placer.CaptureError, match='"stored"'):
+            placer.compile(model, {**SPEC, "replicas": 1}, x, run_on="cpu")
+        return
+    placed = placer.compile(model, {**SPEC, "replicas": 1}, x, run_on="cpu")
+    found = []
+    for each in (placed, model):
+        held.fill_(1)
+        each(x)
+        found.append(held.clone())
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)

@@ -73,12 +73,10 @@ class CombinationFinder:
             )
         if len(trial.fitting) > 1:
             if loss.isfinite() and loss != 0:
-                shown = (
-                    f"is {trial.together:g} on a few rows, which does not show how it combines them"
-                )
-                raise PlacerError(
-                    "loss_fn", NO_ROWS if math.isnan(trial.together) else shown, _REMEDY
-                )
+                nothing = " (as the mean of nothing is)" if math.isnan(trial.together) else ""
+                shown = f"is {trial.together:g}{nothing} on a few rows, which does not show how it "
+                shown += "combines them"
+                raise PlacerError("loss_fn", shown if given.is_complete else NO_ROWS, _REMEDY)
             return None
         self._tried, self._values, (self._found,) = tried, values, trial.fitting
         return self._found

@@ -51,6 +51,12 @@ class BatchRows:
     target: Any
     total: int
 
+    @property
+    def is_complete(self) -> bool:
+        """Has every tensor of the output the batch's rows?"""
+        leaves = flatten_result(self.output)[0]
+        return all(rows_in(leaf, self.rows) for leaf in leaves if isinstance(leaf, Tensor))
+
     def shapes(self) -> list[Any]:
         """The shapes and dtypes of all tensors, without the numbers of rows."""
         return [

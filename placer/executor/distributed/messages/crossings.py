@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from placer._torch import share_hooks
 from placer.autograd_graph import nodes_behind
 from placer.emit import StagedModel
 from placer.errors import PlacerError
@@ -37,6 +38,7 @@ from placer.program import (
     tensors_of,
     unflatten,
 )
+from placer.program.leaves import hook_count, is_torch_leaf
 from placer.program.reachable import find_reachable_state
 from placer.schedule import Flow
 from placer.space import Alone
@@ -178,6 +180,14 @@ class CrossingFinder:
         self._converter.reachable.extend(find_reachable_state(self._fake))
         self._copies = [dict(model.named_modules()) for model in (self.whole, self._fake)]
         self.part = part
+        # Of hooks that are put on a layer later, a capture finds out whether they may run for every slice.
+        modules = dict(part.named_modules())
+        self._layers = {path for path, module in modules.items() if is_torch_leaf(module)}
+        for path in self._layers:
+            share_hooks(modules[path], self._copies[0][path])
+        self._open = {
+            x for x, m in modules.items() if x and not (hook_count(m) or is_torch_leaf(m))
+        }
         self._ownership = ownership
         programs = ProgramCache(self.whole, plan, staged, planned_autocast(plan.precision))
         self.calls = CallCache(programs, before_capture=self.follow)
@@ -191,9 +201,21 @@ class CrossingFinder:
     def follow(self) -> None:
         """Copy the training flags of this rank's part, and the plain attributes that programs read.
 
-        A module that the part lacks keeps what `train` and `store` have set.
+        A module that the part lacks keeps what `train` and `store` have set. Raises ``PlacerError`` for hooks
+        that were put on a module of several layers: other ranks do not have them.
         """
         modules = dict(self.part.named_modules())
+        for path in self._layers & modules.keys():
+            if hook_count(modules[path]):
+                share_hooks(modules[path], self._copies[0][path])
+        for path in sorted(self._open & modules.keys()):
+            if hook_count(modules[path]):
+                raise PlacerError(
+                    path,
+                    "hooks were put on it after it was placed, which works in one process only: it is no "
+                    "layer of torch, and other ranks do not run it as one operation",
+                    "put them on the model before placer.compile, or on the layers inside",
+                )
         guards = self.calls.guards
         for copied in self._copies:
             if copy_guarded_attributes(guards, modules, copied):
