@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,67 +13,23 @@ import torch.distributed as dist
 from distributed_cases import CASES, SkippingChain, compare_state, make_spec
 from oracle import assert_close, mean_square, reference_step
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import placer
 from placer.executor.distributed.reduction import gradients
 from placer.executor.distributed.reduction.step_reduction import SharedTensors
 
-ROWS = 32
 
-
-class WorkCounter(TorchDispatchMode):
-    """Counts operators, messages, and the bytes of new memory that operators return."""
+class MessageCounter(TorchDispatchMode):
+    """Counts the messages that are sent and received."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if func.namespace == "c10d":
-            self.counts[func._schema.name] += 1
-            if func._schema.name == "c10d::send":
-                self.counts["sent bytes"] += sum(x.nbytes for x in given)
-            return result
-        known = {x.untyped_storage()._cdata for x in given}
-        self.counts["operators"] += 1
-        self.counts["new bytes"] += sum(
-            x.untyped_storage().nbytes()
-            for x in tree_leaves(result)
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known
-        )
-        return result
-
-
-def count_work(schedule: str, microbatches: int) -> dict[str, Counter[str]]:
-    """Count the work of this rank's step, by placer and written on ``torch.distributed.pipelining``."""
-    torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(4))
-    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, 5))
-    x, target = torch.randn(ROWS, 4, 8, 8), torch.randint(0, 5, (ROWS,))
-    layers = {str(i): "cpu:0" if i < 2 else "cpu:1" for i in range(6)}
-    placed = placer.compile(model, make_spec(2, 1, microbatches, schedule, layers=layers), x)
-    rank = dist.get_rank()
-    part = copy.deepcopy(model[:2] if rank == 0 else model[2:])
-    stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"))
-    runner = getattr(pipelining, f"Schedule{schedule}")(
-        stage, microbatches, loss_fn=nn.functional.cross_entropy
-    )
-    steps: dict[str, Callable[[], Any]] = {
-        "placer": lambda: placed.step(x, target=target, loss_fn=nn.functional.cross_entropy),
-        "by hand": lambda: runner.step(*([x] if rank == 0 else []), target=target),
-    }
-    found = {}
-    for name, step in steps.items():
-        step()  # finds shapes
-        with WorkCounter() as counter:
-            step()
-        found[name] = counter.counts
-    return found
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class WritesInputs(nn.Module):
@@ -325,7 +280,7 @@ def count_messages_of_a_skip() -> tuple[int, int]:
     layers = {str(i): f"cpu:{i}" for i in range(4)}
     plain = copy.deepcopy(model)
     placed = placer.compile(model, make_spec(4, 1, 2, "1F1B", layers=layers), x)
-    with WorkCounter() as counter:
+    with MessageCounter() as counter:
         loss = placed.step(x, loss_fn=mean_square)
     assert_close(loss, reference_step(plain, (x,), {}, 1, 2), "loss")
     compare_state(placed, plain, "skip")
@@ -484,38 +439,6 @@ def share_what_forward_writes(spec: placer.PlacementSpec, captured_in_training: 
         expected = plain.state_dict()
         for name, tensor in placed.state_dict().items():
             assert_close(tensor, expected[name], f"rank {dist.get_rank()}, {training}, {name}")
-
-
-class KeepsFeatures(nn.Module):
-    """A hook stores the result of a layer in a dict, and forward reads it from there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.features: dict[str, Tensor] = {}
-        self.first.register_forward_hook(partial(_keep, self.features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x).tanh()
-        return self.last(y + self.features["first"])
-
-
-def _keep(features: dict[str, Tensor], module: nn.Module, args: Any, result: Tensor) -> None:
-    features["first"] = result
-
-
-def step_where_a_hook_keeps_features(spec: placer.PlacementSpec) -> None:
-    torch.manual_seed(0)
-    model = KeepsFeatures().double()
-    x = torch.randn(8, 4, dtype=torch.float64)
-    plain = copy.deepcopy(model)
-    placed = placer.compile(model, spec, x)
-    for rows in (8, 4, 8):
-        part = torch.randn(rows, 4, dtype=torch.float64)
-        loss = placed.step(part, loss_fn=mean_square)
-        expected = reference_step(plain, (part,), {}, spec.replicas, spec.microbatches)
-        assert_close(loss, expected, f"loss of {rows} rows")
-        compare_state(placed, plain, f"{rows} rows")
 
 
 class PassesParameters(nn.Module):

@@ -115,12 +115,6 @@ def test_a_step_of_the_optimizer_that_fails_ends_the_job(job_of: Callable[[int],
         assert "optimizer.step(): has failed before" in third
 
 
-@pytest.mark.matrix(0)
-def test_fp16_with_a_scaler(job_of: Callable[[int], Job]) -> None:
-    spec = cases.make_spec(2, 2, 2, "1F1B", precision="fp16", shard_state="optimizer")
-    assert len(set(job_of(4).run(cases.train_with_a_scaler, spec))) == 1
-
-
 def test_one_process_has_one_copy() -> None:
     model, args, _ = cases.make_case("convnet", 8)
     spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
@@ -150,20 +144,6 @@ def test_torch_divides_whole_parameters(job_of: Callable[[int], Job]) -> None:
     """What the documentation says to do for optimizers that cannot update pieces."""
     found = job_of(2).run(sharded_cases.divide_whole_parameters, cases.make_spec(1, 2, 1))
     assert sum(own for own, _ in found) == found[0][1]
-
-
-@pytest.mark.matrix(0)
-def test_a_rank_that_ends_before_the_update_is_named() -> None:
-    job = Job(2)
-    try:
-        answers = job.ask(
-            sharded_cases.die_before_the_update,
-            cases.make_spec(1, 2, 1, shard_state="optimizer"),
-            wait_for=[0],
-        )
-    finally:
-        job.close()
-    assert answers[0] is not None and "lost the connection to rank 1" in answers[0][1], answers
 
 
 def test_gathering_the_weights_takes_time() -> None:

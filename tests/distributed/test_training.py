@@ -46,11 +46,6 @@ def test_bf16_equals_the_same_cuts_under_autocast(job_of: Callable[[int], Job]) 
     job_of(4).run(cases.train_bf16, cases.make_spec(2, 2, 2, "1F1B", precision="bf16"))
 
 
-@pytest.mark.matrix(0)
-def test_autocast_of_the_program_may_change_between_steps(job_of: Callable[[int], Job]) -> None:
-    job_of(4).run(cases.step_in_and_out_of_autocast, cases.make_spec(2, 2, 2, "1F1B"))
-
-
 def test_fp16_skips_a_step_on_every_rank_when_one_overflows(job_of: Callable[[int], Job]) -> None:
     found = job_of(4).run(
         cases.train_with_a_scaler, cases.make_spec(2, 2, 2, "1F1B", precision="fp16")
@@ -205,12 +200,6 @@ def test_deferred_statistics_are_those_of_all_replicas(
     job_of: Callable[[int], Job], name: str
 ) -> None:
     job_of(4).run(norm_cases.train_with_deferred_statistics, name, 2, 2, schedule="1F1B")
-
-
-@pytest.mark.matrix(0)
-def test_deferred_statistics_of_one_stage_or_one_replica(job_of: Callable[[int], Job]) -> None:
-    job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 1, 2)
-    job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 2, 1, checkpoint=("0", "3"))
 
 
 def test_deferred_statistics_in_space(job_of: Callable[[int], Job]) -> None:

@@ -130,22 +130,11 @@ def test_parameters_that_stages_pass_on_in_inference(
     job_of(2).run(cases.infer_where_stages_pass_parameters, make_spec(2, 1, 2, layers=layers))
 
 
-@pytest.mark.matrix(0)
-def test_features_that_a_hook_keeps(job_of: Callable[[int], Job]) -> None:
-    spec = make_spec(2, 1, 1, layers={"first": "cpu:0", "last": "cpu:1"})
-    job_of(2).run(cases.step_where_a_hook_keeps_features, spec)
-
-
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("first", [1, 2])
 def test_hooks_that_are_removed(job_of: Callable[[int], Job], first: int) -> None:
     layers = {str(index): f"cpu:{int(index >= first)}" for index in range(3)}
     job_of(2).run(cases.step_where_hooks_are_removed, make_spec(2, 1, 1, layers=layers))
-
-
-def test_features_that_a_hook_keeps_of_every_slice() -> None:
-    with pytest.raises(placer.CaptureError, match="would set it for every slice"):
-        placer.make_plan(cases.KeepsFeatures(), make_spec(1, 2, 2), torch.randn(8, 4))
 
 
 @pytest.mark.matrix(1)
