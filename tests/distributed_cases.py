@@ -237,6 +237,17 @@ def step_over_the_whole_batch(name: str, plan: placer.Plan) -> None:
     compare_state(placed, plain, "whole batch")
 
 
+def compare_step(
+    placed: placer.PlacedModule, plain: nn.Module, when: str, *args: Any, **kwargs: Any
+) -> None:
+    """A step of both: the same loss, gradients, weights and buffers."""
+    loss = placed.step(*args, loss_fn=mean_square, **kwargs)
+    plan = placed.plan
+    expected = reference_step(plain, args, kwargs, plan.replicas, plan.microbatches)
+    assert_close(loss, expected, f"{when}, loss")
+    compare_state(placed, plain, when)
+
+
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
     expected = dict(plain.named_parameters(remove_duplicate=False))
     floor = gradient_noise(plain)
@@ -538,13 +549,10 @@ def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
         for module in (placed, plain):
             module.train(mode)
             module.zero_grad()
-        loss = placed.step(x, loss_fn=mean_square)
-        expected = reference_step(plain, (x,), {}, spec.replicas, 2)
+        what = f"training {mode}, size {size}"
+        compare_step(placed, plain, what, x)
         for hook in hooks:
             hook.remove()
-        what = f"training {mode}, size {size}"
-        assert_close(loss, expected, f"{what}, loss")
-        compare_state(placed, plain, what)
         with torch.no_grad():
             placed.eval(), plain.eval()
             assert_close(placed(x), plain(x), f"{what}, inference")
@@ -610,10 +618,7 @@ def make_other_calls(spec: placer.PlacementSpec) -> None:
         rows = x[: len(kwargs.get("mask", x))]  # type: ignore[arg-type]
         for module in (placed, plain):
             module.train().zero_grad()
-        loss = placed.step(rows, **kwargs, loss_fn=mean_square)
-        expected = reference_step(plain, (rows,), kwargs, spec.replicas, 2)
-        assert_close(loss, expected, f"call {number}, loss")
-        compare_state(placed, plain, f"call {number}")
+        compare_step(placed, plain, f"call {number}", rows, **kwargs)
         with torch.no_grad():
             placed.eval(), plain.eval()
             found, wanted = placed(rows, **kwargs), plain(rows, **kwargs)

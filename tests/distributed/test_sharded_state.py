@@ -102,11 +102,6 @@ def test_optimizers_that_cannot_update_pieces_are_refused(job_of: Callable[[int]
         assert "is in the optimizer on some of the ranks that have it" in messages[3]
 
 
-def test_hooks_and_closures_see_whole_tensors(job_of: Callable[[int], Job]) -> None:
-    spec = cases.make_spec(1, 2, 2, shard_state="optimizer")
-    job_of(2).run(sharded_cases.step_with_hooks_and_a_closure, spec)
-
-
 def test_a_step_of_the_optimizer_that_fails_ends_the_job(job_of: Callable[[int], Job]) -> None:
     spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
     for first, second, third in job_of(2).run(sharded_cases.fail_in_a_step, spec):
@@ -131,13 +126,6 @@ def test_one_process_has_one_copy() -> None:
 def test_values_to_come_are_named() -> None:
     with pytest.raises(placer.SpecError, match="/shard_state: 'gradients' is not possible yet"):
         placer.PlacementSpec(devices=["cpu"], shard_state="gradients")  # type: ignore[arg-type]
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("make", ["adam", "adagrad"])
-def test_parameters_of_odd_kinds(job_of: Callable[[int], Job], make: str) -> None:
-    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
-    job_of(2).run(sharded_cases.train_odd_parameters, spec, make)
 
 
 def test_torch_divides_whole_parameters(job_of: Callable[[int], Job]) -> None:
