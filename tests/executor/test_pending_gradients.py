@@ -7,14 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ledgers import live_bytes
 from oracle import assert_close
 from torch import Tensor, nn
 from unet3d import unet3d
 
 import placer
-from placer.executor.place import Place
-from placer.executor.transfer import PendingGradients
 from placer.simulation.ledger import Ledger
 
 TWO = {"devices": ["cpu:0", "cpu:1"]}
@@ -92,53 +89,3 @@ def test_calling_the_module_holds_what_step_holds() -> None:
     called = _peaks(lambda: placed(x).square().mean().backward())
     assert called["cpu:0"] == pytest.approx(stepped["cpu:0"], rel=0.01)
     assert called["cpu:1"] == pytest.approx(stepped["cpu:1"], rel=0.01)
-
-
-def test_a_part_of_a_larger_gradient_is_pending_by_itself() -> None:
-    here, there = (Place(name, torch.device("cpu")) for name in ("cpu:0", "cpu:1"))
-    value = torch.zeros(4, 2)
-    pending = PendingGradients(here, value)
-    whole = torch.arange(16.0).reshape(4, 4)
-    ones = torch.ones(4, 2)
-    ledger = Ledger()
-    ledger.add(whole, there)
-    ledger.add(ones, here)
-    with ledger, torch.no_grad():
-        pending.hold(there, whole[:, 2:])
-        expected = whole[:, 2:].clone() + 1
-        del whole
-        live = live_bytes(ledger)
-        found = pending.add_to(ones)
-    assert live["cpu:1"] == 2 * 4 * 2 * 4  # the part, and ``expected``; not the whole
-    assert found is not None and torch.equal(found, expected)
-    assert not pending
-
-
-def test_pending_gradients_are_summed_in_one_tensor() -> None:
-    """Autograd keeps the gradient of the home device; the second one arrives in pieces."""
-    home, *readers = (Place(f"cpu:{i}", torch.device("cpu")) for i in range(3))
-    own, *others = (torch.randn(2**20 + 3, dtype=torch.float64) for _ in range(3))
-    expected = own + sum(others)
-    pending = PendingGradients(home, own)
-    ledger = Ledger()
-    ledger.add(own, home)
-    for place, gradient in zip(readers, others, strict=True):
-        ledger.add(gradient, place)
-        pending.hold(place, gradient)
-    with ledger, torch.no_grad():
-        found = pending.add_to(own)
-    assert found is not None and torch.allclose(found, expected, rtol=1e-15)
-    assert 2 * own.nbytes < ledger.timeline().peaks()["cpu:0"].nbytes < 2.2 * own.nbytes
-
-
-def test_pending_gradients_on_the_home_device_are_not_overwritten() -> None:
-    """Others may read it, so the sum is a new tensor, and the next gradient is added to that."""
-    home = Place("cpu:0", torch.device("cpu"))
-    own, *others = (torch.full((4, 3), float(i)) for i in range(3))
-    pending = PendingGradients(home, own)
-    for gradient in others:
-        pending.hold(home, gradient)
-    with torch.no_grad():
-        found = pending.add_to(own)
-    assert found is not None and (found == 3).all()
-    assert [float(x[0, 0]) for x in (own, *others)] == [0, 1, 2]
