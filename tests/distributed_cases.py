@@ -45,7 +45,7 @@ CASES: dict[str, Callable[[int], Case]] = {
         {},
     ),
     "3D U-Net": lambda rows: (
-        unet3d(width=2, depth=3, norm="group"),
+        unet3d(width=2, depth=2, norm="group"),
         (torch.randn(rows, 1, 8, 8, 8, dtype=D),),
         {},
     ),
