@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import models
@@ -21,6 +22,7 @@ import placer
 from placer.executor import offload
 from placer.executor.offload import offload_saved
 from placer.executor.place import HOST, Place
+from placer.executor.side_stream import _CudaStream
 from placer.plan.store import plan_from_json, plan_to_json
 
 D = torch.float64
@@ -132,6 +134,51 @@ def test_a_result_that_is_dropped_leaves_no_copy_under_way(stream: LateStream) -
     y, _ = _chain()
     del y
     assert stream.events[-1] == "wait 3"
+
+
+def test_a_cuda_copy_waits_for_the_main_stream_and_runs_on_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With streams that only write down what they are asked for: there is no GPU here."""
+    said: list[str] = []
+    running = ["main"]
+
+    class Stream:
+        def __init__(self, device: object = None, name: str = "side") -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self) -> str:
+            said.append(f"event on {self.name}")
+            return "event"
+
+        def wait_event(self, event: str) -> None:
+            said.append(f"{self.name} waits for {event}")
+
+    class Target:
+        def copy_(self, source: object, *, non_blocking: bool) -> None:
+            assert non_blocking
+            said.append(f"copy on {running[-1]}")
+
+    @contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        running.append(stream.name)
+        yield
+        running.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(name=running[-1]))
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    stream = _CudaStream(torch.device("cuda:0"))
+    target: Any = Target()
+    found, event = stream.copy(torch.zeros(1), target, HOST)
+    assert found is target
+    stream.wait(event)
+    assert said == [
+        "side waits for main", "copy on side", "event on side", "main waits for event"
+    ]  # fmt: skip
 
 
 def test_a_dry_run_has_what_copies_keep() -> None:
