@@ -96,8 +96,8 @@ def runs(case: Callable[..., Any], *variants: Any, ranks: int = 2) -> Iterator[A
         ),
         *runs(
             norm_cases.train_with_deferred_statistics,
-            ("shared", 2, 2, {"space": 2}),
             *((name, 2, 2) for name in ("batch", "shared", "cumulative", "acting", "instance")),
+            ("shared", 2, 2, {"space": 2}),
             ranks=4,
         ),
         # Gradients of split backwards

@@ -98,6 +98,7 @@ def _train(model: Any, x: Tensor, *, step: bool) -> list[Tensor]:
     return [*found, *(parameter.grad for parameter in model.parameters())]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("removed", ["before", "between", "in the call", "by clear"])
 def test_a_hook_is_removed_from_the_placed_module_too(removed: str, step: bool) -> None:
