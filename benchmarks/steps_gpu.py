@@ -152,7 +152,7 @@ def jobs(
     mode = "expandable" if device == "cuda" else None
     values: Row = {"device": device}
     if calibrated is not None:
-        values["calibrated"] = str(calibrated)
+        values["calibration"] = str(calibrated)
         yield Job(key=_CALIBRATION, values={**values, "case": _CALIBRATION}, allocator=mode)
         if _CALIBRATION not in rows:
             return
@@ -205,15 +205,15 @@ def _job(values: Mapping[str, Any]) -> Row:
         seconds = 0.1 if device == "cuda" else 0.005
         if device == "cuda":
             take_turn()
-        path = Path(values["calibrated"])
+        path = Path(values["calibration"])
         save_kind(file_values(calibrate(name, seconds=seconds), name), path)
         return {}
     models = MODELS | SMALL
     model, precision = names_of(models)[values["case"]]
     build, family = models[model]
     kind = gpu_kind() if device == "cuda" else "cpu"
-    calibrated = values.get("calibrated")
-    known = calibrated if calibrated is not None and Path(calibrated).exists() else None
+    calibration = values.get("calibration")
+    known = calibration if calibration is not None and Path(calibration).exists() else None
     found = compare(build, precision, device=device, kind=kind, calibrated=known)
     return {"family": family, **found}
 

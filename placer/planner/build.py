@@ -185,7 +185,7 @@ def _plan_for(
     )
     costs_of = partial(
         estimate,
-        microbatch_inputs(program, inputs, replicas, microbatches),
+        microbatch_inputs(program, inputs, sizes[0]),
         training=spec.training,
         precision=spec.precision,
         loss=loss,

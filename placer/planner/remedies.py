@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from placer.cost import batch_rows
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import DevicePeak, Plan
@@ -125,7 +126,7 @@ def find_largest_node(
 ) -> LargestNode:
     """The piece that needs the most on a device of its own, for the whole batch at once."""
     costs = make.costs(
-        microbatch_inputs(program, inputs, replicas=1, microbatches=1),
+        microbatch_inputs(program, inputs, batch_rows(program, inputs) or 1),
         training=spec.training,
         precision=spec.precision,
         kernels=likely_kernels(spec),

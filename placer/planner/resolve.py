@@ -164,11 +164,8 @@ def microbatch_rows(
     return split_batch(1 if rows is None else rows, replicas, microbatches)[0]
 
 
-def microbatch_inputs(
-    program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
-) -> list[Tensor]:
-    """The inputs of the largest micro-batch, as ``meta`` tensors."""
-    rows = microbatch_rows(program, inputs, replicas, microbatches)[0]
+def microbatch_inputs(program: Program, inputs: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """The inputs of a micro-batch of so many rows, as ``meta`` tensors."""
     shaped = []
     for tensor, dim in zip(inputs, program.call.batch_dims, strict=True):
         shape = list(tensor.shape)

@@ -83,7 +83,7 @@ class Bounds:
         optimizer = wanted.optimizer
         self._optimizer = optimizer if isinstance(optimizer, str) else optimizer.model_dump()
         self._rows = batch_rows(program, inputs) or 1
-        whole = self._costs(1, 1)
+        whole = self._costs(self._rows, kept=False)
         self._parameters = sum(t.nbytes for t in whole.state)
         self._trained = whole.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
@@ -91,20 +91,14 @@ class Bounds:
         # The most bytes that any device has for tensors
         self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
 
-    def _costs(self, replicas: int, microbatches: int) -> CostTable:
-        """Scaled from those of the whole batch."""
-        own_weights = self._processes or replicas == 1
-        kept = keeps_casts(self._wanted.precision, microbatches, own_weights=own_weights)
-        self._whole_costs(kept)
-        return self._run(self._estimates.scaled, replicas, microbatches, kept)
+    def _costs(self, rows: int, *, kept: bool) -> CostTable:
+        """Of a micro-batch of so many rows, scaled from those of the whole batch."""
+        self._run(self._estimates, self._rows, kept=kept)
+        return self._run(self._estimates.scaled, rows, kept=kept)
 
-    def _whole_costs(self, kept: bool) -> CostTable:
-        """Of the whole batch, but as if it were one micro-batch of several where casts are ``kept``."""
-        return self._run(self._estimates, 1, 1, kept)
-
-    def _run(self, estimate: Estimate, replicas: int, microbatches: int, kept: bool) -> CostTable:
+    def _run(self, estimate: Estimate, rows: int, *, kept: bool) -> CostTable:
         return estimate(
-            microbatch_inputs(self._program, self._inputs, replicas, microbatches),
+            microbatch_inputs(self._program, self._inputs, rows),
             training=self._wanted.training,
             precision=self._wanted.precision,
             kernels=likely_kernels(self._wanted),
@@ -112,8 +106,19 @@ class Bounds:
             keeps_casts=kept,
         )
 
-    def _sum(self, replicas: int, microbatches: int) -> _Sums:
-        costs, training = self._costs(replicas, microbatches), self._wanted.training
+    def _sums_of(self, strategy: Strategy) -> _Sums:
+        own_weights = self._processes or strategy.replicas == 1
+        precision = self._wanted.precision
+        kept = keeps_casts(precision, strategy.microbatches, own_weights=own_weights)
+        return self._sums(self._rows_of(strategy), kept=kept)
+
+    def _rows_of(self, strategy: Strategy) -> int:
+        """The rows of its largest micro-batch."""
+        of_replica = -(-self._rows // strategy.replicas)
+        return -(-of_replica // strategy.microbatches)
+
+    def _sum(self, rows: int, *, kept: bool) -> _Sums:
+        costs, training = self._costs(rows, kept=kept), self._wanted.training
         found = []
         for kind in dict.fromkeys(slot.kind for slot in self._slots):
             seconds = costs.work.seconds(kind)
@@ -135,7 +140,7 @@ class Bounds:
 
     def __call__(self, strategy: Strategy) -> Bound:
         """The bound of ``strategy``, whose replicas and micro-batches all have rows."""
-        sums = self._sums(strategy.replicas, strategy.microbatches)
+        sums = self._sums_of(strategy)
         even = (sums.forward + sums.backward) / strategy.stages
         slowest = max(even, sums.longest) / strategy.shards
         seconds, worst = self._seconds(strategy, sums, slowest)
@@ -149,7 +154,7 @@ class Bounds:
         It is for devices that are alike, and strategies without shards, chunks and offloading. Its ``nbytes``
         are the bound's. ``share`` is the part of the room that may be filled.
         """
-        sums = self._sums(strategy.replicas, strategy.microbatches)
+        sums = self._sums_of(strategy)
         counts = self._schedule(strategy), strategy.stages, strategy.microbatches
         layout = self._layout(strategy)
         memory = optimizer_bytes(self._optimizer, together=True).divided(layout.optimizer)
@@ -161,8 +166,7 @@ class Bounds:
             updating=2 + memory.state + memory.together,
             recomputes=strategy.recompute,
         )
-        of_replica = -(-self._rows // strategy.replicas)
-        chain = self._chain(-(-of_replica // strategy.microbatches))
+        chain = self._chain(self._rows_of(strategy))
         backward = chain.both[-1] - chain.forward[-1]
         sums = replace(sums, forward=chain.forward[-1], backward=backward)
         if strategy.recompute and strategy.stages > MANY_STAGES:  # as they are planned
@@ -189,7 +193,8 @@ class Bounds:
         return self._scaled_chain(rows / self._rows).plus(self._left_out, share)
 
     def _scaled_chain(self, share: float) -> Chain:
-        return self._chain_of(with_fewer_rows(self._whole_costs(self._keeps_casts), share))
+        whole = self._run(self._estimates, self._rows, kept=self._keeps_casts)
+        return self._chain_of(with_fewer_rows(whole, share))
 
     def _chain_of(self, costs: CostTable) -> Chain:
         return Chain.of(costs, self._slots[0].kind, training=self._wanted.training)
@@ -200,7 +205,7 @@ class Bounds:
         rows = self._rows
         scaled = self._scaled_chain(1 / rows)
         try:
-            one = self._run(self._estimates, 1, rows, self._keeps_casts) if rows > 1 else None
+            one = self._run(self._estimates, 1, kept=self._keeps_casts) if rows > 1 else None
             exact = scaled if one is None else self._chain_of(one)
         except CaptureError:  # a model that needs more rows, such as for BatchNorm
             exact = scaled

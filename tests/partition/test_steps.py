@@ -38,7 +38,7 @@ class Case:
         self.spec = PlacementSpec.model_validate(spec)
         sizes = microbatch_rows(self.program, [x], 1, int(self.spec.microbatches))
         self.options: PlanningOptions = planning_options(self.spec, sizes, processes=processes)
-        inputs = microbatch_inputs(self.program, [x], 1, int(self.spec.microbatches))
+        inputs = microbatch_inputs(self.program, [x], sizes[0])
         self.costs: CostTable = CostEstimates(self.program)(
             inputs, training=True, precision="fp32", kernels="cuda"
         )
