@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from unet3d import unet3d
 
 import placer
+from placer.executor.place import Place
+from placer.executor.transfer import PendingGradients
 from placer.simulation.ledger import Ledger
 
 TWO = {"devices": ["cpu:0", "cpu:1"]}
@@ -89,3 +91,16 @@ def test_calling_the_module_holds_what_step_holds() -> None:
     called = _peaks(lambda: placed(x).square().mean().backward())
     assert called["cpu:0"] == pytest.approx(stepped["cpu:0"], rel=0.01)
     assert called["cpu:1"] == pytest.approx(stepped["cpu:1"], rel=0.01)
+
+
+def test_pending_gradients_on_the_home_device_are_not_overwritten() -> None:
+    """Others may read it, so the sum is a new tensor, and the next gradient is added to that."""
+    home = Place("cpu:0", torch.device("cpu"))
+    own, *others = (torch.full((4, 3), float(i)) for i in range(3))
+    pending = PendingGradients(home, own)
+    for gradient in others:
+        pending.hold(home, gradient)
+    with torch.no_grad():
+        found = pending.add_to(own)
+    assert found is not None and (found == 3).all()
+    assert [float(x[0, 0]) for x in (own, *others)] == [0, 1, 2]

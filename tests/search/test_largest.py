@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from captured import captured_once
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from unet3d import unet3d
 
 import placer
@@ -37,3 +40,41 @@ def test_no_size_fits() -> None:
         devices=[{"name": "cpu:0", "memory": 1000}],
     )
     assert found.size is None and found.answer is None and len(found.tried) == 1
+
+
+@settings(max_examples=100)
+@given(limit=st.integers(0, 40), count=st.integers(1, 40))
+def test_bisection_by_hand(limit: int, count: int) -> None:
+    """With a planner for which sizes up to ``limit`` fit."""
+    from placer.search import largest
+
+    asked: list[int] = []
+
+    class Wanted(int):
+        devices = ()
+
+    class Found:
+        def __init__(self, size: int) -> None:
+            fits = size <= limit
+            asked.append(size)
+            strategy = type("S", (), {"describe": staticmethod(lambda: "one device")})
+            self.best = type("R", (), {"strategy": strategy, "plan": None})() if fits else None
+            self.nearest = type("R", (), {"strategy": strategy, "plan": None})()
+            self.unfit = ()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(largest, "find_strategy", lambda wanted, make: Found(int(wanted)))
+        patch.setattr(largest, "answer_of", lambda found, make, devices: asked[-1])
+        case = type("C", (), {})
+        found = largest.find_largest(
+            range(1, count + 1), lambda size: _with(case(), wanted=Wanted(size), make=None)
+        )
+    best = min(limit, count)
+    assert found.size == (best or None) and found.answer == (best or None)
+    assert len(asked) == len(set(asked)) <= 2 * count.bit_length() + 1
+
+
+def _with(value: object, **fields: object) -> object:
+    for name, field in fields.items():
+        setattr(value, name, field)
+    return value
