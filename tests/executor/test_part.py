@@ -10,6 +10,7 @@ import placer
 from placer.emit import emit_stages
 from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.program import lower
+from placer.program.copying import is_tree
 
 
 class RegisteredTwice(nn.Module):
@@ -45,3 +46,16 @@ def test_a_module_under_two_paths_keeps_what_is_called_by_one_of_them(tree: bool
     names = [[name for name, _ in part.named_parameters()] for part in parts]
     assert names[0] == [f"first.{i}.{leaf}" for i in (0, 2) for leaf in ("weight", "bias")]
     assert names[1] == ["head.weight", "head.bias"]
+
+
+def test_a_model_is_a_tree_if_only_its_tables_refer_to_its_modules() -> None:
+    model = RegisteredTwice()
+    assert is_tree(model)
+    model.head.other = [model.first]  # type: ignore[assignment]
+    assert not is_tree(model)
+    model = RegisteredTwice()
+    model.move = model.forward  # type: ignore[assignment]
+    assert not is_tree(model)
+    model = RegisteredTwice()
+    model.head.register_forward_hook(lambda *_: None)
+    assert not is_tree(model)

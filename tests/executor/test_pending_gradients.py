@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ledgers import live_bytes
 from oracle import assert_close
 from torch import Tensor, nn
 from unet3d import unet3d
@@ -91,6 +92,26 @@ def test_calling_the_module_holds_what_step_holds() -> None:
     called = _peaks(lambda: placed(x).square().mean().backward())
     assert called["cpu:0"] == pytest.approx(stepped["cpu:0"], rel=0.01)
     assert called["cpu:1"] == pytest.approx(stepped["cpu:1"], rel=0.01)
+
+
+def test_a_part_of_a_larger_gradient_is_pending_by_itself() -> None:
+    here, there = (Place(name, torch.device("cpu")) for name in ("cpu:0", "cpu:1"))
+    value = torch.zeros(4, 2)
+    pending = PendingGradients(here, value)
+    whole = torch.arange(16.0).reshape(4, 4)
+    ones = torch.ones(4, 2)
+    ledger = Ledger()
+    ledger.add(whole, there)
+    ledger.add(ones, here)
+    with ledger, torch.no_grad():
+        pending.hold(there, whole[:, 2:])
+        expected = whole[:, 2:].clone() + 1
+        del whole
+        live = live_bytes(ledger)
+        found = pending.add_to(ones)
+    assert live["cpu:1"] == 2 * 4 * 2 * 4  # the part, and ``expected``; not the whole
+    assert found is not None and torch.equal(found, expected)
+    assert not pending
 
 
 def test_pending_gradients_on_the_home_device_are_not_overwritten() -> None:
