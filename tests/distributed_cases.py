@@ -478,6 +478,33 @@ def train_bf16(spec: placer.PlacementSpec) -> None:
     _compare_gradients(placed, plain, rtol=1e-4, atol=1e-6)
 
 
+def step_in_and_out_of_autocast(spec: placer.PlacementSpec) -> None:
+    """The program's own autocast, for inputs of one shape: values that cross stages change their dtype."""
+    placed, plain, x = _float_convnet(spec)
+
+    def loss_of(y: Tensor) -> Tensor:
+        return y.float().square().mean()
+
+    for enabled in (False, True, False):
+        placed.zero_grad()
+        plain.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = placed.step(x, loss_fn=loss_of)
+            result = placed.eval()(x)
+            placed.train()
+            total = torch.zeros(())
+            cuts = spec.replicas * spec.microbatches
+            for cut in x.chunk(cuts):
+                part = loss_of(plain(cut)) / cuts
+                part.backward()
+                total += part.detach()
+            expected_result = plain.eval()(x)
+            plain.train()
+        assert result.dtype == expected_result.dtype
+        torch.testing.assert_close(loss, total, rtol=1e-5, atol=0, check_dtype=False)
+        _compare_gradients(placed, plain, rtol=1e-3, atol=1e-5)
+
+
 def train_with_a_scaler(spec: placer.PlacementSpec) -> tuple[float, ...]:
     """The scale before a good step, after it, and after a step that overflows on the last rank."""
     torch.manual_seed(0)

@@ -85,6 +85,7 @@ def runs(case: Callable[..., Any], *variants: Any, ranks: int = 2) -> Iterator[A
         *runs(cases.hook_gradients, make_spec(2, 2, 2, "1F1B"), make_spec(1, 2, 2, "1F1B")),
         *runs(cases.step_on_own_rows, make_spec(1, 2, 2), make_spec(2, 2, 2)),
         *runs(cases.train_bf16, make_spec(2, 2, 2, "1F1B", precision="bf16")),
+        *runs(cases.step_in_and_out_of_autocast, make_spec(2, 1, 2), make_spec(2, 2, 2, "1F1B")),
         *runs(cases.materialise_from_meta, make_spec(2, 1, 1), make_spec(1, 2, 1)),
         *runs(cases.use_other_modes_and_sizes, make_spec(2, 2, 2, "1F1B")),
         *runs(cases.make_other_calls, make_spec(2, 1, 2, "1F1B"), make_spec(2, 2, 2, "1F1B")),
