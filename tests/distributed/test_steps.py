@@ -81,19 +81,23 @@ def runs(case: Callable[..., Any], *variants: Any, ranks: int = 2) -> Iterator[A
         ),
         *runs(pipeline_cases.step_with_written_inputs),
         # What a training script does besides steps
-        *runs(cases.accumulate_and_clip, make_spec(2, 2, 2, "1F1B"), make_spec(2, 1, 2, "1F1B")),
-        *runs(cases.hook_gradients, make_spec(2, 2, 2, "1F1B"), make_spec(1, 2, 2, "1F1B")),
+        *runs(cases.accumulate_and_clip, make_spec(2, 1, 2, "1F1B"), make_spec(2, 2, 2, "1F1B")),
+        *runs(cases.hook_gradients, make_spec(1, 2, 2, "1F1B"), make_spec(2, 2, 2, "1F1B")),
         *runs(cases.step_on_own_rows, make_spec(1, 2, 2), make_spec(2, 2, 2)),
         *runs(cases.train_bf16, make_spec(2, 2, 2, "1F1B", precision="bf16")),
         *runs(cases.step_in_and_out_of_autocast, make_spec(2, 1, 2), make_spec(2, 2, 2, "1F1B")),
         *runs(cases.materialise_from_meta, make_spec(2, 1, 1), make_spec(1, 2, 1)),
-        *runs(cases.use_other_modes_and_sizes, make_spec(2, 2, 2, "1F1B")),
+        *runs(
+            cases.use_other_modes_and_sizes,
+            make_spec(2, 1, 2, "1F1B"),
+            make_spec(2, 2, 2, "1F1B"),
+        ),
         *runs(cases.make_other_calls, make_spec(2, 1, 2, "1F1B"), make_spec(2, 2, 2, "1F1B")),
         *runs(
             cases.train_with_synchronised_norms,
+            make_spec(1, 2, 1, **SYNC),
             make_spec(2, 2, 1, **SYNC, space=SOME_SHARDS),
             make_spec(2, 2, 1, **SYNC),
-            make_spec(1, 2, 1, **SYNC),
         ),
         *runs(
             norm_cases.train_with_deferred_statistics,
@@ -109,9 +113,9 @@ def runs(case: Callable[..., Any], *variants: Any, ranks: int = 2) -> Iterator[A
         *runs(pipeline_cases.step_with_a_loss_of_one_result, SPLIT, "GPipe", "1F1B", ranks=3),
         *runs(
             pipeline_cases.take_gradients_of_inputs,
+            make_spec(1, 2, 2),
             make_spec(2, 2, 2, "1F1B"),
             make_spec(4, 1, 2, SPLIT),
-            make_spec(1, 2, 2),
         ),
         *runs(pipeline_cases.sum_gradients_where_they_are, SPLIT, "GPipe", ranks=4),
         # Losses of the whole batch and of own rows
