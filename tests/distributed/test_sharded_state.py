@@ -26,7 +26,7 @@ def make_plan(name: str, shape: tuple[int, int, int], schedule: str, rows: int =
     return placer.make_plan(model, spec, args, kwargs, processes=True)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("make", sharded_cases.OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", SPLIT])
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_statistics_are_those_of_all_that_the_norm_was_given(name: str) -> None:
             _check_step(net, placed, x[:rows], cut)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["shared", "acting"])
 def test_statistics_of_stages_that_are_split_in_space(name: str) -> None:
     """Also of norms that run whole: "acting" is a function with running statistics."""

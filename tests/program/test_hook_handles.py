@@ -179,6 +179,7 @@ class Watched(nn.Sequential):
             handle.remove()
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("slices", [{}, {"microbatches": 2}])
 @pytest.mark.parametrize("copied", [False, True])
 def test_hooks_of_the_models_own_that_are_recorded(copied: bool, slices: dict[str, int]) -> None:
