@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -98,7 +98,7 @@ def choose_policy(
     (`placer.partition.policy.cheapest`); without a budget and with the objective "memory", it is the policy
     with the least peak. If there is no budget, or neither partition fits, a local search follows: give every
     stage of the best partition its least peak, choose the boundaries again under these costs, and repeat. Of
-    more than `MANY_STAGES` stages, all get the policy of least peak that was chosen for the whole model.
+    more than `MANY_STAGES` stages, only the second partition is tried.
 
     ``first`` is the partition for the plain costs, if it is known. With ``at_once``, the search ends with the
     first placement that fits, whatever extra time it takes.
@@ -125,7 +125,9 @@ def choose_policy(
     kept = search.made(plain, first, [])
     start = search.found([choose_stage_policy(whole, choices, unlimited)], unpinned)
     are_few = len(first.slots) <= MANY_STAGES
-    found = [search.improve(first), start, search.improve(start.partition)] if are_few else [start]
+    found = [start, search.improve(start.partition)]
+    if are_few:
+        found.insert(0, search.improve(first))
     moved: set[object] = set()
     for _ in range(_MAX_MOVES * are_few):
         if limited and any(plan.fits for plan in found):
@@ -229,7 +231,12 @@ class _Search:
                 self._settled[node] = Policy(recompute=key.recompute, offload=key.offload)
 
     def policy_search(
-        self, nodes: Sequence[int], before: Collection[int], slot: DeviceSlot, limits: StageLimits
+        self,
+        nodes: Sequence[int],
+        before: Collection[int],
+        slot: DeviceSlot,
+        limits: StageLimits,
+        num_stages: int = 1,
     ) -> PolicySearch:
         """The search for policies of a stage with ``nodes``; ``before`` are the nodes of earlier stages."""
         return PolicySearch(
@@ -241,6 +248,7 @@ class _Search:
             slot.kind,
             all_gradients=limits.all_gradients,
             pinned=device_type(slot.name) == "cuda",
+            num_stages=num_stages,
         )
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
@@ -253,18 +261,16 @@ class _Search:
         groups = whole_groups(self._program, keys)
         return with_regions(self._costs, groups)
 
-    def _stages(self, partition: Partition) -> tuple[list[PolicySearch], list[StageLimits]]:
-        stages = partition.stages
+    def _stages(
+        self, partition: Partition, indices: Iterable[int]
+    ) -> Iterator[tuple[PolicySearch, StageLimits]]:
+        """The searches for policies of these stages, and their limits."""
         position = {name: i for i, name in enumerate(self._program.order)}
-        nodes = [sorted(position[name] for name in stage.nodes) for stage in stages]
-        limits = [self._limits(partition, index) for index in range(len(stages))]
-        searches = [
-            self.policy_search(inside, list(chain(*nodes[:index])), slot, limit)
-            for index, (inside, slot, limit) in enumerate(
-                zip(nodes, partition.slots, limits, strict=True)
-            )
-        ]
-        return searches, limits
+        nodes = [sorted(position[name] for name in stage.nodes) for stage in partition.stages]
+        for index in indices:
+            limits, before = self._limits(partition, index), list(chain(*nodes[:index]))
+            slot = partition.slots[index]
+            yield self.policy_search(nodes[index], before, slot, limits, len(nodes)), limits
 
     def found(
         self, stages: Sequence[StagePolicy], choose: Callable[[CostTable], Partition]
@@ -293,7 +299,7 @@ class _Search:
         """The policies that give every stage of ``partition`` its least peak."""
         return [
             choose_stage_policy(stage, self._choices, replace(limit, budget=0.0))
-            for stage, limit in zip(*self._stages(partition), strict=True)
+            for stage, limit in self._stages(partition, range(len(partition.stages)))
         ]
 
     def lightest(self, partition: Partition, choose: Callable[[CostTable], Partition]) -> _Found:
@@ -316,26 +322,30 @@ class _Search:
         return min(tried, key=_rank)
 
     def improve(self, partition: Partition) -> _Found:
-        """``partition`` with the regions that its stages need in order to fit."""
+        """``partition`` with regions in the stages that need them in order to fit."""
         rate = partial(self.rate, partition=partition)
-        searches, limits = self._stages(partition)
-        targets = [limit.budget for limit in limits]
+        best = replace(self.found([], rate), own=True)
+        chosen = list(range(len(partition.stages)))
+        if self._limited:
+            chosen = self._too_full(best.partition)
+        stages = list(self._stages(partition, chosen))
+        targets = [limits.budget for _, limits in stages]
         host_budget = self._options.host_budget
         host_target = float("inf") if host_budget is None else float(host_budget)
-        best: _Found | None = None
         for _ in range(_MAX_ROUNDS):
+            searches, limits = [search for search, _ in stages], [limit for _, limit in stages]
             aims = [
                 replace(limit, budget=target) for limit, target in zip(limits, targets, strict=True)
             ]
             policies = self._within_host(searches, aims, host_target)
             found = replace(self.found(policies, rate), own=True)
             again = found.partition
-            if best is None or _rank(found) < _rank(best):
+            if _rank(found) < _rank(best):
                 best = found
             # The peaks of a policy search differ a little from those of `rate_partition`. Correct each limit
             # by the difference.
-            rows = zip(again.stages, policies, limits, strict=True)
-            errors = [_peak(stage.memory, limit) - policy.peak for stage, policy, limit in rows]
+            rows = zip(chosen, policies, limits, strict=True)
+            errors = [_peak(again.stages[i].memory, limit) - policy.peak for i, policy, limit in rows]
             corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
             host_before = host_target
             if host_budget is not None:
@@ -346,11 +356,18 @@ class _Search:
                 host_target = host_budget - max(0.0, found.host_nbytes - sums)
             if not self._limited:
                 corrected = targets
-            if (corrected, host_target) == (targets, host_before):
+            late = [i for i in self._too_full(again) if i not in chosen]
+            if (corrected, host_target) == (targets, host_before) and not late:
                 break
-            targets = corrected
-        assert best is not None
+            added = list(self._stages(partition, late))
+            chosen, stages = [*chosen, *late], [*stages, *added]
+            targets = [*corrected, *(limits.budget for _, limits in added)]
         return best
+
+    @staticmethod
+    def _too_full(partition: Partition) -> list[int]:
+        """The stages on devices that need more than they have, by index."""
+        return [i for i, slot in enumerate(partition.slots) if _excess(partition, slot)]
 
     def _within_host(
         self, stages: Sequence[PolicySearch], limits: Sequence[StageLimits], budget: float

@@ -13,7 +13,6 @@ from placer.cost import CostEstimates, CostTable, Estimate, Loss, batch_rows, wi
 from placer.errors import CaptureError
 from placer.machine.devices import device_type
 from placer.machine.links import Links
-from placer.partition import MANY_STAGES
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.planner.devices import device_slot, likely_kernels, links_of
 from placer.planner.resolve import microbatch_inputs
@@ -169,10 +168,6 @@ class Bounds:
         chain = self._chain(self._rows_of(strategy))
         backward = chain.both[-1] - chain.forward[-1]
         sums = replace(sums, forward=chain.forward[-1], backward=backward)
-        if strategy.recompute and strategy.stages > MANY_STAGES:  # as they are planned
-            # What enters a stage is little beside what one micro-batch saves when it runs again.
-            chain = chain.recomputing()
-            limits = replace(limits, recomputes=False, in_flight=[1] * strategy.stages)
         slowest = chain.slowest_seconds(limits)
         if slowest is None:
             return None

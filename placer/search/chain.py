@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
@@ -89,11 +89,6 @@ class Chain:
             pairs = zip(getattr(self, field.name), getattr(other, field.name), strict=True)
             added[field.name] = [own + factor * more for own, more in pairs]
         return Chain(**added)
-
-    def recomputing(self) -> Chain:
-        """The sums for stages that run their whole forward again."""
-        pairs = zip(self.both, self.forward, strict=True)
-        return replace(self, both=[both + forward for both, forward in pairs])
 
     def slowest_seconds(self, limits: Limits) -> float | None:
         """The least seconds of the slowest stage for a micro-batch within ``limits``; None if nothing fits.

@@ -353,26 +353,28 @@ class _Search:
         return list(judged.values())
 
     def _judge_best(self) -> list[Rated]:
-        """Judge the strategies in the order of their losses until one fits.
+        """Plan the strategies in the order of their losses, and judge the best plan, until one fits.
 
-        Each has one dry run, without corrections, which would be as many again. Where one does not fit, its
-        family is estimated again with as much less room as was missing.
+        Each plan has one dry run, without corrections, which would be as many again. Where one does not fit,
+        its family is estimated again with as much less room as was missing.
         """
         tried: dict[Strategy, Rated] = {}
-        while len(tried) < _MOST_JUDGED:
+        for _ in range(2 * _MOST_JUDGED):
             near = [r for r in self._rated.values() if r.is_near and r.strategy not in tried]
             if not near:
                 break
             _, rated = self._by_loss(near)[0]
-            plan = self._plan(self._make.estimate, rated.spec)
+            is_planned = rated.plan is not None
+            make = self._make.estimate
+            plan = self._make.judge(rated.plan) if rated.plan else self._plan(make, rated.spec)
             if plan is None:
                 del self._rated[rated.strategy]
                 continue
-            found = replace(self._rate(rated, plan), strategy=rated.strategy)
-            if found.is_near:
-                judged = self._rate(found, self._make.judge(plan), judged=True)
-                found = replace(judged, strategy=rated.strategy)
-            self._rated[rated.strategy] = tried[rated.strategy] = found
+            found = self._rate(rated, plan, judged=is_planned)
+            found = self._rated[rated.strategy] = replace(found, strategy=rated.strategy)
+            if found.is_near and not is_planned:
+                continue  # it is judged if it still is the best
+            tried[rated.strategy] = found
             if found.fits:
                 break
             family = rated.strategy.family
