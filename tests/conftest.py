@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -15,6 +16,10 @@ collect_ignore = [
 # Before torch is imported; child processes have it too. Some test processes share two cores, where
 # torch's own threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Every worker and every process that a test starts would compile placer and the tests anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("law", max_examples=200, deadline=None, suppress_health_check=_SLOW)

@@ -46,7 +46,7 @@ CASES: dict[str, Callable[[int], Case]] = {
         {},
     ),
     "3D U-Net": lambda rows: (
-        unet3d(width=2, depth=3, norm="group"),
+        unet3d(width=2, depth=2, norm="group"),
         (torch.randn(rows, 1, 8, 8, 8, dtype=D),),
         {},
     ),
@@ -236,6 +236,17 @@ def step_over_the_whole_batch(name: str, plan: placer.Plan) -> None:
     expected.backward()
     assert_close(loss, expected.detach(), "loss")
     compare_state(placed, plain, "whole batch")
+
+
+def compare_step(
+    placed: placer.PlacedModule, plain: nn.Module, when: str, *args: Any, **kwargs: Any
+) -> None:
+    """A step of both: the same loss, gradients, weights and buffers."""
+    loss = placed.step(*args, loss_fn=mean_square, **kwargs)
+    plan = placed.plan
+    expected = reference_step(plain, args, kwargs, plan.replicas, plan.microbatches)
+    assert_close(loss, expected, f"{when}, loss")
+    compare_state(placed, plain, when)
 
 
 def compare_state(placed: nn.Module, plain: nn.Module, when: str) -> None:
@@ -485,8 +496,9 @@ def step_in_and_out_of_autocast(spec: placer.PlacementSpec) -> None:
             result = placed.eval()(x)
             placed.train()
             total = torch.zeros(())
-            for cut in x.chunk(4):
-                part = loss_of(plain(cut)) / 4
+            cuts = spec.replicas * spec.microbatches
+            for cut in x.chunk(cuts):
+                part = loss_of(plain(cut)) / cuts
                 part.backward()
                 total += part.detach()
             expected_result = plain.eval()(x)
@@ -567,13 +579,10 @@ def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
         for module in (placed, plain):
             module.train(mode)
             module.zero_grad()
-        loss = placed.step(x, loss_fn=mean_square)
-        expected = reference_step(plain, (x,), {}, spec.replicas, 2)
+        what = f"training {mode}, size {size}"
+        compare_step(placed, plain, what, x)
         for hook in hooks:
             hook.remove()
-        what = f"training {mode}, size {size}"
-        assert_close(loss, expected, f"{what}, loss")
-        compare_state(placed, plain, what)
         with torch.no_grad():
             placed.eval(), plain.eval()
             assert_close(placed(x), plain(x), f"{what}, inference")
@@ -639,10 +648,7 @@ def make_other_calls(spec: placer.PlacementSpec) -> None:
         rows = x[: len(kwargs.get("mask", x))]  # type: ignore[arg-type]
         for module in (placed, plain):
             module.train().zero_grad()
-        loss = placed.step(rows, **kwargs, loss_fn=mean_square)
-        expected = reference_step(plain, (rows,), kwargs, spec.replicas, 2)
-        assert_close(loss, expected, f"call {number}, loss")
-        compare_state(placed, plain, f"call {number}")
+        compare_step(placed, plain, f"call {number}", rows, **kwargs)
         with torch.no_grad():
             placed.eval(), plain.eval()
             found, wanted = placed(rows, **kwargs), plain(rows, **kwargs)

@@ -127,47 +127,6 @@ def start_late(seconds: float) -> bool:
     return torch.allclose(loss, model(x).square().mean())
 
 
-class Root(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sqrt()
-
-
-def nan_in_one_stage() -> dict[str, Any]:
-    """fp16 with a scaler: a step whose gradients are NaN in the first stage only, and a good one.
-
-    The root of a row of zeros, which one replica has, is finite and has no finite gradient.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), Root(), nn.Linear(4, 2))
-    with torch.no_grad():
-        model[0].weight.abs_()
-    x = 0.1 + torch.rand(4, 4)
-    layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}
-    placed = placer.compile(model, make_spec(2, 2, 1, precision="fp16", layers=layers), (x,))
-    assert isinstance(placed, placer.PlacedModule)
-    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
-    scaler = placed.grad_scaler(init_scale=1024.0)
-    bad = x.clone()
-    bad[-1] = 0.0  # a row of the last replica
-    found: dict[str, Any] = {"scales": [], "changed": [], "nan": []}
-    for rows in (bad, x):
-        before = [p.detach().clone() for p in placed.parameters()]
-        optimizer.zero_grad()
-        loss = placed.step(rows, loss_fn=lambda y: y.float().square().mean(), scaler=scaler)
-        found["nan"].append(any(p.grad.isnan().any().item() for p in placed.parameters()))
-        assert loss.isfinite()
-        scaler.unscale_(optimizer)
-        placed.clip_grad_norm_(1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        after = list(placed.parameters())
-        found["changed"].append(
-            any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        )
-        found["scales"].append(scaler.get_scale())
-    return found
-
-
 def call_unlike_the_others(spec: placer.PlacementSpec, folder: Path) -> dict[str, str]:
     """The messages, in a fresh job, if rank 1 is called differently; a refused step ends a module."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 4)
@@ -490,24 +449,6 @@ def leave_the_job(folder: Path) -> list[str]:
     return found
 
 
-def wait_too_long(rank: int, seconds: float) -> tuple[str, str]:
-    """The error of a step in which ``rank`` takes longer than the timeout of the groups."""
-    x = torch.randn(4, 3)
-    placed = placer.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), make_spec(1, 3, 1), x)
-
-    def sleep(*_: object) -> None:
-        time.sleep(seconds if dist.get_rank() == rank else 0.0)
-
-    placed.register_forward_hook(sleep)  # once a step; the loss is tried a few times more
-    loss_of = lambda y: y.square().mean()  # noqa: E731
-
-    try:
-        placed.step(x, loss_fn=loss_of)
-    except placer.PlacerError as error:
-        return type(error).__name__, str(error)
-    return "none", ""
-
-
 def hang(where: str, rank: int) -> tuple[str, str]:
     """The error of the other ranks if ``rank`` sleeps forever."""
     here = dist.get_rank() == rank
@@ -599,20 +540,6 @@ def refuse_own_rows() -> tuple[str, str]:
     placed = placer.compile(model, make_spec(2, 2, 1), torch.randn(4, 3))
     try:
         placed.step(x, loss_fn=lambda y: y.square().mean(), own_rows=True)
-    except placer.PlacerError as error:
-        return type(error).__name__, str(error)
-    return "none", ""
-
-
-def lose_a_rank_in_a_layer(rank: int) -> tuple[str, str]:
-    """The error of the others if ``rank`` is killed and the layers' own messages notice it first."""
-    layers = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)
-    x, spec = torch.randn(6, 3), make_spec(1, 3, 1, batch_norm="sync")
-    placed = placer.compile(nn.Sequential(*layers), spec, x)
-    if dist.get_rank() == rank:
-        placed.get_submodule("2").register_forward_hook(lambda *_: os._exit(3))
-    try:
-        placed.step(x, loss_fn=lambda y: y.square().mean())
     except placer.PlacerError as error:
         return type(error).__name__, str(error)
     return "none", ""

@@ -150,12 +150,14 @@ def _learn(buffers: dict[str, Tensor], name: str, norm: Any, x: Tensor) -> None:
         buffers[f"{name}.{key}"] = (1 - momentum) * old + momentum * value
 
 
-def train_with_deferred_statistics(name: str, stages: int, replicas: int, **fields: Any) -> None:
+def train_with_deferred_statistics(
+    name: str, stages: int, replicas: int, fields: dict[str, Any] | None = None
+) -> None:
     """Steps of this rank's part beside the plain model, also with fewer rows than slices and own rows."""
     torch.manual_seed(0)
     x = torch.randn(9, 3, 4, 4, dtype=D)
     plain = make_net(name)
-    spec = make_spec(stages, replicas, 2, batch_norm="deferred", **fields)
+    spec = make_spec(stages, replicas, 2, "1F1B", batch_norm="deferred", **(fields or {}))
     placed = placer.compile(plain, spec, x)
     for rows in (9, 5, 1):  # of one row a replica gets none
         _step_both(placed, plain, x[:rows], replicas, f"{name}, {rows} rows")

@@ -1,80 +1,35 @@
-"""What the processes of a job run in tests that compare with stages written by hand."""
+"""What the processes of a job run: models that pass odd things between their stages."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_cases import CASES, SkippingChain, compare_state, make_spec
+from distributed_cases import CASES, SkippingChain, compare_state, compare_step, make_spec
 from oracle import assert_close, mean_square, reference_step
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import placer
 from placer.executor.distributed.reduction import gradients
 from placer.executor.distributed.reduction.step_reduction import SharedTensors
 
-ROWS = 32
 
-
-class WorkCounter(TorchDispatchMode):
-    """Counts operators, messages, and the bytes of new memory that operators return."""
+class MessageCounter(TorchDispatchMode):
+    """Counts the messages that are sent and received."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if func.namespace == "c10d":
-            self.counts[func._schema.name] += 1
-            if func._schema.name == "c10d::send":
-                self.counts["sent bytes"] += sum(x.nbytes for x in given)
-            return result
-        known = {x.untyped_storage()._cdata for x in given}
-        self.counts["operators"] += 1
-        self.counts["new bytes"] += sum(
-            x.untyped_storage().nbytes()
-            for x in tree_leaves(result)
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known
-        )
-        return result
-
-
-def count_work(schedule: str, microbatches: int) -> dict[str, Counter[str]]:
-    """Count the work of this rank's step, by placer and written on ``torch.distributed.pipelining``."""
-    torch.manual_seed(0)
-    blocks = (nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(4))
-    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, 5))
-    x, target = torch.randn(ROWS, 4, 8, 8), torch.randint(0, 5, (ROWS,))
-    layers = {str(i): "cpu:0" if i < 2 else "cpu:1" for i in range(6)}
-    placed = placer.compile(model, make_spec(2, 1, microbatches, schedule, layers=layers), x)
-    rank = dist.get_rank()
-    part = copy.deepcopy(model[:2] if rank == 0 else model[2:])
-    stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"))
-    runner = getattr(pipelining, f"Schedule{schedule}")(
-        stage, microbatches, loss_fn=nn.functional.cross_entropy
-    )
-    steps: dict[str, Callable[[], Any]] = {
-        "placer": lambda: placed.step(x, target=target, loss_fn=nn.functional.cross_entropy),
-        "by hand": lambda: runner.step(*([x] if rank == 0 else []), target=target),
-    }
-    found = {}
-    for name, step in steps.items():
-        step()  # finds shapes
-        with WorkCounter() as counter:
-            step()
-        found[name] = counter.counts
-    return found
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class WritesInputs(nn.Module):
@@ -89,7 +44,7 @@ class WritesInputs(nn.Module):
         return self.last(torch.tanh(self.first(x)) + y)
 
 
-def step_with_written_inputs() -> bool:
+def step_with_written_inputs() -> None:
     """A step equals the plain model's, which writes to the caller's first tensor."""
     torch.manual_seed(0)
     model = WritesInputs().double()
@@ -101,7 +56,7 @@ def step_with_written_inputs() -> bool:
     expected = reference_step(plain, (x.clone(), y), {}, 1, 2)
     assert_close(placed.step(x, y, loss_fn=mean_square), expected, "loss")
     compare_state(placed, plain, "written inputs")
-    return torch.equal(x, written) and torch.equal(y, before)
+    assert torch.equal(x, written) and torch.equal(y, before)
 
 
 class LooksAtValues(nn.Module):
@@ -141,9 +96,7 @@ def step_after_attributes_were_set() -> None:
             module.alpha, module.config["relu"] = alpha, relu  # type: ignore[assignment]
             module.shift.mul_(2.0)  # type: ignore[operator]
             module.train().zero_grad()
-        loss = placed.step(x, loss_fn=mean_square)
-        assert_close(loss, reference_step(plain, (x,), {}, 1, 2), f"loss, {alpha}, {relu}")
-        compare_state(placed, plain, f"{alpha}, {relu}")
+        compare_step(placed, plain, f"{alpha}, {relu}", x)
         assert_close(placed.eval()(x), plain.eval()(x), f"output, {alpha}, {relu}")
 
 
@@ -165,9 +118,7 @@ def step_by_values() -> None:
     spec = make_spec(2, 1, 2, layers=layers, inputs={"input": {"batch_dim": 0}})
     placed = placer.compile(model, spec, x)
     for given in (x, -x):
-        loss = placed.step(given, loss_fn=mean_square)
-        assert_close(loss, reference_step(plain, (given,), {}, 1, 2), "loss")
-        compare_state(placed, plain, "by values")
+        compare_step(placed, plain, "by values", given)
 
 
 def step_with_shapes_of_the_data() -> str:
@@ -224,8 +175,11 @@ def step_where_own_inputs_are_used_twice(schedule: str) -> None:
     placed = placer.compile(model, make_spec(4, 1, 3, schedule, layers=layers), x)
     for step in range(2):
         ours, theirs = x.clone().requires_grad_(step == 1), x.clone().requires_grad_(step == 1)
-        loss = placed.step(ours, loss_fn=mean_square)
-        assert_close(loss, reference_step(plain, (theirs,), {}, 1, 3), "loss")
+        assert_close(
+            placed.step(ours, loss_fn=mean_square),
+            reference_step(plain, (theirs,), {}, 1, 3),
+            "loss",
+        )
         compare_state(placed, plain, f"step {step}")
         if step:
             assert_close(ours.grad, theirs.grad, "gradient of the input")
@@ -245,9 +199,7 @@ def step_where_outputs_depend_on_nothing_received(schedule: str) -> None:
         plain = copy.deepcopy(model.double())
         placed = placer.compile(model, make_spec(4, 1, 3, schedule, layers=layers), x)
         for step in range(2):
-            loss = placed.step(x, loss_fn=mean_square)
-            assert_close(loss, reference_step(plain, (x,), {}, 1, 3), "loss")
-            compare_state(placed, plain, f"{type(model).__name__}, step {step}")
+            compare_step(placed, plain, f"{type(model).__name__}, step {step}", x)
 
 
 class Doubled(nn.Module):
@@ -272,9 +224,7 @@ def step_with_hooks_on_results(schedule: str) -> None:
     plain = copy.deepcopy(model)
     layers = {str(i): f"cpu:{i // 2}" for i in range(4)}
     placed = placer.compile(model, make_spec(2, 1, 3, schedule, layers=layers), x)
-    loss = placed.step(x, loss_fn=mean_square)
-    assert_close(loss, reference_step(plain, (x,), {}, 1, 3), "loss")
-    compare_state(placed, plain, "hooks")
+    compare_step(placed, plain, "hooks", x)
 
 
 class TwoResults(nn.Module):
@@ -325,10 +275,8 @@ def count_messages_of_a_skip() -> tuple[int, int]:
     layers = {str(i): f"cpu:{i}" for i in range(4)}
     plain = copy.deepcopy(model)
     placed = placer.compile(model, make_spec(4, 1, 2, "1F1B", layers=layers), x)
-    with WorkCounter() as counter:
-        loss = placed.step(x, loss_fn=mean_square)
-    assert_close(loss, reference_step(plain, (x,), {}, 1, 2), "loss")
-    compare_state(placed, plain, "skip")
+    with MessageCounter() as counter:
+        compare_step(placed, plain, "skip", x)
     return counter.counts["c10d::send"], counter.counts["c10d::recv_"]
 
 
@@ -416,9 +364,7 @@ def sum_gradients_where_they_are(schedule: str) -> None:
     before, gradients._ALONE_NBYTES = gradients._ALONE_NBYTES, 256
     try:
         for step, rows in enumerate((8, 5, 1)):
-            loss = placed.step(ids[:rows], loss_fn=mean_square)
-            assert_close(loss, reference_step(plain, (ids[:rows],), {}, 2, 2), "loss")
-            compare_state(placed, plain, f"{schedule}, step {step}")
+            compare_step(placed, plain, f"{schedule}, step {step}", ids[:rows])
     finally:
         gradients._ALONE_NBYTES = before
 
@@ -486,38 +432,6 @@ def share_what_forward_writes(spec: placer.PlacementSpec, captured_in_training: 
             assert_close(tensor, expected[name], f"rank {dist.get_rank()}, {training}, {name}")
 
 
-class KeepsFeatures(nn.Module):
-    """A hook stores the result of a layer in a dict, and forward reads it from there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.features: dict[str, Tensor] = {}
-        self.first.register_forward_hook(partial(_keep, self.features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x).tanh()
-        return self.last(y + self.features["first"])
-
-
-def _keep(features: dict[str, Tensor], module: nn.Module, args: Any, result: Tensor) -> None:
-    features["first"] = result
-
-
-def step_where_a_hook_keeps_features(spec: placer.PlacementSpec) -> None:
-    torch.manual_seed(0)
-    model = KeepsFeatures().double()
-    x = torch.randn(8, 4, dtype=torch.float64)
-    plain = copy.deepcopy(model)
-    placed = placer.compile(model, spec, x)
-    for rows in (8, 4, 8):
-        part = torch.randn(rows, 4, dtype=torch.float64)
-        loss = placed.step(part, loss_fn=mean_square)
-        expected = reference_step(plain, (part,), {}, spec.replicas, spec.microbatches)
-        assert_close(loss, expected, f"loss of {rows} rows")
-        compare_state(placed, plain, f"{rows} rows")
-
-
 class PassesParameters(nn.Module):
     """The stage of ``last`` reads a part of a parameter, and all of one, of the stage of ``first``."""
 
@@ -561,9 +475,7 @@ def step_with_conjugated_tensors(spec: placer.PlacementSpec) -> None:
     x = torch.randn(4, 4, dtype=torch.float64)
     plain = copy.deepcopy(model)
     placed = placer.compile(model, spec, x)
-    loss = placed.step(x, loss_fn=mean_square)
-    assert_close(loss, reference_step(plain, (x,), {}, spec.replicas, spec.microbatches), "loss")
-    compare_state(placed, plain, "step")
+    compare_step(placed, plain, "step", x)
     with torch.no_grad():
         for found, expected in zip(placed.eval()(x), plain.eval()(x), strict=True):
             assert_close(found, expected, "inference")
@@ -631,10 +543,7 @@ def steps_with_sizes(spec: placer.PlacementSpec) -> None:
     placed = placer.compile(model, spec, x)
     for size in (4, 6):
         given = torch.randn(6, 3, size, size, dtype=torch.float64)
-        loss = placed.step(given, loss_fn=mean_square)
-        expected = reference_step(plain, (given,), {}, spec.replicas, spec.microbatches)
-        assert_close(loss, expected, "loss")
-        compare_state(placed, plain, "sizes")
+        compare_step(placed, plain, "sizes", given)
         with torch.no_grad():
             assert_close(placed(given), plain(given), "result")
 
@@ -671,10 +580,7 @@ def steps_with_functions_in_attributes() -> None:
             if move is not None:
                 net.move = move
             net.act = partial(nn.functional.gelu, approximate=how)
-        loss = placed.step(x[:rows], loss_fn=mean_square)
-        expected = reference_step(plain, (x[:rows],), {}, spec.replicas, spec.microbatches)
-        assert_close(loss, expected, "loss")
-        compare_state(placed, plain, "functions")
+        compare_step(placed, plain, "functions", x[:rows])
 
 
 class Counts(nn.Module):
@@ -773,10 +679,7 @@ def step_where_hooks_are_removed(spec: placer.PlacementSpec) -> None:
     del model
     for step in range(4):
         x = torch.randn(8, 4, dtype=torch.float64)
-        loss = placed.step(x, loss_fn=mean_square)
-        expected = reference_step(plain, (x,), {}, spec.replicas, spec.microbatches)
-        assert_close(loss, expected, f"loss of step {step}")
-        compare_state(placed, plain, f"step {step}")
+        compare_step(placed, plain, f"step {step}", x)
         if step == 1:
             for handle in (*handles[0], *handles[1]):
                 handle.remove()

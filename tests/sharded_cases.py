@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,19 +237,3 @@ def divide_whole_parameters(spec: placer.PlacementSpec) -> tuple[int, int]:
             optimizer.step()
         compare_state(placed, plain, f"step {step}")
     return count_elements(ours.optim), count_elements(theirs)
-
-
-def die_before_the_update(spec: placer.PlacementSpec) -> str:
-    """The error of a rank's update if rank 1 ends before its own."""
-    model, (x,), _ = make_case("convnet", 8)
-    placed = placer.compile(model, spec, x)
-    optimizer = torch.optim.Adam(placed.parameters())
-    for step in range(2):
-        placed.step(x, loss_fn=mean_square)
-        if step and dist.get_rank() == 1:
-            os._exit(3)
-        try:
-            optimizer.step()
-        except placer.PeerError as error:
-            return str(error)
-    return "no error"

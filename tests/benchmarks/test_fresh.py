@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fresh
-from benchmarks.fresh import Job, Report, Row
+from benchmarks.fresh import Job, Report
 
 REPORT = Report(
     module="made.up",
@@ -75,22 +75,6 @@ def test_what_there_is_when_a_run_is_cut_off_is_kept(
     assert list(json.loads((tmp_path / "page.json").read_text())["rows"]) == ["0"]
 
 
-def test_no_job_begins_after_the_time_given(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slow = subprocess.TimeoutExpired("", 1)
-    calls = _answers(monkeypatch, [slow, slow, slow])
-    fresh.measure_all(REPORT, lambda _: JOBS, _given(tmp_path, "--minutes", "0"))
-    assert not calls
-    assert "3 jobs are left" in capsys.readouterr().out
-    fresh.measure_all(REPORT, lambda _: JOBS, _given(tmp_path, "--minutes", "1"))
-    assert all(timeout <= 60 for *_, timeout in calls)
-    assert not (tmp_path / "page.json").exists()  # cut off: to be measured, and no error
-    _answers(monkeypatch, [slow, slow, slow])
-    rows = fresh.measure_all(REPORT, lambda _: JOBS, _given(tmp_path))
-    assert [row["error"] for row in rows] == ["stopped after 240 s"] * 3
-
-
 def test_a_job_has_its_allocator_whatever_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     calls = _answers(monkeypatch, [{}])
@@ -99,13 +83,3 @@ def test_a_job_has_its_allocator_whatever_the_user_has_set(monkeypatch: pytest.M
     assert values == {"n": 0, "allocator": "default"}
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
     assert "PYTORCH_ALLOC_CONF" not in environment
-
-
-def test_rows_of_another_machine_are_not_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    row: Row = {"n": 0}
-    fresh.Journal(tmp_path / "page.json").add("0", row)
-    assert fresh.Journal(tmp_path / "page.json").rows == {"0": row}
-    monkeypatch.setattr(fresh, "versions", lambda: "another")
-    assert fresh.Journal(tmp_path / "page.json").rows == {}

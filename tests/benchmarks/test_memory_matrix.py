@@ -8,7 +8,7 @@ import torch
 from benchmarks.memory_matrix import MODELS, MODES, cells_of, differences
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=list(MODELS))
 def test_estimated_peaks_are_those_of_the_timeline(number: int) -> None:
     """Checks two modes per model, one cell each; across models all modes occur."""

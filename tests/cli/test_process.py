@@ -31,13 +31,6 @@ def test_help_and_schema_import_no_torch() -> None:
         assert command in result.stdout
 
 
-def test_python_m_placer(tmp_path: Path) -> None:
-    result = _run("-m", "placer", "report", str(tmp_path / "none.json"))
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: ")
-    assert result.stdout == ""
-
-
 WRONG = [
     ("plan", "net.py:Net", "nothing.json", "--input", "8x64"),
     ("plan", "net.py:Net", "fits.json", "--input", "8y64"),

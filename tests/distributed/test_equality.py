@@ -106,59 +106,10 @@ def test_a_replica_without_rows_has_the_buffers_and_gradients_of_the_others(
     check(job_of, "in place", (1, 2), ("GPipe", "1F1B"), batches=(8, 1))
 
 
-def test_buffers_of_all_kinds_are_shared(job_of: Callable[[int], Job]) -> None:
-    job_of(2).run(pipeline_cases.share_buffers_of_all_kinds)
-
-
-def test_split_backwards_lose_no_gradient(job_of: Callable[[int], Job]) -> None:
-    """Values computed only from the model's input do not join the path of received values."""
-    job_of(4).run(pipeline_cases.step_where_outputs_depend_on_nothing_received, SPLIT)
-
-
-def test_split_backward_with_a_weight_joined_twice(
-    job_of: Callable[[int], Job],
-) -> None:
-    """A weight joins the path of received values at two nodes."""
-    job_of(4).run(pipeline_cases.step_where_own_inputs_are_used_twice, SPLIT)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("schedule", ["1F1B", SPLIT])
-def test_hooks_on_results_act_once(job_of: Callable[[int], Job], schedule: str) -> None:
-    job_of(2).run(pipeline_cases.step_with_hooks_on_results, schedule)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", SPLIT])
-def test_what_the_loss_leaves_out_has_no_gradient(
-    job_of: Callable[[int], Job], schedule: str
-) -> None:
-    job_of(3).run(pipeline_cases.step_with_a_loss_of_one_result, schedule)
-
-
 def test_a_value_that_skips_stages_travels_once(job_of: Callable[[int], Job]) -> None:
     """For two micro-batches, both ways: 0 to 1 and 2, 1 to 2, 2 to 3; rank 1 relays nothing."""
     sent = job_of(4).run(pipeline_cases.count_messages_of_a_skip)
     assert sent == [(4, 4), (4, 4), (6, 6), (2, 2)]
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize(
-    ("stages", "replicas", "schedule"), [(2, 2, "1F1B"), (4, 1, SPLIT), (1, 2, "GPipe")]
-)
-def test_inputs_get_their_gradients_on_every_rank(
-    job_of: Callable[[int], Job], stages: int, replicas: int, schedule: str
-) -> None:
-    spec = cases.make_spec(stages, replicas, 2, schedule)
-    job_of(stages * replicas).run(pipeline_cases.take_gradients_of_inputs, spec)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("schedule", [SPLIT, "GPipe"])
-def test_large_gradients_are_summed_where_they_are(
-    job_of: Callable[[int], Job], schedule: str
-) -> None:
-    job_of(4).run(pipeline_cases.sum_gradients_where_they_are, schedule)
 
 
 def test_recomputed_and_offloaded_regions(job_of: Callable[[int], Job]) -> None:

@@ -11,15 +11,6 @@ from distributed_cases import make_spec
 from jobs import Job
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize(("shape", "rows"), [((1, 2), 5), ((2, 2), 5), ((2, 1), 8)])
-def test_losses_of_the_whole_batch_and_of_own_rows(
-    job_of: Callable[[int], Job], shape: tuple[int, int], rows: int
-) -> None:
-    spec = make_spec(*shape, 2, "1F1B")
-    job_of(shape[0] * shape[1]).run(cases.step_with_losses, spec, rows)
-
-
 def test_wrong_targets_are_said_on_every_rank(job_of: Callable[[int], Job]) -> None:
     found = job_of(4).run(cases.try_targets, make_spec(2, 2, 2))
     for rank, said in enumerate(found):
@@ -53,10 +44,6 @@ def test_a_loss_that_is_wrong_on_one_rank_is_refused_on_all(
     assert all(REFUSED[kind] in said and "rank 1" in said for said in found), found
 
 
-def test_a_target_gets_its_gradients_from_a_job_of_one_rank(job_of: Callable[[int], Job]) -> None:
-    job_of(1).run(cases.train_a_target, make_spec(1, 1, 2))
-
-
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["a frozen module", "activations of a hook", "in place"])
 def test_a_loss_that_reads_more_than_the_output_but_trains_no_more(
@@ -70,12 +57,6 @@ def test_parameters_of_a_loss_are_refused_where_replicas_would_train_them_apart(
 ) -> None:
     found = job_of(2).run(cases.step_once, make_spec(1, 2, 2), "a module")
     assert all("reads a tensor of shape [1, 6]" in said for said in found), found
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_a_penalty_on_weights(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
-    job_of(2).run(cases.add_a_penalty, make_spec(*shape, 2))
 
 
 def test_torchs_wrappers_are_refused(job_of: Callable[[int], Job]) -> None:
@@ -96,16 +77,6 @@ def test_torchs_clipping_of_a_part_is_refused(
     for found in job_of(math.prod(shape)).run(cases.clip_a_part, make_spec(*shape, 2)):
         for way, said in found.items():
             assert "call placed.clip_grad_norm_" in said, way
-
-
-def test_torchs_clipping_of_a_whole_model(job_of: Callable[[int], Job]) -> None:
-    job_of(2).run(cases.clip_a_whole_model)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)])
-def test_a_loss_over_the_whole_batch(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
-    job_of(math.prod(shape)).run(cases.step_over_whole_batches, *shape, 2)
 
 
 def test_what_is_wrong_with_a_loss_over_the_whole_batch_is_said(

@@ -26,7 +26,7 @@ def make_plan(name: str, shape: tuple[int, int, int], schedule: str, rows: int =
     return placer.make_plan(model, spec, args, kwargs, processes=True)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("make", sharded_cases.OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", SPLIT])
 @pytest.mark.parametrize(
@@ -102,23 +102,12 @@ def test_optimizers_that_cannot_update_pieces_are_refused(job_of: Callable[[int]
         assert "is in the optimizer on some of the ranks that have it" in messages[3]
 
 
-def test_hooks_and_closures_see_whole_tensors(job_of: Callable[[int], Job]) -> None:
-    spec = cases.make_spec(1, 2, 2, shard_state="optimizer")
-    job_of(2).run(sharded_cases.step_with_hooks_and_a_closure, spec)
-
-
 def test_a_step_of_the_optimizer_that_fails_ends_the_job(job_of: Callable[[int], Job]) -> None:
     spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
     for first, second, third in job_of(2).run(sharded_cases.fail_in_a_step, spec):
         assert "size" in first
         assert "optimizer.step(): has failed before" in second
         assert "optimizer.step(): has failed before" in third
-
-
-@pytest.mark.matrix(0)
-def test_fp16_with_a_scaler(job_of: Callable[[int], Job]) -> None:
-    spec = cases.make_spec(2, 2, 2, "1F1B", precision="fp16", shard_state="optimizer")
-    assert len(set(job_of(4).run(cases.train_with_a_scaler, spec))) == 1
 
 
 def test_one_process_has_one_copy() -> None:
@@ -139,31 +128,10 @@ def test_values_to_come_are_named() -> None:
         placer.PlacementSpec(devices=["cpu"], shard_state="gradients")  # type: ignore[arg-type]
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("make", ["adam", "adagrad"])
-def test_parameters_of_odd_kinds(job_of: Callable[[int], Job], make: str) -> None:
-    spec = cases.make_spec(1, 2, 1, shard_state="optimizer")
-    job_of(2).run(sharded_cases.train_odd_parameters, spec, make)
-
-
 def test_torch_divides_whole_parameters(job_of: Callable[[int], Job]) -> None:
     """What the documentation says to do for optimizers that cannot update pieces."""
     found = job_of(2).run(sharded_cases.divide_whole_parameters, cases.make_spec(1, 2, 1))
     assert sum(own for own, _ in found) == found[0][1]
-
-
-@pytest.mark.matrix(0)
-def test_a_rank_that_ends_before_the_update_is_named() -> None:
-    job = Job(2)
-    try:
-        answers = job.ask(
-            sharded_cases.die_before_the_update,
-            cases.make_spec(1, 2, 1, shard_state="optimizer"),
-            wait_for=[0],
-        )
-    finally:
-        job.close()
-    assert answers[0] is not None and "lost the connection to rank 1" in answers[0][1], answers
 
 
 def test_gathering_the_weights_takes_time() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import distributed_cases as cases
 import norm_cases
@@ -17,38 +16,9 @@ from jobs import Job
 import placer
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
-def test_accumulation_and_clipping(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
-    job_of(shape[0] * shape[1]).run(cases.accumulate_and_clip, cases.make_spec(*shape, 2, "1F1B"))
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (2, 1)])
-def test_hooks_on_gradients_run_once(job_of: Callable[[int], Job], shape: tuple[int, int]) -> None:
-    job_of(shape[0] * shape[1]).run(cases.hook_gradients, cases.make_spec(*shape, 2, "1F1B"))
-
-
 def test_every_connection_is_made_before_the_first_step(job_of: Callable[[int], Job]) -> None:
     """NCCL makes it at the first use, where it waits for the other ranks: with tied weights for ever."""
     assert job_of(4).run(cases.connect_in_a_step, cases.make_spec(2, 2, 2, "1F1B")) == [[]] * 4
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-def test_every_replica_is_given_its_own_rows(
-    job_of: Callable[[int], Job], shape: tuple[int, int]
-) -> None:
-    job_of(shape[0] * shape[1]).run(cases.step_on_own_rows, cases.make_spec(*shape, 2))
-
-
-def test_bf16_equals_the_same_cuts_under_autocast(job_of: Callable[[int], Job]) -> None:
-    job_of(4).run(cases.train_bf16, cases.make_spec(2, 2, 2, "1F1B", precision="bf16"))
-
-
-@pytest.mark.matrix(0)
-def test_autocast_of_the_program_may_change_between_steps(job_of: Callable[[int], Job]) -> None:
-    job_of(4).run(cases.step_in_and_out_of_autocast, cases.make_spec(2, 2, 2, "1F1B"))
 
 
 def test_fp16_skips_a_step_on_every_rank_when_one_overflows(job_of: Callable[[int], Job]) -> None:
@@ -59,14 +29,6 @@ def test_fp16_skips_a_step_on_every_rank_when_one_overflows(job_of: Callable[[in
     scales = found[0]
     assert scales[1] == scales[0], "a good step was skipped"
     assert scales[2] == scales[1] / 2, "an overflow on one rank was not seen by the others"
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (1, 2)])
-def test_a_meta_model_starts_from_the_same_weights_in_every_plan(
-    job_of: Callable[[int], Job], shape: tuple[int, int]
-) -> None:
-    job_of(shape[0] * shape[1]).run(cases.materialise_from_meta, cases.make_spec(*shape, 1))
 
 
 @pytest.mark.matrix(1)
@@ -81,19 +43,6 @@ def test_a_part_is_read_from_a_file(
     sums = job_of(2).run(cases.read_from_file, cases.make_spec(2, 1, 1), str(tmp_path / name))
     read = {name: total for rank in sums for name, total in rank.items()}
     assert read == {name: float(tensor.double().sum()) for name, tensor in state.items()}
-
-
-def test_other_modes_sizes_and_hooks_after_compile(job_of: Callable[[int], Job]) -> None:
-    job_of(4).run(cases.use_other_modes_and_sizes, cases.make_spec(2, 2, 2, "1F1B"))
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (2, 2)])
-def test_other_calls_than_the_captured_one(
-    job_of: Callable[[int], Job], stages: int, replicas: int
-) -> None:
-    spec = cases.make_spec(stages, replicas, 2, "1F1B")
-    job_of(stages * replicas).run(cases.make_other_calls, spec)
 
 
 def test_other_calls_that_cannot_be_are_said_on_all_ranks(job_of: Callable[[int], Job]) -> None:
@@ -174,47 +123,12 @@ def test_only_this_ranks_part_is_held(job_of: Callable[[int], Job]) -> None:
     assert not set(found[0]["owned"]) & set(found[1]["owned"])
 
 
-@pytest.mark.matrix(2)
-@pytest.mark.parametrize(
-    ("shape", "fields"),
-    [
-        ((2, 2), {}),
-        ((2, 2), {"space": {"shards": 2, "layers": ["encoder.**", "head"]}}),  # others run whole
-        ((1, 2), {}),
-    ],
-    ids=["stages", "space", "replicas"],
-)
-def test_synchronised_batch_norm_equals_the_uncut_original(
-    job_of: Callable[[int], Job], shape: tuple[int, int], fields: dict[str, Any]
-) -> None:
-    spec = cases.make_spec(*shape, 1, batch_norm="sync", **fields)
-    job_of(shape[0] * shape[1]).run(cases.train_with_synchronised_norms, spec)
-
-
 def test_synchronised_batch_norm_needs_its_processes_and_whole_batches() -> None:
     model, (x,), _ = cases.CASES["in place"](4)
     with pytest.raises(placer.PlacerError, match="torchrun"):
         placer.compile(model.double(), cases.make_spec(1, 2, 1, batch_norm="sync"), x)
     with pytest.raises(placer.PlacerError, match='"microbatches": 1'):
         placer.make_plan(model.double(), cases.make_spec(1, 2, 2, batch_norm="sync"), x)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("name", ["batch", "shared", "cumulative", "acting", "instance"])
-def test_deferred_statistics_are_those_of_all_replicas(
-    job_of: Callable[[int], Job], name: str
-) -> None:
-    job_of(4).run(norm_cases.train_with_deferred_statistics, name, 2, 2, schedule="1F1B")
-
-
-@pytest.mark.matrix(0)
-def test_deferred_statistics_of_one_stage_or_one_replica(job_of: Callable[[int], Job]) -> None:
-    job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 1, 2)
-    job_of(2).run(norm_cases.train_with_deferred_statistics, "batch", 2, 1, checkpoint=("0", "3"))
-
-
-def test_deferred_statistics_in_space(job_of: Callable[[int], Job]) -> None:
-    job_of(4).run(norm_cases.train_with_deferred_statistics, "shared", 2, 2, space=2)
 
 
 def test_a_layer_that_synchronises_itself_is_not_deferred(job_of: Callable[[int], Job]) -> None:

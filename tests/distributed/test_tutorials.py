@@ -31,44 +31,6 @@ def _train(spec: str, **options: object) -> list[float]:
     return digits_torchrun.train(digits_torchrun.SPECS / spec, **options)
 
 
-def _train_by_hand(*, epochs: int, rows: int, dropout: float, dtype: torch.dtype) -> list[float]:
-    """https://pytorch.org/tutorials/intermediate/dist_tuto.html, ``run`` and ``average_gradients``."""
-    sys.path.insert(0, str(EXAMPLES))
-    from digits_data_parallel import ConvNet, partitions
-
-    size = dist.get_world_size()
-    torch.manual_seed(1234)
-    images, labels = partitions(size, dtype)[dist.get_rank()]
-    model = ConvNet(dropout).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    history = []
-    for _ in range(epochs):
-        losses = []
-        for start in range(0, len(images), rows // size):
-            end = start + rows // size
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images[start:end]), labels[start:end])
-            losses.append(loss.item())
-            loss.backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad.data, op=dist.ReduceOp.SUM)
-                parameter.grad.data /= size
-            optimizer.step()
-        history.append(sum(losses) / len(losses))
-    return history
-
-
-@pytest.mark.matrix(0)
-def test_per_rank_losses_are_those_of_the_tutorial(job_of: Callable[[int], Job]) -> None:
-    expected = job_of(4).run(_train_by_hand, **OPTIONS)
-    found = job_of(4).run(_train, "digits_data_parallel.json", **OPTIONS)
-    assert len({losses[0] for losses in expected}) == 4  # every rank has other rows
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-10)
-    one_process = _train("digits_data_parallel.json", **OPTIONS)
-    assert one_process == pytest.approx([sum(column) / 4 for column in zip(*expected, strict=True)])
-
-
 def test_pipeline_trains_as_one_process_and_goes_on_from_its_checkpoint(
     job_of: Callable[[int], Job], tmp_path: Path
 ) -> None:

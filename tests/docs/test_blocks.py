@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("page", pages.PAGES, **_ID)
 def test_blocks_of_a_page_run_one_after_the_other(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,36 +57,30 @@ def test_they_are_turned_on_where_nothing_was_allocated(monkeypatch: pytest.Monk
     assert fake.expandable and fake.asked == 1
 
 
-@pytest.mark.parametrize("allocator", ["default", None])
+CPU = [Place("cuda:0", torch.device("cpu"))]
+
+
+@pytest.mark.parametrize(
+    ("allocator", "places"), [("default", GPU), (None, GPU), ("expandable", CPU)]
+)
 def test_a_plan_that_does_not_count_on_them_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, allocator: str | None
+    monkeypatch: pytest.MonkeyPatch, allocator: str | None, places: list[Place]
 ) -> None:
     fake = Torch(monkeypatch)
-    prepare_allocator(plan(allocator), GPU)
+    prepare_allocator(plan(allocator), places)
     assert not fake.asked
 
 
-def test_on_a_cpu_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Torch(monkeypatch)
-    prepare_allocator(plan(), [Place("cuda:0", torch.device("cpu"))])
-    assert not fake.asked
-
-
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Torch(monkeypatch)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    with pytest.warns(
-        AllocatorWarning, match="PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 is set"
-    ):
-        prepare_allocator(plan(), GPU)
-    assert not fake.asked
-
-
-def test_what_the_program_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["the user", "the program"])
+def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """Turning expandable segments on would reset all other settings to their defaults."""
-    fake = Torch(monkeypatch)
-    fake.given = "max_split_size_mb:128"
-    with pytest.warns(AllocatorWarning, match="the setting max_split_size_mb:128 is set"):
+    fake, said = Torch(monkeypatch), "max_split_size_mb:128"
+    if by == "the user":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+        said = f"PYTORCH_CUDA_ALLOC_CONF={said}"
+    else:
+        fake.given = said
+    with pytest.warns(AllocatorWarning, match=f"{said} is set"):
         prepare_allocator(plan(), GPU)
     assert not fake.asked
 

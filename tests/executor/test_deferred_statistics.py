@@ -75,18 +75,7 @@ def test_statistics_are_those_of_all_that_the_norm_was_given(name: str) -> None:
             _check_step(net, placed, x[:rows], cut)
 
 
-@pytest.mark.parametrize("name", ["batch", "cumulative", "acting", "not affine", "instance"])
-def test_statistics_of_a_first_layer_are_those_of_the_whole_batch(name: str) -> None:
-    x = torch.randn(9, 3, 4, 4, dtype=D)
-    for cut in FEW:
-        net = make_net(name)
-        placed = placer.compile(net, _spec(*cut), x)
-        placed(x).sum().backward()
-        net[0](x)
-        for key, buffer in net[0].named_buffers():
-            assert_close(placed.get_buffer(f"0.{key}"), buffer, f"{cut}, {key}")
-
-
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["shared", "acting"])
 def test_statistics_of_stages_that_are_split_in_space(name: str) -> None:
     """Also of norms that run whole: "acting" is a function with running statistics."""

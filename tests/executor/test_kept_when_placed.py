@@ -53,11 +53,6 @@ class Layer(nn.Module):
 # -- train and eval, randomness ------------------------------------------------------------------
 
 
-class FunctionalDropout(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.linear(x), 0.3, self.training)
-
-
 class Noise(Layer):
     """Random numbers from five kinds of calls."""
 
@@ -99,32 +94,6 @@ class BatchNorms(nn.Module):
 # -- control flow, hooks, state ------------------------------------------------------------------
 
 
-class Chooser(nn.Module):
-    """Looks at the value of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) if x.sum() > 0 else self.b(x)
-
-
-class Selector(nn.Module):
-    """Shapes that depend on values, and numbers read from tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        positive = x[x > 0]
-        rows = x.abs().sum(1).topk(2).indices.tolist()
-        y = x.clone()
-        y[rows] = self.a(x[rows])
-        return y + positive.sum() / max(1, int((x > 0).sum().item()))
-
-
 def forward_hooks(part: nn.Module) -> nn.Module:
     part.register_forward_hook(lambda module, args, output: output * 2)
     part.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
@@ -143,47 +112,6 @@ class Linears(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.relu(self.a(x)))
-
-
-class Buffers(Layer):
-    """Buffers written in place, and one replaced by a new tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(WIDTH))
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("latest", torch.zeros(WIDTH), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        with torch.no_grad():
-            self.count += 1
-            self.average.mul_(0.9).add_(y.mean(0), alpha=0.1)
-            self.latest.copy_(y[0])
-        return y - self.average
-
-
-class ReplacedBuffer(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
-        return y - self.average
-
-
-class RootReplacesBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("average", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x)
-        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
-        return self.b(y - self.average)
 
 
 class BorrowingChooser(nn.Module):
@@ -228,33 +156,6 @@ class Views(Layer):
         return y + total
 
 
-class SharedTwice(nn.Module):
-    """One layer under two names, called three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(WIDTH, WIDTH)
-        self.b = self.a
-        self.c = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.c(torch.tanh(self.a(x)))) + self.a(x)
-
-
-class Tied(nn.Module):
-    """One parameter in two layers, one of them a transpose of it by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.b.weight = self.a.weight
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.b(torch.tanh(self.a(x) * self.scale)))
-        return F.linear(x, self.a.weight.t()) * self.scale
-
-
 class Borrowed(nn.Module):
     """Parameters used by other code than their module's; a list of them; a plain tensor of one."""
 
@@ -269,23 +170,6 @@ class Borrowed(nn.Module):
         for scale in self.scales:
             x = self.b(x) * scale
         return x + self.named["shift"] + self.a.weight.norm() * self.a.bias
-
-
-GLOBAL = torch.linspace(0, 1, WIDTH, dtype=D)
-
-
-class Constants(Layer):
-    """A global tensor, an attribute that is no buffer, one in a list, one made of numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain = torch.rand(WIDTH, dtype=D)
-        self.several = [torch.rand(WIDTH, dtype=D), torch.rand(WIDTH, dtype=D)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x) * self.plain + GLOBAL.to(x)
-        x = x - self.several[1] * self.several[0]
-        return x + torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=x.dtype, device=x.device)
 
 
 # -- modes ---------------------------------------------------------------------------------------
@@ -340,38 +224,6 @@ class Frozen(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.a(x))
-
-
-class Reversed(torch.autograd.Function):
-    """Two results, a number as an argument, and a gradient that is not the derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight)
-        ctx.factor = factor
-        return x @ weight * factor, x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        return -ctx.factor * grads[0] @ weight.t() + grads[1], x.t() @ grads[0], None
-
-
-class InPlaceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 5
-
-
-class CustomFunction(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        y, total = Reversed.apply(x, self.linear.weight, 0.5)
-        return InPlaceFunction.apply(self.linear(y)) * total
 
 
 class Checkpointed(nn.Module):
@@ -456,30 +308,20 @@ class Factories(Layer):
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "dropout": lambda: Chain(FunctionalDropout(), nn.Dropout(0.5), FunctionalDropout()),
     "noise": lambda: Chain(Noise()),
     "stochastic depth": lambda: Chain(StochasticDepth(), StochasticDepth()),
     "batch norms": lambda: Chain(BatchNorms(), nn.BatchNorm1d(WIDTH)),
-    "control flow over values": lambda: Chain(Chooser(), Chooser()),
-    "shapes from values": lambda: Chain(Selector()),
     "hooks on a layer": lambda: Chain(forward_hooks(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),
     "hooks on a block": lambda: Chain(forward_hooks(Linears()), nn.Tanh()),
     "hooks on the model": lambda: forward_hooks(Chain()),
     "backward hooks on a layer": lambda: Chain(backward_hooks(nn.Linear(WIDTH, WIDTH))),
     "backward hooks on a block": lambda: Chain(backward_hooks(Linears())),
     "backward hooks on the model": lambda: backward_hooks(Chain()),
-    "buffers": lambda: Chain(Buffers(), nn.Linear(WIDTH, WIDTH), Buffers()),
-    "a buffer replaced": lambda: Chain(ReplacedBuffer(), ReplacedBuffer()),
-    "a buffer replaced by the model": RootReplacesBuffer,
     "a whole module with a borrowed weight": borrowing,
     "views": lambda: Chain(Views(), Views()),
-    "shared twice": lambda: Chain(SharedTwice()),
-    "tied": lambda: Chain(Tied()),
     "borrowed parameters": lambda: Chain(Borrowed()),
-    "constants": lambda: Chain(Constants()),
     "autocast": lambda: Chain(Autocast()),
     "no_grad": lambda: Chain(NoGrad()),
-    "custom function": lambda: Chain(CustomFunction()),
     "checkpoint": lambda: Chain(Checkpointed(use_reentrant=False)),
     "reentrant checkpoint": lambda: Chain(Checkpointed(use_reentrant=True)),
     "checkpoint by the model": lambda: RootCheckpoints(use_reentrant=False),

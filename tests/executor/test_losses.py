@@ -409,32 +409,6 @@ def test_losses_of_16_bit_outputs(microbatches: int) -> None:
         placed.step(x, target=_labels(4), loss_fn=_flat)
 
 
-def test_a_penalty_in_the_loss_counts_once() -> None:
-    placed, plain = _pair(3, 3)
-
-    def loss_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda output: (
-            output.square().mean() + sum(p.square().sum() for p in module.parameters())
-        )
-
-    loss = placed.step(_input(8), loss_fn=loss_of(placed))
-    expected = loss_of(plain)(plain(_input(8)))
-    expected.backward()
-    assert_close(loss, expected.detach(), "loss")
-    for (name, a), b in zip(placed.named_parameters(), plain.parameters(), strict=True):
-        assert_close(a.grad, b.grad, name)
-
-
-def test_a_loss_with_parameters_of_its_own() -> None:
-    placed, plain = _pair(2, 2)
-    ours, theirs = (nn.Linear(CLASSES, 1).double() for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    placed.step(_input(8), loss_fn=lambda output: ours(output).square().mean())
-    theirs(plain(_input(8))).square().mean().backward()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close(a.grad, b.grad, "of the loss")
-
-
 @pytest.mark.parametrize("rows", [7, 16, 48])
 def test_a_target_with_other_rows_is_refused(rows: int) -> None:
     placed, _ = _pair()

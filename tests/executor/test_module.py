@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import placer
 from placer import CaptureError, PlacedModule, PlacementSpec, PlacerError, PlanError
-from placer.schedule import SCHEDULES
 
 D = torch.float64
 
@@ -82,18 +81,6 @@ def test_lbfgs_with_its_closure() -> None:
 
         losses.append([optimizer.step(closure).item() for _ in range(2)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_gradient_accumulation_and_clipping(pair: tuple[PlacedModule, nn.Module]) -> None:
-    placed, plain = pair
-    x, y = _data()
-    for module in pair:
-        for part in ((x[:5], y[:5]), (x[5:], y[5:])):
-            (F.cross_entropy(module(part[0]), part[1]) / 2).backward()
-        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        assert norm > 0.1
-    for (name, a), b in zip(placed.named_parameters(), plain.parameters(), strict=True):
-        assert_close(a.grad, b.grad, name)
 
 
 def test_state_dict_goes_both_ways(pair: tuple[PlacedModule, nn.Module]) -> None:
@@ -218,25 +205,6 @@ def test_weights_written_through_data_reach_every_replica(
         assert_close(placed(x), plain(x), "after new data")
 
 
-def test_hooks_fire(pair: tuple[PlacedModule, nn.Module]) -> None:
-    placed, plain = pair
-    x, _ = _data()
-    seen: list[str] = []
-    for net in pair:
-        net.conv2.register_forward_hook(lambda module, args, out: 2 * out)
-    placed.register_forward_hook(lambda *_: seen.append("whole"))
-    assert_close(placed(x), plain(x), "with a hook on a layer")
-    assert seen == ["whole"]
-    handle = placed.fc1.register_forward_pre_hook(lambda *_: seen.append("fc1"))
-    with pytest.raises(placer.CaptureError, match="for every slice of the batch"):
-        placed(x)
-    handle.remove()
-    grads: list[Tensor] = []
-    placed.fc2.weight.register_hook(grads.append)
-    placed(x).sum().backward()
-    assert grads and all(g.shape == placed.fc2.weight.shape for g in grads)
-
-
 def test_no_grad_and_inference_mode(pair: tuple[PlacedModule, nn.Module]) -> None:
     placed, plain = pair
     x, _ = _data()
@@ -253,40 +221,11 @@ def test_no_grad_and_inference_mode(pair: tuple[PlacedModule, nn.Module]) -> Non
             assert_close(placed(x), plain(x), "under inference_mode, after a backward")
 
 
-def test_frozen_parameters_get_no_gradient(pair: tuple[PlacedModule, nn.Module]) -> None:
-    placed, plain = pair
-    x, _ = _data()
-    for module in pair:
-        module.conv1.requires_grad_(False)
-        module(x).sum().backward()
-    assert placed.conv1.weight.grad is None
-    assert_close(placed.conv2.weight.grad, plain.conv2.weight.grad, "after the frozen layer")
-
-
 def test_batches_of_other_sizes(pair: tuple[PlacedModule, nn.Module]) -> None:
     placed, plain = pair
     x, _ = _data(30)
     for rows in (1, 2, 3, 5, 30):  # fewer rows than cuts, too
         assert_close(placed(x[:rows]), plain(x[:rows]), f"{rows} rows")
-
-
-@pytest.mark.matrix(3)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_step_gives_the_gradient_of_the_whole_batch(schedule: str, reduction: Any) -> None:
-    placed, plain = _pair(replicas=2, microbatches=3, schedule=schedule)
-    x, y = _data(11)  # 6 + 5 rows, in micro-batches of 2, 2, 2 and 2, 2, 1
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, reduction=reduction)
-
-    loss = placed.step(x, target=y, loss_fn=loss_fn, reduction=reduction)
-    expected = loss_fn(plain(x), y)
-    expected.backward()
-    assert_close(loss, expected.detach(), "loss")
-    assert not loss.requires_grad
-    for (name, a), b in zip(placed.named_parameters(), plain.parameters(), strict=True):
-        assert_close(a.grad, b.grad, name)
 
 
 @pytest.mark.parametrize(

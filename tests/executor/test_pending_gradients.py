@@ -114,23 +114,6 @@ def test_a_part_of_a_larger_gradient_is_pending_by_itself() -> None:
     assert not pending
 
 
-def test_pending_gradients_are_summed_in_one_tensor() -> None:
-    """Autograd keeps the gradient of the home device; the second one arrives in pieces."""
-    home, *readers = (Place(f"cpu:{i}", torch.device("cpu")) for i in range(3))
-    own, *others = (torch.randn(2**20 + 3, dtype=torch.float64) for _ in range(3))
-    expected = own + sum(others)
-    pending = PendingGradients(home, own)
-    ledger = Ledger()
-    ledger.add(own, home)
-    for place, gradient in zip(readers, others, strict=True):
-        ledger.add(gradient, place)
-        pending.hold(place, gradient)
-    with ledger, torch.no_grad():
-        found = pending.add_to(own)
-    assert found is not None and torch.allclose(found, expected, rtol=1e-15)
-    assert 2 * own.nbytes < ledger.timeline().peaks()["cpu:0"].nbytes < 2.2 * own.nbytes
-
-
 def test_pending_gradients_on_the_home_device_are_not_overwritten() -> None:
     """Others may read it, so the sum is a new tensor, and the next gradient is added to that."""
     home = Place("cpu:0", torch.device("cpu"))

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 import placer
 from placer import PlacementSpec
 from placer.executor import program_cache as programs
-from placer.executor.module import runtime_of
 from placer.program import lower
 
 D = torch.float64
@@ -372,13 +371,3 @@ def test_programs_hold_for_one_autocast(precision: str) -> None:
             found = placed(x)
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected)
-
-
-def test_a_model_that_does_not_ask_has_one_program_for_both_answers() -> None:
-    model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    x = torch.randn(6, 3, 4)
-    placed = placer.compile(model, {"devices": ["cpu"]}, x)
-    assert runtime_of(placed).staged.conditions.answers == ()
-    captured = runtime_of(placed).programs.find([x], {})
-    with torch.no_grad():
-        assert runtime_of(placed).programs.find([x], {}) is captured

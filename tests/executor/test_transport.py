@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_structure
 
 from placer.executor.distributed.messages.crossings import Crossings, CrossingValue, TensorSpec
-from placer.executor.distributed.messages.transport import MessageTransport, compare_leaf
+from placer.executor.distributed.messages.transport import MessageTransport
 from placer.executor.place import Place
 from placer.schedule import SCHEDULES, Action, find_messages, linearize, make_schedule
 
@@ -163,31 +163,3 @@ def _do(action: Action, run: Numbers, known: Crossings) -> None:
     if action.kind == "F":
         made = torch.full((2,), float(run.microbatch), requires_grad=True)
         run.outputs = {n: made for n, v in known.values.items() if v.maker == action.stage_index}
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (torch.zeros(3), "of shape [3], but other ranks expect [2]"),
-        (
-            torch.zeros(2, dtype=torch.float64),
-            "of torch.float64, but other ranks expect torch.float32",
-        ),
-        (
-            torch.zeros(2, requires_grad=True),
-            "with requires_grad=True, but other ranks expect False",
-        ),
-        (1.5, "a float, but other ranks expect a tensor"),
-    ],
-)
-def test_what_is_not_as_shapes_say_is_an_error(found: Any, said: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        compare_leaf(found, TensorSpec((2,), torch.float32, False))
-    assert said in str(raised.value)
-
-
-def test_a_number_that_is_not_as_shapes_say_is_an_error() -> None:
-    compare_leaf(3, 3)
-    compare_leaf("same", "other")  # what is no number does not depend on the data
-    with pytest.raises(ValueError, match=r"the number 7 instead of 1, .* last device"):
-        compare_leaf(7, 1)

@@ -21,7 +21,7 @@ from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan, Transfer
 from placer.report.trace import step_trace
 from placer.schedule import SCHEDULES
-from placer.timeline import Span, end_of, idle_share
+from placer.timeline import Span, end_of
 
 
 def stages_of(count: int, *, devices: int = 0, **fields: Any) -> tuple[Any, ...]:
@@ -86,20 +86,6 @@ def test_closed_forms_come_out_exactly(devices: int, schedule: str) -> None:
     for count in filter(apply, (1, 2, 3, 5, 8, 12, 16, 30, 64)):
         found = seconds_of(dataclasses.replace(plan, microbatches=count), forward, backward)
         assert found == closed_form(devices, count, per_device, forward, backward)
-
-
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 4), (4, 8)])
-def test_the_known_step_in_one_process(schedule: str, stages: int, microbatches: int) -> None:
-    plan = plan_of(stages, microbatches=microbatches, schedule=schedule)
-    spans = step_spans(plan)
-    known = 3 * (microbatches + stages - 1)
-    if schedule == "1F1B" and stages > 1:
-        # A copy waits for what was launched before it on both of its devices.
-        assert known < end_of(spans) <= 3 * microbatches * stages
-        return
-    assert end_of(spans) == known
-    assert idle_share(spans) == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
 @pytest.mark.matrix(7)

@@ -11,7 +11,6 @@ from unet3d import unet3d
 
 import placer
 from placer.cost import estimate
-from placer.planner import activation_policy
 from placer.planner.remedies import memory_needed, misfit_error
 from placer.program import lower
 from placer.simulation import judge
@@ -78,24 +77,6 @@ def test_a_plan_is_dry_run_once(runs: Counter[str]) -> None:
     assert [s.nodes for s in first.stages] == [s.nodes for s in again.stages]
     assert runs["dry"] == 1
     assert runs["cost"] == 1
-
-
-@pytest.mark.parametrize("fields", [{}, {"objective": "memory"}])
-def test_auto_policies_take_no_more_plans_where_everything_fits(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, str]
-) -> None:
-    """Not even to minimise memory, on CPUs whose memory is not given: it is this machine's."""
-    plans: list[Any] = []
-    searches: list[Any] = []
-    real, search = judge.build_plan, activation_policy._Search
-    monkeypatch.setattr(judge, "build_plan", lambda *a, **k: plans.append(a) or real(*a, **k))
-    monkeypatch.setattr(
-        activation_policy, "_Search", lambda *a, **k: searches.append(a) or search(*a, **k)
-    )
-    both = {"devices": ["cpu:0", "cpu:1"], "checkpoint": "auto", "offload": "auto"}
-    make = JudgingPlanner(lower(MODEL, (X,)), [X])
-    assert make(placer.load_spec(both | fields)).fits
-    assert len(plans) == 1 and not searches
 
 
 def test_what_is_offloaded_is_run_for_only_where_something_is(runs: Counter[str]) -> None:

@@ -230,6 +230,7 @@ FORMS: dict[str, Callable[[Calls], Hook]] = {
 }
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("make", [Asserts, _model])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("register", REGISTER)

@@ -343,11 +343,3 @@ def test_a_hook_of_the_user_runs_next_to_those_that_forward_installed() -> None:
     for module in (plain, placed):
         module[0][1].layers[1].register_forward_hook(lambda module, args, result: result * 0.5)
     assert_equal(placed, plain, x)
-
-
-def test_a_hook_of_the_user_keeps_its_module_whole() -> None:
-    model = net(Hooked())
-    model(batch(4, 6, 8))
-    model[0][1].layers[1].register_forward_hook(lambda module, args, result: result * 0.5)
-    whole = lower(model, (batch(4, 6, 8),)).captured.whole_modules
-    assert "0.1" in [module.layer for module in whole]

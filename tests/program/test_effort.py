@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.emit import emit_stages, node_lines
-from placer.executor.attribution import Attribution
 from placer.program import lower
 from placer.program.fake_mode import FakeMode
 
@@ -73,19 +71,6 @@ def test_a_module_that_draws_in_its_first_call_is_found() -> None:
     found = lower(model, (torch.randn(2, 4),)).captured.whole_modules
     assert [module.layer for module in found] == ["1"]
     assert model[1].drawn is None
-
-
-def test_a_place_in_generated_code_has_the_node_of_its_line() -> None:
-    model, x = nn.Sequential(*[Block() for _ in range(3)]), torch.randn(2, 4)
-    program = lower(model, (x,))
-    (stage,) = emit_stages(program, placer.make_plan(model, {"devices": ["cpu"]}, x)).stages
-    (segment,) = stage.segments
-    places = Attribution([stage], program.layers)._places[id(segment.forward.__code__)]
-    lines = node_lines(segment)
-    found = dict(zip(*places, strict=True))
-    for start, _, line in segment.forward.__code__.co_lines():
-        assert found[start] == lines.get(line or 0, "")
-    assert set(found.values()) >= set(program.order) - {"output"}
 
 
 def test_compile_runs_a_model_four_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ def _train(model: Any, x: Tensor, *, step: bool) -> list[Tensor]:
     return [*found, *(parameter.grad for parameter in model.parameters())]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("removed", ["before", "between", "in the call", "by clear"])
 def test_a_hook_is_removed_from_the_placed_module_too(removed: str, step: bool) -> None:
@@ -178,6 +179,7 @@ class Watched(nn.Sequential):
             handle.remove()
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("slices", [{}, {"microbatches": 2}])
 @pytest.mark.parametrize("copied", [False, True])
 def test_hooks_of_the_models_own_that_are_recorded(copied: bool, slices: dict[str, int]) -> None:

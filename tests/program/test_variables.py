@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import placer
 from placer.executor.numbers import RecaptureWarning
-from placer.program import SettingsGuard, lower
 
 D = torch.float64
 SCALE = torch.tensor(1.5, dtype=D)
@@ -104,7 +103,6 @@ SETTINGS: dict[str, Any] = {
     "function": F.gelu,
 }
 OPTIONS = types.SimpleNamespace(scale=2.0, inner=types.SimpleNamespace(flag=False))
-UNRELATED = {"count": 0}
 
 
 class Options:
@@ -121,10 +119,6 @@ class Plain(Net):
 
     def factor(self) -> int:
         return STEPS
-
-
-def unrelated() -> int:
-    return UNRELATED["count"]
 
 
 def put_rate(value: float) -> None:
@@ -200,17 +194,6 @@ def test_a_number_that_is_another_in_every_call_is_not_captured_for_each(
             put(value + 0.5)
             (x,) = call()
             assert torch.allclose(placed(x), net(x))
-
-
-def test_only_variables_of_code_that_ran_are_guarded() -> None:
-    net = Plain().double()
-    net.other = unrelated  # type: ignore[assignment]
-    program = lower(net, call(), {})
-    names = {
-        each.name for each in program.captured.conditions.guards if isinstance(each, SettingsGuard)
-    }
-    assert f"{__name__}.SETTINGS" in names
-    assert f"{__name__}.UNRELATED" not in names
 
 
 class Left(Net):

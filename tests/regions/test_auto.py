@@ -19,7 +19,7 @@ import placer
 from placer.planner import activation_policy
 
 D = torch.float64
-UNET = (unet3d(width=8, depth=3), (torch.randn(4, 1, 32, 32, 32),))
+UNET = (unet3d(width=8, depth=2), (torch.randn(4, 1, 32, 32, 32),))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -35,6 +35,7 @@ def planner() -> tuple[PlacementSpec, JudgingPlanner, Bounds]:
     return wanted, make, Bounds(program, inputs, wanted, make.costs, loss, processes=True)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -197,7 +197,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.matrix(12)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(("spec", "own", "function"), CALLS.values(), ids=CALLS)
 def test_calls(
     spec: dict[str, Any], own: dict[str, Callable[[], Any]], function: Callable[..., Any]
