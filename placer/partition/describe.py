@@ -288,7 +288,7 @@ def _device_peaks(
     options: PlanningOptions,
     received_from: NDArray[np.float64],
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The peak bytes of each device, in the first replica and in any other replica."""
+    """The peak bytes of each device, in the first replica and in any other: the same if each is a process."""
     t = best.tables
     trained_on = _training_devices(best, used)
     updating = dict.fromkeys((slot.name for slot in best.slots), 0.0)
@@ -307,6 +307,8 @@ def _device_peaks(
             device_peaks(t, costs, best.nodes, spans, None),
         )
     peaks = {name: max(peak, int(updating[name])) for name, peak in peaks.items()}
+    if options.processes:
+        return peaks, peaks
     of_replica = []
     for index, (stage, (_, x, y)) in enumerate(zip(stages, used, strict=True)):
         count = in_flight_at(options, len(used), index)

@@ -141,7 +141,7 @@ def choose_policy(
         found.append(search.found(search.most_saving(now), unpinned))
         found.append(search.improve(found[-1].partition))
     best = min([kept, *found], key=_rank)
-    if best.own:
+    if best.own and are_few:
         # Choose it again with pins, to get the facts about alternatives that a plan reports.
         described = choose(best.costs, _pins(best.partition))
         if _boundaries(described) == _boundaries(best.partition):

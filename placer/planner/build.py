@@ -71,8 +71,11 @@ class PlanMaker(Protocol):
         If it does not fit by its estimates it gets no dry run, which might have another verdict.
         """
 
-    def estimate(self, spec: PlacementSpec) -> Plan:
-        """The plan for ``spec`` by its estimates, which `judge` can judge by a dry run."""
+    def estimate(self, spec: PlacementSpec, *, spare: float = 0.0) -> Plan:
+        """The plan for ``spec`` by its estimates, which `judge` can judge by a dry run.
+
+        The share ``spare`` of each device's budget is kept free, because estimates may be too low.
+        """
 
     def judge(self, plan: Plan) -> Plan:
         """``plan`` with the verdict of a dry run, if one is needed."""

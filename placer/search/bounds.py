@@ -24,9 +24,9 @@ from placer.search.strategy import Strategy
 from placer.spec import PlacementSpec
 from placer.state_layout import StateLayout, layout_of
 
-# The share of a device's room that is for what a chain's sums leave out: kernels' workspaces, and
-# activations that are alive for a moment
-_SPARE = 0.06
+# The share of a device's room that is for what estimates leave out: kernels' workspaces, activations that are
+# alive for a moment, and memory that torch's allocator cannot use
+SPARE = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class Bounds:
         limits = Limits(
             in_flight=_in_flight(*counts),
             waiting=_waiting(*counts),
-            room=self.room * share * (1 - _SPARE),
+            room=self.room * share * (1 - SPARE),
             state=2 + memory.state,
             updating=2 + memory.state + memory.together,
             recomputes=strategy.recompute,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from placer.cost import batch_rows
 from placer.errors import PlacerError, SpecError
@@ -17,7 +18,7 @@ from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
 from placer.planner.devices import links_of, with_known_memory
 from placer.quantities import format_count
-from placer.search.bounds import Bound, Bounds
+from placer.search.bounds import SPARE, Bound, Bounds
 from placer.search.candidates import list_strategies
 from placer.search.strategy import SEARCHED, Family, Pool, Strategy
 from placer.simulation.judge import JudgingPlanner
@@ -365,7 +366,7 @@ class _Search:
                 break
             _, rated = self._by_loss(near)[0]
             is_planned = rated.plan is not None
-            make = self._make.estimate
+            make = partial(self._make.estimate, spare=SPARE)
             plan = self._make.judge(rated.plan) if rated.plan else self._plan(make, rated.spec)
             if plan is None:
                 del self._rated[rated.strategy]

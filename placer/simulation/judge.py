@@ -18,6 +18,7 @@ from placer.partition import MANY_STAGES, TableCache
 from placer.plan.summary import describe_runtime
 from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
 from placer.planner.build import build_plan
+from placer.planner.devices import device_slot
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program, rewritten
 from placer.quantities import format_bytes, format_count
@@ -215,9 +216,11 @@ class JudgingPlanner:
         return self._watched(spec, self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False))
 
     @only_new_garbage()
-    def estimate(self, spec: PlacementSpec) -> Plan:
-        """The plan for ``spec`` by its estimates; see `PlanMaker`."""
-        return self._build(spec)()
+    def estimate(self, spec: PlacementSpec, *, spare: float = 0.0) -> Plan:
+        """The plan for ``spec`` by its estimates, with a share of each budget ``spare``; see `PlanMaker`."""
+        slots = [device_slot(device, spec) for device in spec.devices]
+        kept = {slot.name: int(spare * (slot.budget or 0)) for slot in slots}
+        return self._build(spec)(corrections=kept)
 
     @only_new_garbage()
     def rough_estimate(self, spec: PlacementSpec) -> Plan:

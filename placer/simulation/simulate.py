@@ -38,7 +38,8 @@ class DryRun:
     def __call__(self, devices: Sequence[DevicePeak]) -> tuple[DevicePeak, ...]:
         """``devices`` with the memory that they need in this dry run.
 
-        Devices that did not run are taken to need as much more than their estimates as those that did.
+        Devices that did not run are taken to exceed their estimates by as many bytes of tensors as those that
+        did, but not by what an allocator has cached.
         """
         known: dict[Hashable, DevicePeak] = {}
         measured: list[DevicePeak | None] = []
@@ -51,7 +52,7 @@ class DryRun:
                 known[key] = measure(device, run)
             measured.append(replace(known[key], device=device.device))
         pairs = list(zip(devices, measured, strict=True))
-        excess = max((found.needed - given.needed for given, found in pairs if found), default=0)
+        excess = max((found.peak - given.peak for given, found in pairs if found), default=0)
         return tuple(
             replace(given, peak=given.peak + max(0, excess)) if found is None else found
             for given, found in pairs
