@@ -21,14 +21,21 @@ from placer.executor.scatter import join_target
 from placer.executor.transfer import receive
 from placer.program import is_mark, unmarked
 
-_HOST = torch.device("cpu")
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """The shape and dtype of a tensor that another rank sends."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstReplica:
     """The way to a rank of the first replica, the first of ``group``, from those like it in the others.
 
-    All of them make the same calls. Tensors go through host memory.
+    All of them make the same calls.
     """
 
     group: dist.ProcessGroup
@@ -46,23 +53,40 @@ class FirstReplica:
         and require gradients if they did there.
         """
         others: list[Any] | None = [None] * self.group.size() if self.is_here else None
-        dist.gather_object(_moved(value, _HOST), others, group=self.group, group_dst=0)
-        return [] if others is None else [value, *(_moved(x, self.device) for x in others[1:])]
+        dist.gather_object(_described(value), others, group=self.group, group_dst=0)
+        if others is None:
+            self._send(value, 0)
+            return []
+        return [value, *(self._receive(other, rank) for rank, other in enumerate(others) if rank)]
 
     def scatter(self, rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
         """What the first rank has for this one of ``rows``, which are given there, one for each rank."""
         own: list[Any] = [None]
-        given = [_moved(list(row), _HOST) for row in rows] if self.is_here else None
-        dist.scatter_object_list(own, given, group=self.group, group_src=0)
-        moved: list[Tensor | None] = _moved(own[0], self.device)
-        return moved
+        described = [_described(list(row)) for row in rows] if self.is_here else None
+        dist.scatter_object_list(own, described, group=self.group, group_src=0)
+        for rank, row in enumerate(rows):
+            if rank:
+                self._send(list(row), rank)
+        return [] if self.is_here else self._receive(own[0], 0)
+
+    def _send(self, value: Any, rank: int) -> None:
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor):
+                dist.send(
+                    sendable(tensor.detach().to(self.device)), group=self.group, group_dst=rank
+                )
+
+    def _receive(self, described: Any, rank: int) -> Any:
+        def tensor_like(given: _Described) -> Tensor:
+            tensor = torch.empty(given.shape, dtype=given.dtype, device=self.device)
+            dist.recv(tensor, group=self.group, group_src=rank)
+            return tensor.requires_grad_(given.requires_grad)
+
+        return tree_map_only(_Described, tensor_like, described)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    def move(x: Tensor) -> Tensor:
-        return sendable(x.detach().to(device)).requires_grad_(x.requires_grad)
-
-    return tree_map_only(Tensor, move, value)
+def _described(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: _Described(x.shape, x.dtype, x.requires_grad), value)
 
 
 def loss_over_replicas(
