@@ -558,8 +558,9 @@ class DistributedRuntime(Runtime):
         if self.statistics is None:
             return {}
         self.statistics.set_counters(self.tree)
-        own, group = self.statistics.take_moments(), self.process_groups.dp
-        return moments_of_replicas(own, group=group, copies=self.plan.shards)
+        own, place = self.statistics.take_moments(), self.replicas[0].places[0]
+        group = self.process_groups.dp
+        return moments_of_replicas(own, group=group, copies=self.plan.shards, place=place)
 
     def _share_written(self, largest: Crossings) -> SharedTensors:
         """Start to send what forward wrote in the first replica to all replicas: buffers and parameters.

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from placer.executor.distributed.job.groups import gather_objects
-from placer.executor.place import CALLER
+from placer.executor.place import Place
 from placer.executor.statistics import Moments, NormCall, join_moments
 
 
 def moments_of_replicas(
-    own: Mapping[NormCall, Moments], *, group: dist.ProcessGroup, copies: int
+    own: Mapping[NormCall, Moments], *, group: dist.ProcessGroup, copies: int, place: Place
 ) -> dict[NormCall, Moments]:
-    """The moments of all replicas' rows, in host memory, from this rank's ``own``; a collective call.
+    """The moments of all replicas' rows, on ``place``, from this rank's ``own``; a collective call.
 
-    Of ``copies`` ranks in a row of ``group``, the shards of a replica, all have the same.
+    Ranks may have different calls, or none, so they first tell each other which. The moments follow in one
+    float64 message, mean and deviations call after call. Of ``copies`` ranks in a row of ``group``, the
+    shards of a replica, all have the same.
     """
-    on_host = {
-        call: replace(each, place=CALLER, mean=each.mean.cpu(), deviations=each.deviations.cpu())
-        for call, each in own.items()
-    }
-    replicas = gather_objects(on_host, group)[::copies]
-    calls = dict.fromkeys(call for found in replicas for call in found)
-    return {c: join_moments(c, (each[c] for each in replicas if c in each)) for c in calls}
+    mine = [(call, x.count, x.momentum, x.mean.numel()) for call, x in own.items()]
+    calls_of = gather_objects(mine, group)
+    sizes = [sum(2 * width for *_, width in calls) for calls in calls_of]
+    if not any(sizes):
+        return {}
+    message = torch.zeros(max(sizes), dtype=torch.float64, device=place.device)
+    if own:
+        values = torch.cat([value for x in own.values() for value in (x.mean, x.deviations)])
+        message[: len(values)] = values
+    messages = message.new_empty(len(calls_of), len(message))
+    dist.all_gather_into_tensor(messages.view(-1), message, group=group)
+    found: dict[NormCall, list[Moments]] = {}
+    for calls, size, sent in list(zip(calls_of, sizes, messages, strict=True))[::copies]:
+        parts = sent[:size].split([width for *_, width in calls for _ in range(2)])
+        for (call, count, momentum, _), mean, deviations in zip(
+            calls, parts[::2], parts[1::2], strict=True
+        ):
+            moments = Moments(
+                place=place, count=count, mean=mean, deviations=deviations, momentum=momentum
+            )
+            found.setdefault(call, []).append(moments)
+    return {call: join_moments(call, each) for call, each in found.items()}
