@@ -302,7 +302,8 @@ class _Search:
             except ValueError:  # it is empty
                 continue
         for name, value in _defaults(function).items():
-            self.variable(function, name, value, function.__code__)
+            if isinstance(value, Tensor) or not isinstance(value, _ATOMS):
+                self.variable(function, name, value, function.__code__)
         space = function.__globals__
         if self._is_new(
             space
@@ -363,10 +364,11 @@ class _Search:
 
 
 def _defaults(function: FunctionType) -> dict[str, Any]:
-    """The default values of parameters, by name."""
+    """The default values of parameters, by name; not those that a decorator kept for its ``*args``."""
     code, values = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    return dict(zip(names, values, strict=True)) | (function.__kwdefaults__ or {})
+    names = code.co_varnames[: code.co_argcount]
+    found = dict(zip(reversed(names), reversed(values), strict=False))
+    return dict(reversed(found.items())) | (function.__kwdefaults__ or {})
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

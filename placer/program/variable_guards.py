@@ -105,7 +105,7 @@ def variable_guards(
                     value=value,
                     frozen=values_of(value) if is_read else None,
                     values_read=is_read,
-                    variable=roots[index],
+                    variable=replace(roots[index], code=None),
                     keys=tuple(keys),
                 )
             )
@@ -132,7 +132,7 @@ def settings_guards(
                 frozen=list(_settings(value, unread)),
                 values_read=False,
                 unread=unread,
-                variable=each,
+                variable=replace(each, code=None),
             )
         )
     return tuple(guards)
