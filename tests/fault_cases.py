@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from distributed_cases import hook_with, make_spec
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.nn import functional as F
 
@@ -255,16 +256,25 @@ def _to_float(*given: Any) -> Tensor:
     return result
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+def _is_data(given: Sequence[Any]) -> bool:
+    """Hooks that are put on later are recorded before they run."""
+    return not any(isinstance(x, FakeTensor) for x in given)
 
 
-def _raise_from_itself(*_: Any) -> None:
-    error = ValueError("its own cause")
-    raise error from error
+def _interrupt(*given: Any) -> None:
+    if _is_data(given):
+        raise KeyboardInterrupt
 
 
-def _raise_from_another(*_: Any) -> None:
+def _raise_from_itself(*given: Any) -> None:
+    if _is_data(given):
+        error = ValueError("its own cause")
+        raise error from error
+
+
+def _raise_from_another(*given: Any) -> None:
+    if not _is_data(given):
+        return
     try:
         {}["rate"]
     except KeyError as error:
