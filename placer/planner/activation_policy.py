@@ -18,7 +18,7 @@ from placer.partition.policy.cheapest import (
     keys_of,
     least_host_bytes,
 )
-from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.search import MAX_BLOCKS, PolicySearch
 from placer.partition.policy.types import KEEP, Policy, StageLimits
 from placer.plan.types import StageMemory
 from placer.planner.host_memory import estimate_host
@@ -29,6 +29,7 @@ from placer.regions import RegionKey, region_boundaries, whole_groups
 # room.
 _FAR = 1.25
 _MAX_MOVES = 4  # how often boundaries are chosen again for stages with their least peaks
+_MAX_BLOCKS_TOGETHER = 1_000  # of all stages, which get fewer blocks each where they are many
 _MAX_ROUNDS = 4  # how often a stage's limit is corrected by the difference between two estimates
 
 
@@ -236,7 +237,7 @@ class _Search:
         before: Collection[int],
         slot: DeviceSlot,
         limits: StageLimits,
-        num_stages: int = 1,
+        max_blocks: int = MAX_BLOCKS,
     ) -> PolicySearch:
         """The search for policies of a stage with ``nodes``; ``before`` are the nodes of earlier stages."""
         return PolicySearch(
@@ -248,7 +249,7 @@ class _Search:
             slot.kind,
             all_gradients=limits.all_gradients,
             pinned=device_type(slot.name) == "cuda",
-            num_stages=num_stages,
+            max_blocks=max_blocks,
         )
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
@@ -267,10 +268,11 @@ class _Search:
         """The searches for policies of these stages, and their limits."""
         position = {name: i for i, name in enumerate(self._program.order)}
         nodes = [sorted(position[name] for name in stage.nodes) for stage in partition.stages]
+        max_blocks = max(1, min(MAX_BLOCKS, _MAX_BLOCKS_TOGETHER // len(nodes)))
         for index in indices:
             limits, before = self._limits(partition, index), list(chain(*nodes[:index]))
             slot = partition.slots[index]
-            yield self.policy_search(nodes[index], before, slot, limits, len(nodes)), limits
+            yield self.policy_search(nodes[index], before, slot, limits, max_blocks), limits
 
     def found(
         self, stages: Sequence[StagePolicy], choose: Callable[[CostTable], Partition]
@@ -328,6 +330,8 @@ class _Search:
         chosen = list(range(len(partition.stages)))
         if self._limited:
             chosen = self._too_full(best.partition)
+        if not chosen:
+            return best
         stages = list(self._stages(partition, chosen))
         targets = [limits.budget for _, limits in stages]
         host_budget = self._options.host_budget

@@ -21,8 +21,7 @@ from placer.partition.stage_cost.pending_gradients import pending_gradients
 from placer.regions import RegionBoundaries
 from placer.timeline import pinned_nbytes
 
-_MAX_BLOCKS = 36  # of a stage
-_MAX_BLOCKS_TOGETHER = 1_000  # of all stages
+MAX_BLOCKS = 36
 _NO_BLOCKS = PartialPolicy(
     seconds=0.0,
     kept=0.0,
@@ -52,7 +51,8 @@ class PolicySearch:
     ``nodes`` are the stage's nodes in program order, by index; the loss is added if the stage computes it.
     ``before`` are the nodes of earlier stages. The policy of nodes in ``given`` is fixed. ``boundaries`` says
     where regions may begin and end. ``all_gradients`` is as in `StageLimits`. With ``pinned``, offloaded
-    values are kept in pinned host memory. There are ``num_stages``.
+    values are kept in pinned host memory. A stage is cut into about
+    ``max_blocks`` blocks.
     """
 
     costs: CostTable
@@ -63,7 +63,7 @@ class PolicySearch:
     kind: DeviceKind
     all_gradients: bool = field(kw_only=True)
     pinned: bool = field(kw_only=True, default=False)
-    num_stages: int = field(kw_only=True, default=1)
+    max_blocks: int = field(kw_only=True, default=MAX_BLOCKS)
 
     def __post_init__(self) -> None:
         # A cache for `cheapest`: (choices, host budget) -> policies, among them the one with the least peak
@@ -130,8 +130,7 @@ class PolicySearch:
 
     @cached_property
     def blocks(self) -> list[list[int]]:
-        """Runs of consecutive nodes (indices), not too many, so that few bytes enter each."""
-        most = min(_MAX_BLOCKS, _MAX_BLOCKS_TOGETHER // self.num_stages)
+        """Runs of consecutive nodes (indices), about ``max_blocks`` at most, so that few bytes enter each."""
         given = [self.given.get(node) for node in self.nodes]
         ending = self.boundaries.ending
         starts = [
@@ -145,7 +144,7 @@ class PolicySearch:
         ]
         if self.nodes[-1] == len(self.costs.names) and len(self.nodes) > 1:
             starts = [*(t for t in starts if t < len(self.nodes) - 1), len(self.nodes) - 1]
-        if len(starts) >= most:
+        if len(starts) >= self.max_blocks:
             crossing = [0.0] * (len(self.nodes) + 1)
             for value, last in enumerate(self.last_use):
                 if last >= 0:
@@ -154,7 +153,7 @@ class PolicySearch:
             entering = list(accumulate(crossing))
             windows: dict[int, list[int]] = {}
             for t, share in zip(starts, self._shares(starts), strict=True):
-                windows.setdefault(int(share * (most - 1)), []).append(t)
+                windows.setdefault(int(share * (self.max_blocks - 1)), []).append(t)
             needed = {t for t in starts if given[t] != given[t - 1]} | {starts[-1]}
             best = (min(w, key=lambda t: (entering[t], t)) for w in windows.values())
             starts = sorted({*needed, *best})

@@ -6,6 +6,7 @@ rows of different batches, or be ended by gloo without a Python exception.
 
 from __future__ import annotations
 
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from placer.executor.distributed.job.groups import gather_objects, wait_function
 from placer.executor.distributed.job.join import name_ranks
 
 Method = Literal["placed(x)", "placed.step", "placed.clip_grad_norm_", "placer.save", "placer.load"]
-_NOTHING = -1  # stands for None
+_NOTHING = -1  # in place of a number of rows
 _SAMPLED = 32  # about so many values of a tensor are compared
 _REMEDY = "make all these calls on all ranks, in the same order and with the same options"
 _SAME_BATCH = (
@@ -107,7 +108,7 @@ class CallCheck:
             _digest(called.of_all()),
             _digest(called.of_batch()),
             _NOTHING if called.rows is None else called.rows,
-            _NOTHING if called.counted is None else called.counted,
+            math.nan if called.counted is None else called.counted,
             _sample([x for x in tree_leaves(called.target) if isinstance(x, Tensor)]),
             *samples,
             *[0] * (room - len(samples)),
@@ -151,7 +152,7 @@ class CallCheck:
         for slot, readers, values in zip(self._slots, self._readers, samples, strict=False):
             for group in self._replicas:
                 self._compare_samples(", ".join(slot), readers, values, targets, group)
-        counts = [count for count in counted if count != _NOTHING]
+        counts = [count for count in counted if not math.isnan(count)]
         if counts:  # one per replica; without ``own_rows`` all replicas have the same target
             self.counted = sum(counts) if self._called.own_rows else counts[0]
         rank = dist.get_rank(self._world)
