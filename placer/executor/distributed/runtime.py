@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, cast
@@ -216,7 +216,9 @@ class DistributedRuntime(Runtime):
                 share = self._take_share(call, leaves, grad=False)
                 results = self._execute(share, None, agreement)
             moments = self._moments_of_replicas()
-            self._share_written(share.largest).wait()  # freed before the result takes memory
+            self._share_written(
+                share.largest, moments
+            ).wait()  # freed before the result takes memory
             update_statistics(self.tree, moments)
             staged, result = self._gather(call, share, results, own_rows=False, grad=False)
             self._store(staged, result, call)
@@ -341,7 +343,7 @@ class DistributedRuntime(Runtime):
                     device=self.device,
                 )
                 moments = self._moments_of_replicas()
-                written = self._share_written(share.largest)
+                written = self._share_written(share.largest, moments)
                 if not self._accumulates:
                     reducer.finish()
             if share.largest.staged.stored and share.microbatches:
@@ -562,16 +564,17 @@ class DistributedRuntime(Runtime):
         group = self.process_groups.dp
         return moments_of_replicas(own, group=group, copies=self.plan.shards, place=place)
 
-    def _share_written(self, largest: Crossings) -> SharedTensors:
+    def _share_written(self, largest: Crossings, moments: Collection[NormCall]) -> SharedTensors:
         """Start to send what forward wrote in the first replica to all replicas: buffers and parameters.
 
-        This is what ``nn.DataParallel`` does with buffers. Deferred running statistics, which are sent as
-        they were, are updated afterwards.
+        This is what ``nn.DataParallel`` does with buffers. Running statistics that all replicas update from
+        the same ``moments`` are not sent.
         """
         names: set[str] = set()
         if self.plan.replicas > 1:
             stages = [largest.staged.stages[index] for index in self.assignment.stage_indices]
             names = {name for s in stages for segment in s.segments for name in segment.written}
+            names -= {name for call in moments for name in (call.mean, call.var)}
         written = [tensor for _, tensor in tensors_at(self.tree, sorted(names))]
         return SharedTensors(written, self.process_groups.dp)
 
