@@ -6,7 +6,7 @@ each stage that reads the value has a node that delivers its gradient as soon as
 keeps the value itself alive. If the schedule has forwards only, the graph is left whole, for the caller's
 own backward.
 
-Within a process a value is copied when its reader starts; between processes a `MessageTransport` carries it.
+Within a process a value is copied when its reader starts; between processes a `Transport` carries it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -31,9 +31,6 @@ from placer.precision import casts_kept
 from placer.program import unflatten
 from placer.schedule import Action
 from placer.timeline import Task
-
-if TYPE_CHECKING:
-    from placer.executor.distributed.messages.transport import MessageTransport
 
 TensorKey = tuple[str, int]  # the name of a value, and the index of one of its pytree leaves
 
@@ -60,6 +57,22 @@ class PlacedMicrobatch:
     replica_index: int = 0
 
 
+class Transport(Protocol):
+    """Exchanges values and gradients with the stages that other processes run."""
+
+    def receive(self, action: Action, run: MicrobatchRun) -> None:
+        """Put what ``action`` needs from other processes into ``run``."""
+
+    def check(self, action: Action, run: MicrobatchRun) -> None:
+        """Raise ``ValueError`` when results of ``action`` are not what other processes expect."""
+
+    def send(self, action: Action, run: MicrobatchRun) -> None:
+        """Start to send the results of ``action`` that other processes need."""
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+
+
 Explain = Callable[[Action, "MicrobatchRun", Exception], Exception]
 LossOfSlice = Callable[[int, list[Any]], torch.Tensor | None]
 _RESULT = "the result"  # in place of a value's name
@@ -83,7 +96,7 @@ class ScheduleRun:
         actions: Sequence[Action],
         loss_of: LossOfSlice | None,
         *,
-        transport: MessageTransport | None = None,
+        transport: Transport | None = None,
         explain: Explain | None = None,
         scale: float = 1.0,
     ) -> None:

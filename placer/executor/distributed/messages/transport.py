@@ -95,7 +95,7 @@ class _Awaited:
 
 
 class MessageTransport:
-    """Exchanges values and gradients with the stages of other ranks, for one run of a batch.
+    """The `Transport` of one rank for one run of a batch.
 
     ``order`` has the actions and ``messages`` the messages of all ranks. ``crossings`` has the contents
     of messages for each micro-batch, ``rank_of`` for each stage the rank of the replica that runs it.
@@ -142,7 +142,6 @@ class MessageTransport:
         self._awaited: dict[Message, _Awaited] = {}
 
     def receive(self, action: Action, run: MicrobatchRun) -> None:
-        """Put what ``action`` needs from other ranks into ``run``."""
         position = self._at[action]
         if action.kind != "F" or position in self._needed:
             self._ready()
@@ -164,7 +163,6 @@ class MessageTransport:
             self._release(message.sender, message.sent_after)
 
     def check(self, action: Action, run: MicrobatchRun) -> None:
-        """Raise ``ValueError`` when results of ``action`` are not what other ranks expect."""
         if action.kind != "F":
             return
         values = self._crossings[action.microbatch_index].values
@@ -173,7 +171,6 @@ class MessageTransport:
                 compare_leaf(found, expected)
 
     def send(self, action: Action, run: MicrobatchRun) -> None:
-        """Start to send the results of ``action`` that other ranks need."""
         for message in self._made.pop(self._at[action], ()):
             assert self._upcoming[0] is message, "a message is sent out of its turn"
             self._upcoming.popleft()
@@ -184,7 +181,6 @@ class MessageTransport:
             sent.append(_Sent(message, tensors, waits))
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
         self._ready()
         for sent in self._sent.values():
             while sent:
