@@ -150,7 +150,8 @@ class PlacedModule(nn.Module):
           and objects, lists and dicts that the function holds are restored after it; effects elsewhere
           (a global variable, a file) are not.
 
-        A ``reduction`` or ``normalizer`` that you pass is used without asking.
+        A ``reduction`` or ``normalizer`` that you pass is not tried: if it is wrong, so are the loss and the
+        gradients of a batch that is split.
 
         ``whole_batch=True`` is for a loss that compares rows with each other (contrastive, CLIP, Dice over
         the batch): the results of all slices are joined as ``placed(x)`` joins them, ``loss_fn`` is called

@@ -96,15 +96,15 @@ def measure_limits(
     """How far ``program`` can be split for a micro-batch of ``spec``, on devices like its first one."""
     replicas, microbatches = int(spec.replicas), int(spec.microbatches)
     loss = find_loss(spec.loss)
-    rows = microbatch_rows(program, inputs, replicas, microbatches)[:1]
+    rows = microbatch_rows(program, inputs, replicas, microbatches)[0]
     costs = estimate(
-        microbatch_inputs(program, inputs, *rows),
+        microbatch_inputs(program, inputs, rows),
         training=spec.training,
         precision=spec.precision,
         kernels=likely_kernels(spec),
         loss=loss,
     )
-    options = planning_options(spec, rows, processes=False)
+    options = planning_options(spec, (rows,), processes=False)
     units = unit_graph(program)
     order = program_order(units)
     model = model_units(units, order, costs, {})

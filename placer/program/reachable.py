@@ -265,13 +265,14 @@ class _Search:
 
     def _bound(self, value: Any) -> None:
         """Search a bound method or a ``partial``: its function, and the objects that it is bound to."""
-        function, held = getattr(value, "__func__", None), dict[Any, Any]()
+        function: Any
+        held: list[tuple[Any, Any]]
         if isinstance(value, functools.partial):
-            function, held = value.func, {**dict(enumerate(value.args)), **value.keywords}
+            function, held = value.func, [*enumerate(value.args), *value.keywords.items()]
         else:
-            held = {"self": value.__self__}
+            function, held = getattr(value, "__func__", None), [("self", value.__self__)]
         self.look(None, None, function)
-        for key, part in held.items():
+        for key, part in held:
             self.variable(value, key, part, getattr(function, "__code__", None))
 
     def _class(self, cls: type) -> None:

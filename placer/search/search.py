@@ -366,8 +366,10 @@ class _Search:
                 break
             _, rated = self._by_loss(near)[0]
             is_planned = rated.plan is not None
-            make = partial(self._make.estimate, spare=SPARE)
-            plan = self._make.judge(rated.plan) if rated.plan else self._plan(make, rated.spec)
+            if rated.plan is not None:
+                plan: Plan | None = self._make.judge(rated.plan)
+            else:
+                plan = self._plan(partial(self._make.estimate, spare=SPARE), rated.spec)
             if plan is None:
                 del self._rated[rated.strategy]
                 continue

@@ -217,7 +217,7 @@ class JudgingPlanner:
 
     @only_new_garbage()
     def estimate(self, spec: PlacementSpec, *, spare: float = 0.0) -> Plan:
-        """The plan for ``spec`` by its estimates, with a share of each budget ``spare``; see `PlanMaker`."""
+        """The plan for ``spec`` by its estimates, ``spare`` of each budget kept free; see `PlanMaker`."""
         slots = [device_slot(device, spec) for device in spec.devices]
         kept = {slot.name: int(spare * (slot.budget or 0)) for slot in slots}
         return self._build(spec)(corrections=kept)

@@ -185,7 +185,7 @@ class CrossingFinder:
         self._layers = {path for path, module in modules.items() if is_torch_leaf(module)}
         for path in self._layers:
             share_hooks(modules[path], self._copies[0][path])
-        self._open = {
+        self._had_no_hooks = {
             x for x, m in modules.items() if x and not (hook_count(m) or is_torch_leaf(m))
         }
         self._ownership = ownership
@@ -208,7 +208,7 @@ class CrossingFinder:
         for path in self._layers & modules.keys():
             if hook_count(modules[path]):
                 share_hooks(modules[path], self._copies[0][path])
-        for path in sorted(self._open & modules.keys()):
+        for path in sorted(self._had_no_hooks & modules.keys()):
             if hook_count(modules[path]):
                 raise PlacerError(
                     path,

@@ -167,10 +167,7 @@ class Pipeline:
             every = self._order if training else self._order_of_inference
             order = [action for action in every if action.microbatch_index < len(crossings)]
             messages = find_messages(order, lambda m: crossings[m].flows, self._rank_of)
-            self._known[key] = (
-                list(crossings),
-                order,
-                messages,
-            )  # keeps ``crossings`` and so their ids
+            # Keeps ``crossings``, and so their ids.
+            self._known[key] = list(crossings), order, messages
         _, order, messages = self._known[key]
         return order, messages
