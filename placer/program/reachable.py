@@ -1,7 +1,8 @@
 """Find the cached functions, global variables and containers that the code of a model can reach.
 
 The search follows the names that the model's functions use, in their modules, classes and closures, and
-continues from the functions that it finds. It skips code of torch and of the standard library.
+continues from the functions that it finds. It skips code of torch, of the standard library, and of installed
+packages that do not use torch: testing and logging tools, whose own state is not that of the model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import enum
 import functools
 import os
+import re
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
@@ -35,7 +37,7 @@ _FOREIGN = tuple(
         _STDLIB,
     )
 )
-_PACKAGES = os.path.normcase(os.path.join(_STDLIB, "site-packages"))  # noqa: PTH118
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
 _BOUND = (*BOUND, functools.partial)
 _CODE = (FunctionType, type, tuple, *_BOUND)
@@ -293,8 +295,6 @@ class _Search:
                 self.variable(cls, name, value)
 
     def _function(self, function: FunctionType) -> None:
-        if _is_foreign(function):
-            return
         self.found.codes.append(function.__code__)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
@@ -302,6 +302,10 @@ class _Search:
                 self.variable(cell, name, cell.cell_contents, function.__code__)
             except ValueError:  # it is empty
                 continue
+        if _is_unrelated(
+            function
+        ):  # a decorator of such code holds what it decorates in its closure
+            return
         for name, value in _defaults(function).items():
             if isinstance(value, Tensor) or not isinstance(value, _ATOMS):
                 self.variable(function, name, value, function.__code__)
@@ -352,7 +356,7 @@ class _Search:
             self.look(None if has_slots(reference.value) else table, name, part)
 
     def _module(self, module: ModuleType, names: set[str], code: CodeType) -> None:
-        if _is_foreign(module):
+        if _is_unrelated(module):
             return
         for name in names & vars(module).keys():
             value = vars(module)[name]
@@ -386,11 +390,38 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _is_foreign(value: Any) -> bool:
     """Does it belong to torch, placer or the standard library, or has it no Python source?"""
+    file = _file(value)
+    package = _INSTALLED.search(file)
+    return not file or (
+        file.startswith(_FOREIGN) and (package is None or package[1] in ("torch", "placer"))
+    )
+
+
+def _is_unrelated(value: Any) -> bool:
+    """Is it foreign, or of an installed package that does not use torch?"""
+    package = _INSTALLED.search(_file(value))
+    return _is_foreign(value) or not (package is None or _uses_torch(package[1], len(sys.modules)))
+
+
+def _file(value: Any) -> str:
     if isinstance(value, ModuleType):
         file = getattr(value, "__file__", None)
     else:
         file = getattr(getattr(value, "__code__", None), "co_filename", None)
-    if file is None:
-        return True
-    file = os.path.normcase(file)
-    return file.startswith(_FOREIGN) and not file.startswith(_PACKAGES)
+    return os.path.normcase(file or "")
+
+
+@functools.lru_cache
+def _uses_torch(package: str, imported: int) -> bool:
+    """Does a module of ``package`` that has been ``imported`` name torch, or something of it?"""
+    modules = [x for name, x in list(sys.modules.items()) if f"{name}.".startswith(f"{package}.")]
+    return any(
+        isinstance(value, ModuleType | type | FunctionType) and _root(value) == "torch"
+        for module in modules
+        for value in list(getattr(module, "__dict__", {}).values())
+    )
+
+
+def _root(value: Any) -> str:
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return str(name).partition(".")[0]

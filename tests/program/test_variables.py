@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import sys
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import placer
 from placer.executor.numbers import RecaptureWarning
+from placer.program.reachable import find_reachable_state
 
 D = torch.float64
 SCALE = torch.tensor(1.5, dtype=D)
@@ -286,6 +288,52 @@ def test_what_forward_leaves_in_the_defaults_of_a_function(way: str) -> None:
         torch.testing.assert_close(memo["mean"], net.first(x).mean(1))
     seen.clear()
     memo.clear()
+
+
+@torch.no_grad()
+def noted(x: Tensor) -> Tensor:
+    """Torch's decorator holds it in a closure."""
+    RESULTS.log.append(x.mean(1))
+    return x * 2
+
+
+@contextlib.contextmanager
+def doubled(x: Tensor) -> Iterator[Tensor]:
+    """Python's decorator holds it in a closure."""
+    RESULTS.log.append(x.detach().mean(1))
+    yield x * 2
+
+
+class Notes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with doubled(x) as twice:
+            return self.last(twice + noted(x))
+
+
+@pytest.mark.parametrize("way", ["stages", "micro-batches"])
+def test_what_functions_under_decorators_leave(way: str) -> None:
+    net = Notes().double()
+    RESULTS.log.clear()
+    placed = compile_way(net, call(), way)
+    assert not RESULTS.log, "recording leaves nothing"
+    (x,) = call()
+    torch.testing.assert_close(placed(x), net(x))
+    torch.testing.assert_close(RESULTS.log[:2], RESULTS.log[2:])
+
+
+class Asserts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.max().item() < 1e9
+        return super().forward(x)
+
+
+def test_the_code_of_packages_without_torch_is_not_searched() -> None:
+    """Pytest rewrites the assertion to call itself; all of pytest's state would follow."""
+    found = find_reachable_state(Asserts())
+    named = {each.name for each in found.variables}
+    assert f"{__name__}.SCALE" in named
+    assert not any(name.startswith("_pytest") for name in named)
 
 
 def test_functions_that_an_attribute_holds_close_over_a_list_and_a_tensor() -> None:
