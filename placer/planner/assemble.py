@@ -12,6 +12,7 @@ from placer.plan.types import DevicePeak, HostPeak, Plan, PlannedLoss, everythin
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.host_memory import estimate_host
 from placer.planner.notes import placement_notes
+from placer.planner.resolve import shard_state_of
 from placer.planner.unknown_times import unknown_kinds, without_times
 from placer.program import Program
 from placer.quantities import format_seconds
@@ -57,7 +58,7 @@ def assemble_plan(
         optimizer_seconds=partition.optimizer_seconds,
         fingerprint=program.fingerprint,
         rewrites=program.rewrites,
-        shard_state=spec.shard_state,
+        shard_state=shard_state_of(spec),
         compile=spec.compile,
         stages=tuple(
             replace(

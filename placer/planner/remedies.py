@@ -260,7 +260,7 @@ def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iter
 
 def _schedules(spec: PlacementSpec) -> list[str]:
     """1F1B and the spec's own schedule; the last one that fits is used."""
-    return list(dict.fromkeys(("1F1B", spec.schedule)))
+    return ["auto"] if spec.schedule == "auto" else list(dict.fromkeys(("1F1B", spec.schedule)))
 
 
 def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:

@@ -20,7 +20,7 @@ from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 from placer.spec.check import Problem, execution_problems
 from placer.spec.layers import match_paths
-from placer.state_layout import layout_of
+from placer.state_layout import ShardState, layout_of
 
 _MICROBATCHES = (1, 2, 4, 8, 16, 32)  # the numbers tried for "auto"
 
@@ -29,7 +29,7 @@ def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
     """Raise ``PlacerError`` for a spec that asks for something unsupported, with ``processes`` or without."""
     if problems := execution_problems(dict(spec)):  # of a spec that was made by `model_copy`
         raise SpecError(SpecError.UNNAMED, problems)
-    if spec.shard_state != "none" and not processes:
+    if spec.shard_state == "optimizer" and not processes:
         raise one_copy()
 
 
@@ -194,7 +194,7 @@ def planning_options(
         host_budget = max(0, host_budget - host_correction) // (replicas if processes else 1)
     return PlanningOptions(
         objective="throughput" if spec.objective == "devices" else spec.objective,
-        schedule=spec.schedule,
+        schedule="1F1B" if spec.schedule == "auto" else spec.schedule,
         microbatches=len(sizes),
         replicas=replicas,
         shards=spec.space.number,
@@ -203,10 +203,15 @@ def planning_options(
         optimizer=_optimizer(spec),
         training=spec.training,
         processes=processes,
-        state_layout=layout_of(spec.shard_state, replicas * spec.space.number),
+        state_layout=layout_of(shard_state_of(spec), replicas * spec.space.number),
         offload_overlap=spec.offload_overlap,
         host_budget=host_budget,
     )
+
+
+def shard_state_of(spec: PlacementSpec) -> ShardState:
+    """The spec's, or for "auto" that of a model that fits without dividing anything."""
+    return "none" if spec.shard_state == "auto" else spec.shard_state
 
 
 def _optimizer(spec: PlacementSpec) -> str | Mapping[str, int]:

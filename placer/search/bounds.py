@@ -240,8 +240,8 @@ class Bounds:
         return found[0], found[1]
 
     def _layout(self, strategy: Strategy) -> StateLayout:
-        chosen = "optimizer" if strategy.shard_state else self._wanted.shard_state
-        return layout_of(chosen, strategy.replicas * strategy.shards)
+        divided = strategy.shard_state or self._wanted.shard_state == "optimizer"
+        return layout_of("optimizer" if divided else "none", strategy.replicas * strategy.shards)
 
     def _exchange(self, links: Links, strategy: Strategy, own: float, backward: float) -> float:
         """Seconds of the sums of gradients that nothing hides."""

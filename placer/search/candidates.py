@@ -112,7 +112,7 @@ def _ways(name: str, free: frozenset[str], *, allowed: bool) -> tuple[bool, ...]
 def _schedules(
     wanted: PlacementSpec, free: frozenset[str], stages: int, microbatches: int, *, splits: bool
 ) -> tuple[ScheduleName, ...]:
-    if "schedule" not in free:
+    if wanted.schedule != "auto" and "schedule" not in free:
         return (wanted.schedule,)
     over_batch = wanted.loss is not None and wanted.loss.whole_batch
     if microbatches == 1 or not wanted.training or over_batch:

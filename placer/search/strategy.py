@@ -139,8 +139,8 @@ class Strategy:
             fields["offload"] = "auto" if self.offload else ()
         if self.chunks or wanted.chunks == "auto":
             fields["chunks"] = MOST_CHUNKS if self.chunks else 1
-        if self.shard_state:
-            fields["shard_state"] = "optimizer"
+        if self.shard_state or wanted.shard_state == "auto":
+            fields["shard_state"] = "optimizer" if self.shard_state else "none"
         return wanted.model_copy(update=fields)
 
 

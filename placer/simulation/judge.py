@@ -27,6 +27,7 @@ from placer.simulation.types import SimulationReport
 from placer.simulation.usage import bytes_without_starvation, measure_host
 from placer.space import MOST_CHUNKS, spec_rewrites
 from placer.spec import LossSpec, PlacementSpec
+from placer.spec.fields import ScheduleName
 from placer.spec.rewrite import Rewrite
 from placer.timeline import HostUsage
 
@@ -161,11 +162,30 @@ class JudgingPlanner:
                 return first
             chunked = self._best(spec.model_copy(update={"chunks": MOST_CHUNKS}))
             return min(first, chunked, key=partial(_rank, spec.objective))
+        if spec.schedule == "auto":
+            plans = [
+                self._best(spec.model_copy(update={"schedule": name}))
+                for name in self._schedules(spec)
+            ]
+            return min(plans, key=partial(_rank, spec.objective))
+        if spec.shard_state == "auto":
+            whole = self._best(spec.model_copy(update={"shard_state": "none"}))
+            if whole.fits or not (self._processes and whole.replicas * whole.shards > 1):
+                return whole
+            divided = self._best(spec.model_copy(update={"shard_state": "optimizer"}))
+            return min(whole, divided, key=partial(_rank, spec.objective))
         plans = [self._plan(spec)]
         both = spec.checkpoint == spec.offload == "auto"
         if spec.training and both and not _is_plain(plans[0]):
             plans += [self._plan(spec.model_copy(update={field: ()})) for field in _REGION_FIELDS]
         return min(plans, key=partial(_rank, spec.objective))
+
+    def _schedules(self, spec: PlacementSpec) -> tuple[ScheduleName, ...]:
+        """The schedules that can be the best: one with whole backwards, and one with split ones."""
+        if not spec.training or (spec.loss is not None and spec.loss.whole_batch):
+            return ("GPipe",)
+        splits = self._processes and not spec.compile
+        return ("1F1B", "InterleavedZeroBubble") if splits else ("1F1B",)
 
     def _with_any_shards(self, spec: PlacementSpec) -> Plan:
         """The plan with the best number of shards; 1 if the model then fits as it is."""
@@ -194,7 +214,7 @@ class JudgingPlanner:
         roomy = all((device.headroom or 0) > 2 * device.needed for device in known)
         if len(plan.devices) == 1 or not known or (plan.fits and roomy):
             return ""
-        if spec.shard_state != "none":  # one process cannot run it
+        if plan.shard_state != "none":  # one process cannot run it
             return ""
         other = JudgingPlanner(
             self._base, self._inputs, processes=not self._processes, loss=self._loss

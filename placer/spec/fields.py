@@ -21,7 +21,7 @@ DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,5}))?")
 _MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,6})\s*", re.IGNORECASE)
-_NOT_YET = ("gradients", "parameters", "auto")  # values of shard_state to come
+_NOT_YET = ("gradients", "parameters")  # values of shard_state to come
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
 MOST = 2**16  # replicas or micro-batches; a larger number must be a typo
 _LEAST_MEMORY = 512  # bytes of a device; a smaller number was meant in GiB
@@ -133,7 +133,7 @@ def _shard_state(value: Any) -> Any:
     if isinstance(value, str) and value in _NOT_YET:
         raise ValueError(
             f"{value!r} is not possible yet; write 'optimizer' to divide the optimizer's state over "
-            "replicas, or 'none'"
+            "replicas, 'none', or 'auto'"
         )
     return value
 
@@ -194,5 +194,5 @@ BatchNormMode = Literal["per_microbatch", "deferred", "sync"]
 StoredRule = Literal["mean", "sum", "concatenate"]
 Objective = Literal["throughput", "memory", "latency", "bottleneck", "devices"]
 Precision = Literal["fp32", "bf16", "fp16"]
-ShardStateField = Annotated[ShardState, BeforeValidator(_shard_state)]
-ScheduleField = Annotated[ScheduleName, BeforeValidator(_schedule)]
+ShardStateField = Annotated[ShardState | Literal["auto"], BeforeValidator(_shard_state)]
+ScheduleField = Annotated[ScheduleName | Literal["auto"], BeforeValidator(_schedule)]

@@ -208,7 +208,9 @@ class PlacementSpec(BaseModel):
         description="Number of micro-batches that a replica's batch is split into, or 'auto'.",
     )
     schedule: ScheduleField = Field(
-        default="GPipe", description="Order of micro-batch forwards and backwards, by torch's name."
+        default="GPipe",
+        description="Order of micro-batch forwards and backwards, by torch's name. auto: the best of 1F1B "
+        "and, with a process per device, InterleavedZeroBubble.",
     )
     precision: Precision = Field(
         default="fp32",
@@ -250,7 +252,8 @@ class PlacementSpec(BaseModel):
     shard_state: ShardStateField = Field(
         default="none",
         description="optimizer: the optimizer's state of every parameter is divided over the replicas, and "
-        "over the shards in space, instead of kept whole by each; for one process per device.",
+        "over the shards in space, instead of kept whole by each; for one process per device. auto: if the "
+        "model does not fit otherwise.",
     )
     compile: StrictBool = Field(
         default=False,

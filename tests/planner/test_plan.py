@@ -445,3 +445,37 @@ def test_gpus_of_this_machine_give_budgets_if_all_that_are_named_are_here(
 def test_a_spec_with_a_number_of_stages_uses_so_many_devices(stages: int) -> None:
     plan = _small(devices=[f"cpu:{i}" for i in range(4)], stages=stages)
     assert len(plan.stages) == stages
+
+
+def _layers(count: int, width: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_the_schedule_is_the_best_one(processes: bool) -> None:
+    """Backwards can be split with a process per device only; there it leaves shorter bubbles."""
+    fields = {"devices": _cards(4), "microbatches": 4, "schedule": "auto"}
+    model, x = _layers(8, 512), torch.randn(4096, 512)
+    plans = {
+        name: placer.make_plan(model, {**fields, "schedule": name}, x, processes=processes)
+        for name in ("auto", "1F1B", "InterleavedZeroBubble")
+    }
+    best = "InterleavedZeroBubble" if processes else "1F1B"
+    assert plans["auto"].schedule == best
+    assert plans["auto"].step_seconds == min(plan.step_seconds or 0 for plan in plans.values())
+    forward = placer.make_plan(model, {**fields, "training": False}, x, processes=processes)
+    assert forward.schedule == "GPipe"
+
+
+def test_state_is_divided_if_the_model_does_not_fit_otherwise() -> None:
+    model, x = _layers(4, 1024), torch.randn(64, 1024)
+    fields = {"replicas": 2, "shard_state": "auto"}
+
+    def chosen(memory: str, *, processes: bool) -> tuple[str, bool]:
+        spec = {"devices": _cards(1, memory), "context": 0, "reserve": 0, **fields}
+        plan = placer.make_plan(model, spec, x, processes=processes)
+        return plan.shard_state, plan.fits
+
+    assert chosen("1 G", processes=True) == ("none", True)
+    assert chosen("150 MB", processes=True) == ("optimizer", True)
+    assert chosen("50 MB", processes=False) == ("none", False)
