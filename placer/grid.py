@@ -1,4 +1,4 @@
-"""The ranks of a job as a grid of replicas x devices of a replica x shards, with one numbering.
+"""The ranks of a job as a grid of replicas x devices of a replica x shards, and their numbering.
 
 Every rank, coordinate and group of ranks comes from here. The model is torchtitan's ``ParallelDims``: one
 value owns every degree and the mesh.
@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 Axis = Literal["dp", "pp", "sp"]
 AXES: tuple[Axis, ...] = ("dp", "pp", "sp")
+NodeLayout = Literal["stages", "replicas"]
 
 
 class Coordinates(NamedTuple):
@@ -27,6 +28,10 @@ class Coordinates(NamedTuple):
 class Grid:
     """``replicas`` x ``devices`` x ``shards`` ranks; those of shards are neighbours.
 
+    Ranks fill one node after the other. With the ``node_layout`` "stages", the devices of a replica, which
+    send each other activations, are next to each other; with "replicas" those of the same stage in all
+    replicas, which sum gradients.
+
     >>> grid = Grid(replicas=2, devices=3)
     >>> grid.rank(dp=1, pp=2)
     5
@@ -34,11 +39,19 @@ class Grid:
     [(0, 1, 2), (3, 4, 5)]
     >>> grid.groups("dp")
     [(0, 3), (1, 4), (2, 5)]
+    >>> Grid(replicas=2, devices=3, node_layout="replicas").groups("dp")
+    [(0, 1), (2, 3), (4, 5)]
     """
 
     replicas: int = 1
     devices: int = 1
     shards: int = 1
+    node_layout: NodeLayout = "stages"
+
+    @property
+    def stride(self) -> int:
+        """How far apart the copies of a stage are, with all shards of a device counted as one."""
+        return self.devices if self.node_layout == "stages" else 1
 
     @property
     def size(self) -> int:
@@ -47,14 +60,23 @@ class Grid:
 
     def rank(self, *, dp: int = 0, pp: int = 0, sp: int = 0) -> int:
         """The rank at these coordinates."""
-        return (dp * self.devices + pp) * self.shards + sp
+        at = dp * self.devices + pp if self.node_layout == "stages" else pp * self.replicas + dp
+        return at * self.shards + sp
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of ``rank``. Raises ``ValueError`` if the grid has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not in 0 … {self.size - 1}")
         rest, sp = divmod(rank, self.shards)
-        return Coordinates(*divmod(rest, self.devices), sp)
+        if self.node_layout == "stages":
+            return Coordinates(*divmod(rest, self.devices), sp)
+        pp, dp = divmod(rest, self.replicas)
+        return Coordinates(dp, pp, sp)
+
+    @property
+    def has_layouts(self) -> bool:
+        """Does the numbering depend on ``node_layout``?"""
+        return self.replicas > 1 and self.devices > 1
 
     def groups(self, *axes: Axis) -> list[tuple[int, ...]]:
         """The groups of ranks that differ in ``axes`` only, in order of their first ranks."""

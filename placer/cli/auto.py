@@ -58,8 +58,11 @@ Fields = Annotated[
     spec_fields(
         *("objective", "replicas", "stages", "space", "microbatches", "schedule", "checkpoint"),
         *("offload", "chunks", "precision", "optimizer", "training", "reserve", "host_memory"),
-        "shard_state",
-        chosen=("replicas", "stages", "space", "microbatches", "schedule", "chunks", "shard_state"),
+        *("shard_state", "node_layout"),
+        chosen=(
+            *("replicas", "stages", "space", "microbatches", "schedule", "chunks", "shard_state"),
+            "node_layout",
+        ),
     ),
 ]
 

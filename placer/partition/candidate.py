@@ -112,7 +112,7 @@ def update_seconds(options: PlanningOptions, owned: Iterable[tuple[DeviceSlot, f
     found, ranks = list(owned), options.state_layout.optimizer
     seconds = [
         optimizer_seconds(nbytes / ranks, options.optimizer, slot.kind)
-        + options.links.gather_seconds(nbytes, ranks=ranks, stride=len(found))
+        + options.links.gather_seconds(nbytes, ranks=ranks, stride=options.grid(len(found)).stride)
         for slot, nbytes in found
     ]
     return sum(seconds) if run_one_after_the_other(options, [s for s, _ in found]) else max(seconds)

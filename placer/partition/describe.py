@@ -183,7 +183,8 @@ def _sum_seconds(options: PlanningOptions, stages: int, nbytes: int) -> float:
     if not options.training or ranks == 1:
         return 0.0
     if options.processes:
-        return options.links.all_reduce_seconds(nbytes, ranks=ranks, stride=stages)
+        stride = options.grid(stages).stride
+        return options.links.all_reduce_seconds(nbytes, ranks=ranks, stride=stride)
     return options.links.send_seconds(nbytes, 0, 1)
 
 
@@ -230,13 +231,12 @@ def _send_seconds(
     options: PlanningOptions, stages: int, source: int, target: int, nbytes: int
 ) -> float:
     """Seconds from one stage to another, in the replica where that takes the longest."""
-    shards = options.shards
-    starts = {
-        (replica * stages * shards) % options.links.node for replica in range(options.replicas)
-    }
+    grid = options.grid(stages)
+    # Replicas whose first rank is at the same place in a node are alike.
+    alike = {grid.rank(dp=dp) % options.links.node: dp for dp in range(options.replicas)}
     return max(
-        options.links.send_seconds(nbytes, start + source * shards, start + target * shards)
-        for start in starts
+        options.links.send_seconds(nbytes, grid.rank(dp=dp, pp=source), grid.rank(dp=dp, pp=target))
+        for dp in alike.values()
     )
 
 

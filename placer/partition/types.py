@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from placer.grid import Grid, NodeLayout
 from placer.machine.catalogue import DeviceKind
 from placer.machine.links import Link, Links
 from placer.plan.types import Boundary, Optimality, StagePlan, Transfer
@@ -58,6 +59,7 @@ class PlanningOptions:
     replicas: int = 1
     shards: int = 1
     links: Links = _INSTANT
+    node_layout: NodeLayout = "stages"
     last_share: float = 1.0  # rows of the last micro-batch divided by those of any other
     optimizer: str | Mapping[str, int] = "adam"
     training: bool = True
@@ -66,6 +68,15 @@ class PlanningOptions:
     offload_overlap: bool = False  # copies to and from the host overlap with a GPU's kernels
     # Bytes of host memory for the offloaded activations of a replica
     host_budget: int | None = None
+
+    def grid(self, devices: int) -> Grid:
+        """The grid of the ranks, for so many devices of a replica, shards not counted."""
+        return Grid(
+            replicas=self.replicas,
+            devices=devices,
+            shards=self.shards,
+            node_layout=self.node_layout,
+        )
 
     def with_whole_backwards(self) -> PlanningOptions:
         """The same if the schedule splits no backwards, else with 1F1B.

@@ -32,6 +32,11 @@ def plan_facts(plan: Plan) -> list[str]:
         f"training with {optimizer}" if plan.training else "inference",
         f"estimated step {describe_step(plan)}",
         *([runtime] if (runtime := describe_runtime(plan)) else []),
+        *(
+            ["replicas of a stage next to each other"]
+            if plan.grid.stride < plan.grid.devices
+            else []
+        ),
     ]
 
 

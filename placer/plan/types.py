@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from placer.grid import Grid
+from placer.grid import Grid, NodeLayout
 from placer.regions.types import Region
 from placer.schedule import ranks_of
 from placer.spec.fields import (
@@ -319,6 +319,7 @@ class Plan:
     # Of the captured graph, in the order in which they are applied:
     rewrites: tuple[Rewrite, ...] = ()
     shard_state: ShardState = "none"
+    node_layout: NodeLayout = "stages"
     compile: bool = False  # the code of stages, with torch.compile
     # If it was chosen by `auto`: how it trains, and the best of each other way
     strategy: str = ""
@@ -337,7 +338,12 @@ class Plan:
     @property
     def grid(self) -> Grid:
         """The grid of the devices, one rank each."""
-        return Grid(replicas=self.replicas, devices=max(self.device_of) + 1, shards=self.shards)
+        return Grid(
+            replicas=self.replicas,
+            devices=max(self.device_of) + 1,
+            shards=self.shards,
+            node_layout=self.node_layout,
+        )
 
     @property
     def state_layout(self) -> StateLayout:

@@ -59,6 +59,7 @@ def assemble_plan(
         fingerprint=program.fingerprint,
         rewrites=program.rewrites,
         shard_state=shard_state_of(spec),
+        node_layout=options.node_layout,
         compile=spec.compile,
         stages=tuple(
             replace(

@@ -64,6 +64,14 @@ def links_of(spec: PlacementSpec) -> Links:
     return Links(inside=Link(send=slowest, bus=slowest))
 
 
+def with_all_devices(spec: PlacementSpec) -> PlacementSpec:
+    """``spec`` with all devices of its machine; with a number of stages it has those of one replica."""
+    if spec.machine is None:
+        return spec
+    names = find_machine(spec.machine).names()
+    return spec.with_devices([spec.devices[0].model_copy(update={"name": x}) for x in names])
+
+
 def with_lead_devices(spec: PlacementSpec) -> PlacementSpec:
     """``spec`` with one device for each stage that is split in space, which stands for all of its shards.
 

@@ -199,6 +199,7 @@ def planning_options(
         replicas=replicas,
         shards=spec.space.number,
         links=links_of(spec),
+        node_layout="stages" if spec.node_layout == "auto" else spec.node_layout,
         last_share=sizes[-1] / max(sizes[0], 1),
         optimizer=_optimizer(spec),
         training=spec.training,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from placer.errors import BudgetError, PlacerError, SpecError, Tried
 from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import Plan
-from placer.planner.devices import device_slot, with_known_memory
+from placer.planner.devices import device_slot, with_all_devices, with_known_memory
 from placer.planner.remedies import find_largest_node, lacks_room, memory_needed
 from placer.planner.unknown_times import ask_for_kind, unknown_kinds
 from placer.quantities import format_count
@@ -48,7 +48,7 @@ def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
     memory of a device is not known, or its kind where time decides, and ``BudgetError`` if nothing fits, with
     what was tried.
     """
-    wanted = with_known_memory(wanted, "which strategies fit")
+    wanted = with_known_memory(with_all_devices(wanted), "which strategies fit")
     _check_kinds_known(wanted)
     found = find_strategy(wanted, make)
     if found.best is None:
@@ -59,7 +59,9 @@ def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
 def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     """The spec and the plan of the best strategy that was found on so many ``devices``; there is one."""
     assert found.best is not None and found.best.plan is not None
-    spec, plan = with_resolved_layers(found.best.spec, found.best.plan, make)
+    layout = {"node_layout": found.best.plan.node_layout}
+    spec = found.best.spec.model_copy(update=layout)
+    spec, plan = with_resolved_layers(spec, found.best.plan, make)
     if mixing := make.program.captured.mixing:
         said = f"The batch is not split, because its rows depend on each other: {mixing}."
         plan = replace(plan, notes=(*plan.notes, said))

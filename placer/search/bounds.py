@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 from torch import Tensor
 
 from placer.cost import CostEstimates, CostTable, Loss, batch_rows, with_fewer_rows
 from placer.errors import CaptureError
+from placer.grid import Grid, NodeLayout
 from placer.machine.devices import device_type
 from placer.machine.links import Links
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
@@ -19,6 +21,7 @@ from placer.planner.resolve import microbatch_inputs
 from placer.precision import keeps_casts
 from placer.program import Program
 from placer.schedule import splits_backward
+from placer.search.candidates import free_fields
 from placer.search.chain import Chain, Limits
 from placer.search.strategy import Strategy
 from placer.spec import PlacementSpec
@@ -34,13 +37,15 @@ class Bound:
     """No plan with a strategy takes fewer ``seconds``, or fewer ``nbytes`` on its fullest device.
 
     ``state`` is the part of the bytes that parameters, gradients and the optimizer's state take.
-    ``worst_seconds`` are those on the same machine at its worst (`Links.at_worst`).
+    ``worst_seconds`` are those on the same machine at its worst (`Links.at_worst`). An estimate is for
+    ``node_layout``, a bound for any that may be chosen.
     """
 
     seconds: float
     worst_seconds: float
     nbytes: float
     state: float
+    node_layout: NodeLayout = "stages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +92,9 @@ class Bounds:
         self._trained = whole.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
         self._chain = functools.lru_cache(maxsize=None)(self._make_chain)
+        layout = wanted.node_layout
+        free = "node_layout" in free_fields(wanted) and processes and links.network is not None
+        self._layouts: Sequence[NodeLayout] = get_args(NodeLayout) if free else (layout,)
         # The most bytes that any device has for tensors
         self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
 
@@ -140,7 +148,9 @@ class Bounds:
         sums = self._sums_of(strategy)
         even = (sums.forward + sums.backward) / strategy.stages
         slowest = max(even, sums.longest) / strategy.shards
-        seconds, worst = self._seconds(strategy, sums, slowest)
+        # Values are sent at once, so the layout in which sums take the least time is the best.
+        grid = self._grid(strategy, self._layouts[-1])
+        seconds, worst = self._seconds(strategy, grid, sums, slowest)
         state = self._state(strategy)
         nbytes = state + self._activations(strategy, sums)
         return Bound(seconds=seconds, worst_seconds=worst, nbytes=nbytes, state=state)
@@ -169,11 +179,27 @@ class Bounds:
         slowest = chain.slowest_seconds(limits)
         if slowest is None:
             return None
-        nbytes, node = float(np.mean(chain.crossing)), self._links.node
-        # Stages fill one node after the other.
-        sent = np.mean([self._links.send_seconds(nbytes, rank, rank + 1) for rank in range(node)])
-        seconds, worst = self._seconds(strategy, sums, slowest, float(sent))
-        return replace(self(strategy), seconds=seconds, worst_seconds=worst)
+        crossing, found = float(np.mean(chain.crossing)), []
+        for node_layout in self._layouts:
+            grid = self._grid(strategy, node_layout)
+            hop = grid.rank(pp=1)
+            sent = [
+                self._links.send_seconds(crossing, rank, rank + hop)
+                for rank in range(self._links.node)
+            ]
+            times = self._seconds(strategy, grid, sums, slowest, float(np.mean(sent)))
+            found.append((times, node_layout))
+        (seconds, worst), best = min(found, key=lambda pair: pair[0])
+        bound = self(strategy)
+        return replace(bound, seconds=seconds, worst_seconds=worst, node_layout=best)
+
+    def _grid(self, strategy: Strategy, layout: NodeLayout) -> Grid:
+        return Grid(
+            replicas=strategy.replicas,
+            devices=strategy.stages,
+            shards=strategy.shards,
+            node_layout=layout,
+        )
 
     @property
     def _keeps_casts(self) -> bool:
@@ -205,7 +231,7 @@ class Bounds:
         return exact.plus(scaled, -1)
 
     def _seconds(
-        self, strategy: Strategy, sums: _Sums, slowest: float, sent: float = 0.0
+        self, strategy: Strategy, grid: Grid, sums: _Sums, slowest: float, sent: float = 0.0
     ) -> tuple[float, float]:
         """Seconds of a step, and of one at worst.
 
@@ -235,7 +261,7 @@ class Bounds:
             work = least = strategy.replicas * count * strategy.shards * (forward + backward)
         found = []
         for links in (self._links, self._at_worst):
-            exchanged = self._exchange(links, strategy, own, backward / stages)
+            exchanged = self._exchange(links, grid, own, backward / stages)
             found.append(max(work + exchanged * (not self._serial), least) + update)
         return found[0], found[1]
 
@@ -243,14 +269,14 @@ class Bounds:
         divided = strategy.shard_state or self._wanted.shard_state == "optimizer"
         return layout_of("optimizer" if divided else "none", strategy.replicas * strategy.shards)
 
-    def _exchange(self, links: Links, strategy: Strategy, own: float, backward: float) -> float:
+    def _exchange(self, links: Links, grid: Grid, own: float, backward: float) -> float:
         """Seconds of the sums of gradients that nothing hides."""
-        ranks = strategy.replicas * strategy.shards
+        ranks = grid.replicas * grid.shards
         if ranks == 1 or not own:
             return 0.0
         if not self._processes:  # the weights are copied to all others, one after the other
             return (ranks - 1) * links.send_seconds(own, 0, 1)
-        summed = links.all_reduce_seconds(own, ranks=ranks, stride=strategy.stages)
+        summed = links.all_reduce_seconds(own, ranks=ranks, stride=grid.stride)
         return max(0.0, summed - backward)
 
     def _schedule(self, strategy: Strategy) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from placer.plan.types import Plan
+from placer.planner.devices import with_all_devices
 from placer.search.auto import Answer, answer_of
 from placer.search.search import find_strategy
 from placer.simulation.judge import JudgingPlanner
@@ -60,7 +61,7 @@ def find_largest(
     def fits(index: int) -> bool:
         size = sizes[index]
         case = case_of(size)
-        found = find_strategy(case.wanted, case.make)
+        found = find_strategy(with_all_devices(case.wanted), case.make)
         rated = found.best or found.nearest or found.unfit[0]
         if found.best is not None:
             fitting.clear()  # of smaller sizes

@@ -260,10 +260,11 @@ class _Search:
         if any(rated is not None and rated.bound.seconds <= bound.seconds for rated in less):
             return  # it helps nothing
         if (spec := strategy.spec(self._wanted, self._pool)) is not None:
+            layout = {"node_layout": bound.node_layout}
             self._rated[strategy] = Rated(
                 strategy=strategy,
                 bound=bound,
-                spec=spec,
+                spec=spec.model_copy(update=layout),
                 fits=True,
                 worst_time=bound.worst_seconds,
             )
@@ -294,7 +295,7 @@ class _Search:
                 replace(
                     stage,
                     sum_seconds=self._links.at_worst().all_reduce_seconds(
-                        stage.memory.gradients, ranks=ranks, stride=len(plan.stages)
+                        stage.memory.gradients, ranks=ranks, stride=plan.grid.stride
                     ),
                 )
                 for stage in plan.stages

@@ -14,7 +14,7 @@ from placer.spec.rows import shifted_rows
 
 SEARCHED = (
     *("replicas", "stages", "space", "microbatches", "schedule", "checkpoint", "offload", "chunks"),
-    "shard_state",
+    *("shard_state", "node_layout"),
 )  # the fields of a spec that the search chooses where they are not given
 
 
@@ -128,6 +128,8 @@ class Strategy:
             "microbatches": self.microbatches,
             "schedule": self.schedule,
         }
+        if "node_layout" not in wanted.model_fields_set:
+            fields["node_layout"] = "auto"
         fields["stages"] = self.stages if wanted.machine is not None else "auto"
         space = wanted.space
         if space.shards != self.shards:

@@ -18,7 +18,7 @@ from placer.partition import MANY_STAGES, TableCache
 from placer.plan.summary import describe_runtime
 from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
 from placer.planner.build import build_plan
-from placer.planner.devices import device_slot
+from placer.planner.devices import device_slot, links_of
 from placer.planner.host_memory import HOST_NAME
 from placer.program import Program, rewritten
 from placer.quantities import format_bytes, format_count
@@ -168,6 +168,13 @@ class JudgingPlanner:
                 for name in self._schedules(spec)
             ]
             return min(plans, key=partial(_rank, spec.objective))
+        if spec.node_layout == "auto":
+            first = self._best(spec.model_copy(update={"node_layout": "stages"}))
+            nodes = self._processes and links_of(spec).network is not None
+            if not (nodes and first.grid.has_layouts):
+                return first
+            other = self._best(spec.model_copy(update={"node_layout": "replicas"}))
+            return min(first, other, key=partial(_rank, spec.objective))
         if spec.shard_state == "auto":
             whole = self._best(spec.model_copy(update={"shard_state": "none"}))
             if whole.fits or not (self._processes and whole.replicas * whole.shards > 1):

@@ -24,6 +24,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import CoreSchema
 
 from placer.errors import SpecError, nearest
+from placer.grid import NodeLayout
 from placer.quantities import format_bytes, spell_bytes
 from placer.spec.check import cross_problems, shift_clashes, with_machine_devices
 from placer.spec.explain import explain_errors, one_per_slip, wrong_fields
@@ -254,6 +255,12 @@ class PlacementSpec(BaseModel):
         description="optimizer: the optimizer's state of every parameter is divided over the replicas, and "
         "over the shards in space, instead of kept whole by each; for one process per device. auto: if the "
         "model does not fit otherwise.",
+    )
+    node_layout: NodeLayout | Literal["auto"] = Field(
+        default="stages",
+        description="Which ranks are next to each other, and so in one node, with one process per device: "
+        "the stages of a replica, which send each other activations, or the replicas of a stage, which sum "
+        "gradients. auto: what is faster on the machine.",
     )
     compile: StrictBool = Field(
         default=False,

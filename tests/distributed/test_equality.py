@@ -52,6 +52,17 @@ def test_three_steps_equal_the_plain_model(
     check(job_of, name, shape, SCHEDULES)
 
 
+@pytest.mark.parametrize("name", ["convnet", "tied transformer"])
+def test_replicas_of_a_stage_may_be_next_to_each_other(
+    job_of: Callable[[int], Job], name: str
+) -> None:
+    model, args, kwargs = cases.make_case(name, 8)
+    spec = cases.make_spec(2, 2, 4, node_layout="replicas")
+    plan = placer.make_plan(model, spec, args, kwargs)
+    found = job_of(4).run(cases.check_equality, name, plan, ("1F1B", SPLIT), (8, 5, 3))
+    assert [rank["stages"] for rank in found] == [(0,), (0,), (1,), (1,)]
+
+
 @pytest.mark.matrix(0)
 def test_three_steps_in_chunks(job_of: Callable[[int], Job]) -> None:
     check(job_of, "3D U-Net", (2, 1), ("1F1B", SPLIT), batches=(8, 3), chunks=3)

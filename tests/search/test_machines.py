@@ -104,6 +104,38 @@ def test_a_slow_network_decides_against_replicas_over_nodes(tmp_path: Path) -> N
 
 
 @captured_once()
+def test_replicas_of_a_stage_share_a_node_where_sums_take_longer_than_sends(tmp_path: Path) -> None:
+    """Two nodes of two: with wide layers and few rows gradients are large, with many rows activations."""
+    path = tmp_path / "two.json"
+    path.write_text(
+        json.dumps(
+            {
+                "name": "two",
+                "nodes": 2,
+                "devices_per_node": 2,
+                "kind": "a100",
+                "inside": {"send": "100GB/s"},
+                "network": {"send": "1GB/s"},
+            }
+        )
+    )
+    spec = {"machine": str(path), "stages": 2, "replicas": 2, "node_layout": "auto"}
+    with torch.device("meta"):
+        model, few, many = Wide(), torch.empty(64, 4096), torch.empty(1 << 19, 4096)
+
+    def plan(x: torch.Tensor, layout: str) -> placer.Plan:
+        return placer.make_plan(model, {**spec, "node_layout": layout}, x, processes=True)
+
+    for x, best in ((few, "replicas"), (many, "stages")):
+        plans = {layout: plan(x, layout) for layout in ("stages", "replicas", "auto")}
+        assert plans["auto"].node_layout == best
+        seconds = {layout: found.step_seconds or 0 for layout, found in plans.items()}
+        assert seconds["auto"] == seconds[best] == min(seconds.values()) < max(seconds.values())
+    chosen = placer.auto_plan(model, few, **(spec | {"processes": True}))  # type: ignore[arg-type]
+    assert chosen.node_layout == "replicas"
+
+
+@captured_once()
 def test_sums_of_gradients_take_time_in_every_plan() -> None:
     """By hand: 8 x 4096 x 4097 weights, summed over two replicas, and all but a bucket hidden by backward."""
     with torch.device("meta"):

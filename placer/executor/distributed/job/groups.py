@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,8 +76,13 @@ def make_groups(grid: Grid, ownership: Ownership, device: torch.device) -> Group
 def make_mesh(groups: Groups, grid: Grid, device: torch.device) -> DeviceMesh:
     """The mesh of replicas x devices, or of replicas x devices x shards."""
     own = [group for group in (groups.columns, groups.pp, groups.sp) if group is not None]
-    ranks = torch.arange(grid.size).view((grid.replicas, grid.devices, grid.shards)[: len(own)])
-    return DeviceMesh.from_group(own, device.type, ranks, mesh_dim_names=AXES[: len(own)])
+    shape = grid.replicas, grid.devices, grid.shards
+    at = itertools.product(*map(range, shape))
+    ranks = torch.tensor([grid.rank(dp=dp, pp=pp, sp=sp) for dp, pp, sp in at])
+    names = AXES[: len(own)]
+    return DeviceMesh.from_group(
+        own, device.type, ranks.view(shape[: len(own)]), mesh_dim_names=names
+    )
 
 
 def connect(groups: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
