@@ -70,12 +70,12 @@ def count_elements(optimizer: Optimizer) -> int:
     return sum(v.numel() for v in values if isinstance(v, Tensor) and v.dim())
 
 
-Layout = tuple[int, int, str]  # stages, replicas, shard_state
+Layout = tuple[int, int, str, str]  # stages, replicas, shard_state, node_layout
 
 
 def make_placed(layout: Layout, *, seed: int) -> placer.PlacedModule:
-    stages, replicas, shard_state = layout
-    spec = make_spec(stages, replicas, 2, shard_state=shard_state)
+    stages, replicas, shard_state, node_layout = layout
+    spec = make_spec(stages, replicas, 2, shard_state=shard_state, node_layout=node_layout)
     placed = placer.compile(make_plain(seed).eval(), spec, (IDS,))
     assert isinstance(placed, placer.PlacedModule)
     return placed

@@ -63,11 +63,11 @@ def test_accumulation_and_clipping(job_of: Callable[[int], Job]) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ((1, 3, "optimizer"), (2, 1, "optimizer")),
-        ((2, 2, "optimizer"), (2, 2, "optimizer")),
-        ((2, 2, "optimizer"), (1, 3, "optimizer")),
-        ((1, 4, "optimizer"), (2, 2, "none")),
-        ((2, 2, "none"), (1, 4, "optimizer")),
+        ((1, 3, "optimizer", "stages"), (2, 1, "optimizer", "stages")),
+        ((2, 2, "optimizer", "stages"), (2, 2, "optimizer", "replicas")),
+        ((2, 2, "optimizer", "replicas"), (1, 3, "optimizer", "stages")),
+        ((1, 4, "optimizer", "stages"), (2, 2, "none", "stages")),
+        ((2, 2, "none", "replicas"), (1, 4, "optimizer", "stages")),
     ],
 )
 def test_checkpoints_of_every_layout(

@@ -51,7 +51,7 @@ def test_bisection_by_hand(limit: int, count: int) -> None:
     asked: list[int] = []
 
     class Wanted(int):
-        devices = ()
+        devices, machine = (), None
 
     class Found:
         def __init__(self, size: int) -> None:
