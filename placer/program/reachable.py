@@ -11,10 +11,12 @@ import argparse
 import enum
 import functools
 import os
+import queue
 import re
 import sys
 import sysconfig
-from collections import OrderedDict, defaultdict, deque
+import threading
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
@@ -41,11 +43,14 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
 _BOUND = (*BOUND, functools.partial)
 _CODE = (FunctionType, type, tuple, *_BOUND)
-_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, HookTable)
+_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, Counter, HookTable)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
-# Classes of the standard library whose objects hold settings; others of its objects are not searched.
-_SETTINGS = (SimpleNamespace, argparse.Namespace)
+# Classes of the standard library whose objects hold the user's values; its other objects are not searched.
+_HOLDERS = (
+    *(SimpleNamespace, argparse.Namespace, threading.local),
+    *(ChainMap, UserDict, UserList, queue.Queue),
+)
 _NONE: Mapping[str, Any] = {}
 
 
@@ -280,13 +285,16 @@ class _Search:
     def _class(self, cls: type) -> None:
         if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES:
             return
-        for base in cls.__mro__[1:]:
+        for base in (*cls.__mro__[1:], type(cls)):
             self.add(base)
         for name, value in list(vars(cls).items()):
             if isinstance(value, staticmethod | classmethod):
                 self.look(cls, name, value.__func__, type(value))
             elif isinstance(value, property):
-                self.look(None, None, value.fget)
+                for function in (value.fget, value.fset, value.fdel):
+                    self.look(None, None, function)
+            elif isinstance(value, functools.cached_property):
+                self.look(None, None, value.func)
             elif isinstance(value, FunctionType):
                 if value.__code__.co_qualname.startswith(f"{cls.__qualname__}."):
                     self.found.classes.append((value.__code__, cls))
@@ -331,21 +339,32 @@ class _Search:
             self.found.classes.append((code, value if isinstance(value, type) else type(value)))
         if isinstance(holder, enum.EnumMeta):
             return
-        if isinstance(value, enum.Enum):
+        if isinstance(value, enum.Enum) or type(value) in (*_CONTAINERS, tuple):
             self.found.variables.append(reference)
         elif is_object(value) or has_slots(value):
             self.found.objects.append(reference)
             if self._is_searched(value):
                 self.found.variables.append(reference)
-        elif isinstance(value, _VALUES) or type(value) in (*_CONTAINERS, tuple):
+        elif isinstance(value, FunctionType):
+            self._attributes_of_function(reference)
+        elif isinstance(value, _VALUES):
             self.found.variables.append(reference)
+
+    def _attributes_of_function(self, reference: Reference) -> None:
+        """Note the function of ``reference``: code that names it may keep values in its attributes."""
+        function = reference.value
+        if not _is_unrelated(function):
+            self.found.variables.append(reference)
+            self.found.containers.append(Reference(None, reference.key, function))
+            for name, part in list(vars(function).items()):
+                self.look(vars(function), name, part)
 
     def _is_searched(self, value: Any) -> bool:
         """Is it an object whose attributes count: of a user's class, or of one that holds settings?"""
         if not (is_object(value) or has_slots(value)) or id(value) in self._own:
             return False
         module = sys.modules.get(type(value).__module__)
-        return isinstance(value, _SETTINGS) or not (module is None or _is_foreign(module))
+        return isinstance(value, _HOLDERS) or not (module is None or _is_foreign(module))
 
     def _object(self, reference: Reference) -> None:
         if not self._is_new(reference.value):

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
@@ -112,10 +112,11 @@ class Snapshot:
         self._variables: list[tuple[Reference, Any]] = []
         if code is not None:
             known = {id(holder.object) for holder in self._holders}
+            held = [(each.name, _present(each)) for each in code.containers]
             self._holders += [
-                _Holder("code", (each.name,), each.value, contents)
-                for each in code.containers
-                if id(each.value) not in known and (contents := _contents(each.value)) is not None
+                _Holder("code", (name,), value, contents)
+                for name, value in held
+                if id(value) not in known and (contents := _contents(value)) is not None
             ]
             self._variables += [(reference, reference.read()) for reference in code.variables]
         drawn = [] if code is None else [each.value for each in code.generators]
@@ -186,6 +187,12 @@ def set_items(holder: Any, items: Iterable[Any]) -> None:
         sequence.extend(items)
 
 
+def _present(reference: Reference) -> Any:
+    """The container of ``reference``, or the one that watches it in its place."""
+    found = reference.value if reference.is_fixed else reference.read()
+    return found if isinstance(found, type(reference.value)) else reference.value
+
+
 def _contents(value: Any) -> _Contents | None:
     """A copy of what can be changed in ``value``; None if nothing can."""
     if isinstance(value, dict):
@@ -193,7 +200,9 @@ def _contents(value: Any) -> _Contents | None:
     items = items_of(value) if isinstance(value, list | deque | set) else None
     if items is not None:
         return set(items) if isinstance(value, set) else items
-    return dict(attributes_of(value)) if is_object(value) or has_slots(value) else None
+    if is_object(value) or has_slots(value) or isinstance(value, FunctionType):
+        return dict(attributes_of(value))
+    return None
 
 
 def _refill(holder: Any, contents: _Contents) -> None:

@@ -1,0 +1,268 @@
+"""What forward leaves in objects that its code can reach: every call leaves what that of the plain model does.
+
+Each model here keeps it somewhere else. What depends on an earlier call in a way that a program cannot repeat
+is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections import ChainMap, Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from other_inputs import WAYS, compile_way
+from torch import Tensor, nn
+
+import placer
+
+D = torch.float64
+
+
+class Net(nn.Module):
+    """A model whose subclasses keep something of ``x`` before they return the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.keep(x)
+        return self.last(x)
+
+    def keep(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+
+def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def counting(*args: Any) -> Any:
+        counting.calls += 1  # type: ignore[attr-defined]
+        return function(*args)
+
+    counting.calls = 0  # type: ignore[attr-defined]
+    return counting
+
+
+def note(x: Tensor) -> None:
+    note.last = x.detach()  # type: ignore[attr-defined]
+    note.calls = getattr(note, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+class FunctionAttributes(Net):
+    @counted
+    def keep(self, x: Tensor) -> None:
+        note(x)
+
+
+HISTORY: list[Tensor] = []
+WEIGHTS: list[float] = []
+
+
+class PropertySetter(Net):
+    features = property()
+
+    @features.setter
+    def features(self, value: Tensor) -> None:
+        HISTORY.append(value.detach())
+
+    @features.deleter
+    def features(self) -> None:
+        HISTORY.append(torch.zeros(()))
+
+    @functools.cached_property
+    def weight(self) -> float:
+        WEIGHTS.append(1.0)
+        return 1.0
+
+    def keep(self, x: Tensor) -> None:
+        self.features = x * self.weight
+        del self.features
+
+
+class Registered(type):
+    made: list[Any] = []  # noqa: RUF012
+    count = 0
+
+    def __call__(cls, *args: Any) -> Any:
+        Registered.made.append(args)
+        Registered.count += 1
+        return super().__call__(*args)
+
+
+class Result(metaclass=Registered):
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Metaclass(Net):
+    def keep(self, x: Tensor) -> None:
+        Result(x.detach())
+
+
+COUNTS: Counter[str] = Counter()
+ORDERED: OrderedDict[str, int] = OrderedDict()
+CHAIN: ChainMap[str, int] = ChainMap({}, {"step": 2})
+WAITING: queue.Queue[Tensor] = queue.Queue()
+LOCAL = threading.local()
+LOCAL.mean = None
+
+
+class LibraryContainers(Net):
+    def keep(self, x: Tensor) -> None:
+        COUNTS["calls"] += 1
+        ORDERED["calls"] = ORDERED.get("calls", 0) + 1
+        CHAIN["calls"] = CHAIN.get("calls", 0) + CHAIN["step"]
+        WAITING.put(x.detach())
+        LOCAL.mean = x.mean(1)
+
+
+# What each keeps; not in its class, where the search for what forward reaches would find it.
+KEPT: dict[type[Net], Callable[[], Any]] = {
+    FunctionAttributes: lambda: (FunctionAttributes.keep.calls, vars(note)),  # type: ignore[attr-defined]
+    PropertySetter: lambda: (HISTORY, WEIGHTS),
+    Metaclass: lambda: (Registered.made, Registered.count),
+    LibraryContainers: lambda: (COUNTS, ORDERED, CHAIN.maps, [*WAITING.queue], LOCAL.mean),
+}
+
+
+def copied(value: Any) -> Any:
+    """The tensors and numbers in ``value``, as they are now."""
+    if isinstance(value, dict):
+        return {key: copied(x) for key, x in value.items() if key != "__wrapped__"}
+    if isinstance(value, list | tuple):
+        return [copied(x) for x in value]
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def empty() -> None:
+    for name in ("last", "calls"):
+        vars(note).pop(name, None)
+    FunctionAttributes.keep.calls = 0  # type: ignore[attr-defined]
+    Registered.count, LOCAL.mean = 0, None
+    for each in (HISTORY, WEIGHTS, Registered.made, COUNTS, ORDERED, CHAIN.maps[0], WAITING.queue):
+        each.clear()
+
+
+@pytest.mark.matrix(4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KEPT)
+def test_every_call_leaves_what_the_plain_one_does(kind: Any, way: str) -> None:
+    def calls(model: nn.Module) -> list[Any]:
+        torch.manual_seed(0)
+        seen = []
+        for _ in range(3):
+            model(torch.randn(4, 8, dtype=D)).sum().backward()
+            seen.append(copied(KEPT[kind]()))
+        return seen
+
+    empty()
+    net = kind().double()
+    expected = calls(net)
+    empty()
+    before = copied(KEPT[kind]())
+    vars(net).pop("weight", None)  # what cached_property has kept
+    placed = compile_way(net, (torch.randn(4, 8, dtype=D),), way)
+    assert copied(KEPT[kind]()) == before, "recording leaves nothing"
+    torch.testing.assert_close(calls(placed), expected)
+    empty()
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * scaled.by  # type: ignore[attr-defined, no-any-return]
+
+
+scaled.by = 1.0  # type: ignore[attr-defined]
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(scaled(self.first(x)))
+
+
+def test_the_present_attribute_of_a_function_is_used() -> None:
+    net = Scaled().double()
+    (x,) = (torch.randn(4, 8, dtype=D),)
+    placed = compile_way(net, (x,), "stages")
+    for scale in (2.0, 3.0, 4.0):
+        scaled.by = scale  # type: ignore[attr-defined]
+        torch.testing.assert_close(placed(x), net(x))
+
+
+ENTRIES = [0, 0]
+PAIR = (0, "")
+SEEN: set[int] = set()
+FLAG = False
+LAZY: list[Tensor] | None = None
+
+
+class Store:
+    only: Store | None = None
+    count = 0
+
+    @classmethod
+    def get(cls) -> Store:
+        if cls.only is None:
+            cls.only = cls()
+        return cls.only
+
+
+def entries(x: Tensor) -> None:
+    ENTRIES[1] += 1
+
+
+def pair(x: Tensor) -> None:
+    global PAIR
+    PAIR = (PAIR[0] + 1, f"{PAIR[1]}.")
+
+
+def growing(x: Tensor) -> None:
+    SEEN.add(len(SEEN))
+
+
+def toggle(x: Tensor) -> None:
+    global FLAG
+    FLAG = not FLAG
+
+
+def only_first(x: Tensor) -> None:
+    global FLAG
+    if not FLAG:
+        HISTORY.append(x.detach())
+    FLAG = True
+
+
+def lazy_list(x: Tensor) -> None:
+    global LAZY
+    if LAZY is None:
+        LAZY = []
+    LAZY.append(x.detach())
+
+
+def lazy_object(x: Tensor) -> None:
+    Store.get().count += 1
+
+
+class Keeps(Net):
+    def __init__(self, function: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.function = function
+
+    def keep(self, x: Tensor) -> None:
+        self.function(x)
+
+
+@pytest.mark.parametrize(
+    "function", [entries, pair, growing, toggle, only_first, lazy_list, lazy_object]
+)
+def test_what_depends_on_earlier_calls_is_refused(function: Callable[[Tensor], None]) -> None:
+    net = Keeps(function).double()
+    with pytest.raises(placer.PlacerError, match="reads in the next call what it has set there"):
+        compile_way(net, (torch.randn(4, 8, dtype=D),), "stages")
+    assert ([0, 0], (0, ""), set(), False, None, []) == (ENTRIES, PAIR, SEEN, FLAG, LAZY, HISTORY)
+    assert Store.only is None
