@@ -36,7 +36,7 @@ from placer.program.reached import Follow, Reached
 from placer.program.readings import reading_of_inputs
 from placer.program.record import RecordedProgram, Setup, recording_modes
 from placer.program.restore import Change, Snapshot, module_roots
-from placer.program.result import flatten_result
+from placer.program.result import ResultFormat, flatten_result, is_alike, is_fixed, result_of_values
 from placer.program.size_log import SizeLog
 from placer.program.state import named_state
 from placer.program.stored import table_at
@@ -103,9 +103,12 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     reading = ""
     if guesses.guessed:
         other = GuessData.other(converter, fake_model, setup.guess)
-        changes = []
+        changes, differs = [], False
         with suppress(Exception):  # these values may be impossible
-            changes, _ = _run_again(setup, inputs, reached, snapshot, other)
+            changes, _, again = _run_again(setup, inputs, reached, snapshot, other)
+            differs = not is_alike(again, (leaves, result))
+        if differs:
+            raise result_of_values(type(model).__name__, reason)
         others = [change for change in changes if not _may_be_made_once(change)]
         _refuse_changes(setup, others, reached, reason)
         if inside is not None:
@@ -122,7 +125,10 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     state = [writer.node("get_attr", name) for name in names]
     kept = tuple(x.value if isinstance(x, AnyNumber) else x for x in bound.constants)
     form = replace(bound, leaves=kept)  # keeps no tensor of the caller's
-    call = WholeRoot(_skeleton(model), tuple(names), partial(rebuild_call, form))
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if is_fixed(leaf)}
+    call = WholeRoot(
+        _skeleton(model), tuple(names), partial(rebuild_call, form), (result.spec, fixed)
+    )
     node = writer.node("call_function", call, (*state, *inputs))
     numbers: dict[fx.Node, Any] = {}
     results: list[Any] = list(leaves)
@@ -167,8 +173,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
 
 def _run_again(
     setup: Setup, inputs: Sequence[Tensor], reached: Reached, snapshot: Snapshot, guess: GuessData
-) -> tuple[list[Change], Inside | None]:
-    """Run the model once more, with other values where it reads them: what it then changes and runs."""
+) -> tuple[list[Change], Inside | None, tuple[list[Any], ResultFormat]]:
+    """Run the model once more, with other values where it reads them: what it changes, runs and returns."""
     converter, model, bound = setup.converter, setup.fake_model, setup.bound
     arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
     given = Snapshot(arguments_roots(bound, arguments), root="call")
@@ -176,8 +182,9 @@ def _run_again(
         with recording_modes(converter), Follow(reached), guess, keep_random():
             args, kwargs = place_arguments(bound, arguments)
             reached.extend((args, kwargs), inside=setup.is_split)
-            inside = reached.end(flatten_result(model.forward(*args, **kwargs))[0])
-        return [*snapshot.changes(), *given.changes()], inside
+            leaves, form = flatten_result(model.forward(*args, **kwargs))
+            inside = reached.end(leaves)
+        return [*snapshot.changes(), *given.changes()], inside, (leaves, form)
     finally:
         given.restore()
         snapshot.restore()

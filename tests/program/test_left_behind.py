@@ -1,4 +1,4 @@
-"""What forward leaves in objects that its code can reach: every call leaves what that of the plain model does.
+"""What forward leaves in objects that its code can reach: every call leaves what the plain model would.
 
 Each model here keeps it somewhere else. What depends on an earlier call in a way that a program cannot repeat
 is refused.
