@@ -8,6 +8,7 @@ packages that do not use torch: testing and logging tools, whose own state is no
 from __future__ import annotations
 
 import argparse
+import dis
 import enum
 import functools
 import os
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +54,10 @@ _HOLDERS = (
     *(ChainMap, UserDict, UserList, queue.Queue),
 )
 _NONE: Mapping[str, Any] = {}
+
+
+# The value of a global variable that a function assigns, but that does not exist yet; it is read as None.
+UNDEFINED = object()
 
 
 def _itself(function: Any) -> Any:
@@ -130,6 +136,8 @@ class Reference:
                 self.holder.__defaults__ = tuple(
                     v for k, v in defaults.items() if k not in keywords
                 )
+        elif value is None and self.value is UNDEFINED:
+            self.holder.pop(self.key, None)
         else:
             self.holder[self.key] = value
 
@@ -243,6 +251,9 @@ class _Search:
             if self._is_new(value):
                 self._waiting.append(value)
                 self.found.containers.append(Reference(holder, key, value))
+        elif isinstance(value, np.ndarray):
+            if self._is_new(value):
+                self.found.containers.append(Reference(holder, key, value))
         elif isinstance(value, GENERATORS):
             if self._is_new(value):
                 self.found.generators.append(Reference(holder, key, value))
@@ -331,6 +342,8 @@ class _Search:
                 self._module(value, names, function.__code__)
             else:
                 self.variable(space, name, value, function.__code__)
+        for name in _stored_globals(function.__code__) - space.keys():
+            self.found.variables.append(Reference(space, name, UNDEFINED, code=function.__code__))
 
     def variable(self, holder: Any, key: Any, value: Any, code: CodeType | None = None) -> None:
         self.look(holder, key, value)
@@ -405,6 +418,13 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _names(code: CodeType) -> Iterator[str]:
     return (name for inner in _nested(code) for name in inner.co_names)
+
+
+@functools.cache
+def _stored_globals(code: CodeType) -> frozenset[str]:
+    """The global variables to which ``code``, or a function in it, assigns."""
+    found = (x for inner in _nested(code) for x in dis.get_instructions(inner))
+    return frozenset(str(x.argval) for x in found if x.opname == "STORE_GLOBAL")
 
 
 def _is_foreign(value: Any) -> bool:

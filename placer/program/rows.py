@@ -108,7 +108,8 @@ def find_rows(
         # What a module writes need not depend on the batch (a spectral norm), and cannot be seen here.
         if flow.rows[node].depends and node.op != "call_module":
             changed.update(written.get(node.name, ()))
-        if flow.rows[node].depends:
+        counts = flow.rows[node].dim is None and flow.rows[node].combination != "same"
+        if flow.rows[node].depends or counts:
             flow.write(node, written_inputs.get(node.name, ()))
     return RowFlow(
         rows={node.name: rows for node, rows in flow.rows.items()}, mixing=tuple(flow.mixing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -80,7 +80,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             args, kwargs = place_arguments(bound, arguments)
             reached.begin((args, kwargs), inside=setup.is_split)
             try:
-                with hooks.watching() if setup.is_split else nullcontext():
+                with hooks.watching():
                     leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
                 reached.note_replaced(fake_model)
@@ -88,8 +88,9 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 once = set(map(id, _made_once(setup, inputs, changes)))
                 others = [change for change in changes if id(change) not in once]
                 _refuse_changes(setup, others, reached, reason)
-                if setup.is_split:
-                    hooks.run_backward(tensors_of_tree(leaves), inputs)
+                hooks.run_backward(tensors_of_tree(leaves), inputs)
+                if not setup.is_split:
+                    _refuse_set_in_backward(setup, hooks.changes, reason)
             finally:
                 given.restore()
             _refuse_flags(flags, fake_model, type(model), reason)
@@ -188,6 +189,19 @@ def _run_again(
     finally:
         given.restore()
         snapshot.restore()
+
+
+def _refuse_set_in_backward(setup: Setup, changes: Sequence[Change], reason: str) -> None:
+    """Raise ``CaptureError`` if a hook that forward puts on a tensor sets something in the model."""
+    for change in changes:
+        if change.root == "model":
+            raise CaptureError(
+                type(setup.model).__name__,
+                f"its forward cannot be captured ({reason}), and a hook sets {spell(change.path)} in the "
+                "backward, which that of the placed model would not",
+                "move the code that cannot be captured into a submodule, or return the tensor and put the "
+                "hook on that",
+            )
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ from collections import ChainMap, Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from other_inputs import WAYS, compile_way
@@ -266,3 +267,119 @@ def test_what_depends_on_earlier_calls_is_refused(function: Callable[[Tensor], N
         compile_way(net, (torch.randn(4, 8, dtype=D),), "stages")
     assert ([0, 0], (0, ""), set(), False, None, []) == (ENTRIES, PAIR, SEEN, FLAG, LAZY, HISTORY)
     assert Store.only is None
+
+
+TOTAL = torch.zeros(3, dtype=D)
+AVERAGE = torch.zeros(8, dtype=D)
+
+
+class WritesGlobalTensors(Net):
+    """By operators that torch runs on real tensors, even while it runs others on tensors without data."""
+
+    def keep(self, x: Tensor) -> None:
+        global LATEST
+        TOTAL.add_(1)
+        AVERAGE.mul_(0.9).add_(x.detach()[0])
+        LATEST = x.detach()
+
+
+def test_global_tensors_are_written_once_by_each_call() -> None:
+    net, (x,) = WritesGlobalTensors().double(), (torch.randn(4, 8, dtype=D),)
+    seen = []
+    for model in (net, compile_way(net, (x,), "stages")):
+        assert "LATEST" not in globals(), "recording leaves no new variable"
+        for _ in range(3):
+            model(x)
+        seen.append([TOTAL.clone(), AVERAGE.clone(), globals().pop("LATEST")])
+        TOTAL.zero_()
+        AVERAGE.zero_()
+        net = WritesGlobalTensors().double()
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+class CountsRows(Net):
+    def __init__(self, *, in_tensor: bool) -> None:
+        super().__init__()
+        self.seen, self.in_tensor = 0, in_tensor
+
+    def keep(self, x: Tensor) -> None:
+        if self.in_tensor:
+            TOTAL.add_(x.size(0))
+        else:
+            self.seen += x.size(0)
+
+
+@pytest.mark.parametrize("in_tensor", [False, True])
+def test_a_count_of_rows_is_not_one_of_slices(in_tensor: bool) -> None:
+    net, x = CountsRows(in_tensor=in_tensor).double(), torch.randn(4, 8, dtype=D)
+    placed = compile_way(net, (x,), "stages")
+    placed(x)
+    placed(x)
+    assert (placed.seen, TOTAL.tolist()) == ((0, [8.0] * 3) if in_tensor else (8, [0.0] * 3))
+    TOTAL.zero_()
+    for way in ("micro-batches", "replicas"):
+        with pytest.raises(placer.CaptureError, match="is stored by forward and has no row"):
+            compile_way(net, (x,), way)
+    assert not TOTAL.any()
+
+
+COUNTED = np.zeros(2)
+
+
+class CountsInArray(Net):
+    def __init__(self, counts: np.ndarray[Any, Any]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def keep(self, x: Tensor) -> None:
+        self.counts[0] += x.size(1)
+
+
+class CountsInGlobalArray(Net):
+    def keep(self, x: Tensor) -> None:
+        COUNTED[0] += 1
+
+
+def test_elements_of_arrays() -> None:
+    """The model's own are refused, as a model that stays whole has copies; those of variables count."""
+    x = torch.randn(4, 8, dtype=D)
+    with pytest.raises(placer.CaptureError, match=r"sets counts.*numpy array"):
+        compile_way(CountsInArray(np.zeros(2)).double(), (x,), "stages")
+    part = nn.Sequential(CountsInArray(np.zeros(2)), nn.Linear(2, 2)).double()
+    placed = compile_way(part, (x,), "stages")
+    for model in (placed, placed, CountsInGlobalArray().double()):
+        model(x)
+    placed_global = compile_way(CountsInGlobalArray().double(), (x,), "stages")
+    assert placed[0].counts.tolist() == [16.0, 0.0]  # type: ignore[index, union-attr, operator]
+    placed_global(x)
+    assert COUNTED.tolist() == [2.0, 0.0]
+    COUNTED.fill(0)
+
+
+class KeepsGradient(nn.Module):
+    gradient: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def save(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x.register_hook(self.save)
+        result: Tensor = self.last(x)
+        return result
+
+
+def test_a_hook_on_a_tensor_that_sets_an_attribute() -> None:
+    x = torch.randn(4, 8, dtype=D)
+    with pytest.raises(placer.CaptureError, match="a hook sets gradient in the backward"):
+        compile_way(KeepsGradient().double(), (x,), "stages")
+    net = nn.Sequential(KeepsGradient(), nn.Linear(2, 2)).double()
+    placed = compile_way(net, (x,), "stages")
+    for model in (net, placed):
+        model(x).sum().backward()
+    kept = placed.get_submodule("0").gradient
+    torch.testing.assert_close(kept, net.get_submodule("0").gradient)
