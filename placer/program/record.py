@@ -143,7 +143,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         run, setup = _run_with_numbers(setup, inputs, snapshot)
         recorder, writer = run.recorder, run.recorder.writer
         left, replaced = _replace_buffers(recorder, setup, run.left)
-        following = _Next(left, True, ())
+        following = _Next(left, True, (), ())
         if any(each.change is not None for each in left) or any(snapshot.changes()):
             following = _compare_with_next(setup, inputs, run, left)
             left = following.left
@@ -188,7 +188,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
             *variable_guards(setup.model, setup.converter.reachable, found, recorder.tensors_read),
             *settings_guards(
                 setup.converter.reachable.read_by(recorder.codes.values()),
-                [each.change for each in left if each.change is not None],
+                [x.change for x in left if x.change is not None and x.change not in following.once],
                 setup.numbers,
             ),
         ),
@@ -384,6 +384,7 @@ class _Next(NamedTuple):
     left: list[Left]
     repeats: bool  # does it compute what the first did?
     unread: tuple[Path, ...]  # containers of the model that forward only adds to, or fills anew
+    once: tuple[Change, ...]  # what only the first call adds to lists; the next is recorded again
 
 
 def _compare_with_next(
@@ -414,6 +415,7 @@ def _compare_with_next(
         second.leaves, constants=not cached
     )
     following = {(x.stored.root, x.stored.path): x for x in (() if second is None else second.left)}
+    once: list[Change] = []
     # What the model makes at its first call, and then reads: the next call is recorded again.
     makes = any(
         each.stored.kind == "set" and each.stored.path[:2] in first.attributes
@@ -424,7 +426,9 @@ def _compare_with_next(
         key = each.stored.root, each.stored.path
         number = _changed_number(each, reachable) in setup.numbers
         silent = number or first.is_cache(each) or not containers.was_read(key)
-        if second is not None and not makes:
+        if second is not None and each.stored.kind == "extend" and key not in following:
+            once += [] if each.change is None else [each.change]
+        elif second is not None and not makes:
             silent = silent and _is_left_again(each, following.get(key), run, second)
         if each.stored.root == "code" and not (repeats and silent):
             raise _read_again(each)
@@ -442,7 +446,7 @@ def _compare_with_next(
             else x
             for x in left
         ]
-    return _Next(left, repeats, containers.unread() if repeats else ())
+    return _Next(left, repeats, containers.unread() if repeats else (), tuple(once))
 
 
 def _is_left_again(

@@ -123,10 +123,20 @@ class LibraryContainers(Net):
         LOCAL.mean = x.mean(1)
 
 
+NOTES: list[int] = []
+
+
+class FirstCallOnly(Net):
+    def keep(self, x: Tensor) -> None:
+        if not NOTES:
+            NOTES.append(x.size(1))
+
+
 # What each keeps; not in its class, where the search for what forward reaches would find it.
 KEPT: dict[type[Net], Callable[[], Any]] = {
     FunctionAttributes: lambda: (FunctionAttributes.keep.calls, vars(note)),  # type: ignore[attr-defined]
     PropertySetter: lambda: (HISTORY, WEIGHTS),
+    FirstCallOnly: lambda: NOTES,
     Metaclass: lambda: (Registered.made, Registered.count),
     LibraryContainers: lambda: (COUNTS, ORDERED, CHAIN.maps, [*WAITING.queue], LOCAL.mean),
 }
@@ -146,11 +156,20 @@ def empty() -> None:
         vars(note).pop(name, None)
     FunctionAttributes.keep.calls = 0  # type: ignore[attr-defined]
     Registered.count, LOCAL.mean = 0, None
-    for each in (HISTORY, WEIGHTS, Registered.made, COUNTS, ORDERED, CHAIN.maps[0], WAITING.queue):
+    for each in (
+        HISTORY,
+        WEIGHTS,
+        NOTES,
+        Registered.made,
+        COUNTS,
+        ORDERED,
+        CHAIN.maps[0],
+        WAITING.queue,
+    ):
         each.clear()
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KEPT)
 def test_every_call_leaves_what_the_plain_one_does(kind: Any, way: str) -> None:
