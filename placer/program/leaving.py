@@ -111,6 +111,8 @@ def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Lef
         return Left(stored=stored, leaves=(), shapes=(), change=change)
     if isinstance(change.value, nn.Parameter) and not writer.is_state(change.value):
         raise Untraceable("that is a new parameter: make all parameters before forward")
+    if isinstance(change.value, nn.Parameter) and "_parameters" in change.path[1:2]:
+        raise Untraceable("that is a parameter of another layer: tie parameters before forward")
 
     def referred(leaf: Any) -> Any:
         if not isinstance(leaf, nn.Module):

@@ -150,7 +150,8 @@ class ReachableState:
     of a closure, or of a class) that are None, tensors, numbers, strings, containers or objects,
     ``containers`` those of dicts, lists and sets, and of objects in variables, ``objects`` those of variables
     that are objects, ``codes`` the code of functions, and ``classes`` the classes that each function names or
-    belongs to, by its code. ``generators`` are those of random numbers, of Python and numpy.
+    belongs to, by its code. ``generators`` are those of random numbers, of Python and numpy, ``iterators``
+    those of variables that hold an iterator.
     """
 
     cached: list[Reference] = field(default_factory=list)
@@ -160,6 +161,7 @@ class ReachableState:
     codes: list[CodeType] = field(default_factory=list)
     classes: list[tuple[CodeType, type]] = field(default_factory=list)
     generators: list[Reference] = field(default_factory=list)
+    iterators: list[Reference] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
         """Add everything in ``other``."""
@@ -170,6 +172,7 @@ class ReachableState:
         self.codes += other.codes
         self.classes += other.classes
         self.generators += other.generators
+        self.iterators += other.iterators
 
     def read_by(self, codes: Collection[CodeType]) -> list[Reference]:
         """The variables that functions with these ``codes`` name.
@@ -352,7 +355,9 @@ class _Search:
             self.found.classes.append((code, value if isinstance(value, type) else type(value)))
         if isinstance(holder, enum.EnumMeta):
             return
-        if isinstance(value, enum.Enum) or type(value) in (*_CONTAINERS, tuple):
+        if is_iterator(value):
+            self.found.iterators.append(reference)
+        elif isinstance(value, enum.Enum) or type(value) in (*_CONTAINERS, tuple):
             self.found.variables.append(reference)
         elif is_object(value) or has_slots(value):
             self.found.objects.append(reference)
@@ -398,6 +403,12 @@ class _Search:
                     self._module(value, names, code)
             else:
                 self.variable(vars(module), name, value, code)
+
+
+def is_iterator(value: Any) -> bool:
+    """Is it a generator, or an iterator of Python's library, whose position cannot be seen?"""
+    kind = type(value)
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
 
 
 def _defaults(function: FunctionType) -> dict[str, Any]:

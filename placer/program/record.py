@@ -41,7 +41,7 @@ from placer.program.inside import Inside
 from placer.program.leaving import Left, written_tensor
 from placer.program.objects import Path, attribute_of, spell
 from placer.program.python_random import PythonRandomDraw
-from placer.program.reachable import ReachableState, Reference, find_reachable_state
+from placer.program.reachable import ReachableState, Reference, find_reachable_state, is_iterator
 from placer.program.recorder import Recorder
 from placer.program.restore import MISSING, Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
@@ -142,6 +142,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
     try:
         run, setup = _run_with_numbers(setup, inputs, snapshot)
         recorder, writer = run.recorder, run.recorder.writer
+        _refuse_iterators(recorder)
         left, replaced = _replace_buffers(recorder, setup, run.left)
         following = _Next(left, True, (), ())
         if any(each.change is not None for each in left) or any(snapshot.changes()):
@@ -198,6 +199,23 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         packs=recorder.packs,
         shapes=writer.shapes,
     )
+
+
+def _refuse_iterators(recorder: Recorder) -> None:
+    """Raise ``CaptureError`` if forward reads an iterator, which a recorded program would not advance."""
+    ran = recorder.codes.keys()
+    names = [each.name for each in recorder.reachable.iterators if id(each.code) in ran]
+    names += [
+        spell(place)
+        for place in sorted(recorder.attributes)
+        if is_iterator(vars(recorder.fake_model.get_submodule(place[0])).get(place[1]))
+    ]
+    for name in names:
+        raise CaptureError(
+            name,
+            "is an iterator, which forward may advance, and a recorded program would not",
+            "keep a number or a list, or pass what the iterator gives (next(…)) as an argument",
+        )
 
 
 def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]:

@@ -194,7 +194,8 @@ def _run_again(
 def _refuse_set_in_backward(setup: Setup, changes: Sequence[Change], reason: str) -> None:
     """Raise ``CaptureError`` if a hook that forward puts on a tensor sets something in the model."""
     for change in changes:
-        if change.root == "model":
+        # Objects whose methods are hooks of modules are the user's own.
+        if change.root == "model" and not change.path[1].endswith("hooks"):
             raise CaptureError(
                 type(setup.model).__name__,
                 f"its forward cannot be captured ({reason}), and a hook sets {spell(change.path)} in the "

@@ -7,6 +7,7 @@ is refused.
 from __future__ import annotations
 
 import functools
+import itertools
 import queue
 import threading
 from collections import ChainMap, Counter, OrderedDict
@@ -402,3 +403,35 @@ def test_a_hook_on_a_tensor_that_sets_an_attribute() -> None:
         model(x).sum().backward()
     kept = placed.get_submodule("0").gradient
     torch.testing.assert_close(kept, net.get_submodule("0").gradient)
+
+
+STEPS = itertools.count()
+
+
+class Iterates(Net):
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.rates, self.own = iter([1.0, 2.0, 3.0]), own
+
+    def keep(self, x: Tensor) -> None:
+        self.step = next(self.rates if self.own else STEPS)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_iterators_are_refused(own: bool) -> None:
+    with pytest.raises(placer.CaptureError, match="is an iterator, which forward may advance"):
+        compile_way(Iterates(own=own).double(), (torch.randn(4, 8, dtype=D),), "stages")
+
+
+class TiesInForward(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 8)
+
+    def keep(self, x: Tensor) -> None:
+        self.other.weight = self.first.weight
+
+
+def test_parameters_that_forward_ties_are_refused() -> None:
+    with pytest.raises(placer.CaptureError, match="tie parameters before forward"):
+        compile_way(TiesInForward().double(), (torch.randn(4, 8, dtype=D),), "stages")
