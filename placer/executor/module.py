@@ -170,6 +170,12 @@ class PlacedModule(nn.Module):
         refuse_compile()
         refuse_boxes(target, why="is part of a target, but loss_fn is called with the whole result")
         runtime = runtime_of(self)
+        if type(runtime.tree).__call__ is not nn.Module.__call__:
+            raise PlacerError(
+                type(runtime.tree).__name__,
+                "has a __call__ of its own, which step would not run",
+                "do in forward what it does, or call the model and run the backward yourself",
+            )
         loss_of = StepLoss(
             loss_fn,
             reduction=reduction,

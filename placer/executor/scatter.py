@@ -225,4 +225,10 @@ def _join(name: str, column: tuple[Any, ...], rows: Rows, sizes: Sequence[int]) 
         shares = [size / sum(sizes) for size in sizes]
         first, *others = (value * share for value, share in zip(column, shares, strict=True))
         return sum(others, first)
+    if isinstance(column[0], int | float) and any(value != column[0] for value in column):
+        raise PlacerError(
+            name,
+            f"is another number for every slice of the batch: {', '.join(map(str, column))}",
+            "use 1 replica and 1 micro-batch, or return it as a tensor with a row per sample",
+        )
     return column[0]

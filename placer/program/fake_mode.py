@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_map_only
 
 from placer._torch import (
     READS_DEVICE,
@@ -122,6 +123,8 @@ class FakeMode(TraceableMode, FakeTensorMode):
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator in one of the ways shown in this module's docstring."""
         way = _ways.get(id(func)) or _way_of(func)
+        if way.writes and not all(isinstance(x, FakeTensor) for x in tensors_in(args, kwargs)):
+            return self._write_copies(func, types, args, kwargs)
         if way.is_view and self._is_plain(args[0]):
             return self._run_in_cpp(func, args, kwargs)
         if func is _READS_NUMBER and type(args[0]) is FakeTensor:
@@ -151,6 +154,24 @@ class FakeMode(TraceableMode, FakeTensorMode):
                 return self._learn(key, func, types, args, kwargs)
             recipe = _known[key] = found
         return self._follow(recipe, args)
+
+    def _write_copies(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that writes to real tensors, such as a global one, on their fake copies.
+
+        Torch would run some of these, such as ``add_`` of a number, on the real tensor.
+        """
+        originals: dict[int, Tensor] = {}
+
+        def fake(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, FakeTensor):
+                return tensor
+            copied: Tensor = self.from_tensor(tensor)
+            originals[id(copied)] = tensor
+            return copied
+
+        args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
+        result = self._ask_torch(func, types, args, kwargs)
+        return tree_map_only(Tensor, lambda x: originals.get(id(x), x), result)
 
     def _ask_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = self.dispatch(func, types, args, kwargs)
@@ -301,6 +322,7 @@ class _Way(NamedTuple):
     """What is known of an operator. It has the operator, so that no other one gets the same id."""
 
     func: Any
+    writes: bool
     is_view: bool  # one of `CPP_VIEWS`
     list_rule: Callable[..., Recipe | None] | None
     shape_rule: Callable[..., Recipe | None] | None
@@ -316,6 +338,7 @@ def _way_of(func: Any) -> _Way:
         id(func),
         _Way(
             func,
+            type(func) is _OPERATOR and func._schema.is_mutable,
             func in CPP_VIEWS,
             LIST_RULES.get(func),
             SHAPE_RULES.get(func),

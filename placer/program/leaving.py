@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
@@ -102,12 +103,16 @@ def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Lef
         raise Untraceable("that is a layer: make all layers before forward")
     if has_slots(change.holder) and not isinstance(change.holder, Reference):
         raise Untraceable("that is an attribute of an object that has __slots__")
+    if isinstance(change.holder, np.ndarray):
+        raise Untraceable("that is a numpy array, of which it changes elements")
     holder = change.holder if change.root == "code" else None
     stored = Stored(root=change.root, path=change.path, kind=change.kind, holder=holder)
     if change.kind == "delete":
         return Left(stored=stored, leaves=(), shapes=(), change=change)
     if isinstance(change.value, nn.Parameter) and not writer.is_state(change.value):
         raise Untraceable("that is a new parameter: make all parameters before forward")
+    if isinstance(change.value, nn.Parameter) and "_parameters" in change.path[1:2]:
+        raise Untraceable("that is a parameter of another layer: tie parameters before forward")
 
     def referred(leaf: Any) -> Any:
         if not isinstance(leaf, nn.Module):

@@ -54,6 +54,8 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, functools.partial):
         held = [*enumerate(value.args), *value.keywords.items()]
         return [(key, part) for key, part in held if not isinstance(part, nn.Module)]
+    if isinstance(value, FunctionType):
+        return [(key, part) for key, part in vars(value).items() if key != "__wrapped__"]
     items = items_of(value)
     if items is not None:
         return (

@@ -8,18 +8,22 @@ packages that do not use torch: testing and logging tools, whose own state is no
 from __future__ import annotations
 
 import argparse
+import dis
 import enum
 import functools
 import os
+import queue
 import re
 import sys
 import sysconfig
-from collections import OrderedDict, defaultdict, deque
+import threading
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,12 +45,19 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
 _BOUND = (*BOUND, functools.partial)
 _CODE = (FunctionType, type, tuple, *_BOUND)
-_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, HookTable)
+_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, Counter, HookTable)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
-# Classes of the standard library whose objects hold settings; others of its objects are not searched.
-_SETTINGS = (SimpleNamespace, argparse.Namespace)
+# Classes of the standard library whose objects hold the user's values; its other objects are not searched.
+_HOLDERS = (
+    *(SimpleNamespace, argparse.Namespace, threading.local),
+    *(ChainMap, UserDict, UserList, queue.Queue),
+)
 _NONE: Mapping[str, Any] = {}
+
+
+# The value of a global variable that a function assigns, but that does not exist yet; it is read as None.
+UNDEFINED = object()
 
 
 def _itself(function: Any) -> Any:
@@ -125,6 +136,8 @@ class Reference:
                 self.holder.__defaults__ = tuple(
                     v for k, v in defaults.items() if k not in keywords
                 )
+        elif value is None and self.value is UNDEFINED:
+            self.holder.pop(self.key, None)
         else:
             self.holder[self.key] = value
 
@@ -137,7 +150,8 @@ class ReachableState:
     of a closure, or of a class) that are None, tensors, numbers, strings, containers or objects,
     ``containers`` those of dicts, lists and sets, and of objects in variables, ``objects`` those of variables
     that are objects, ``codes`` the code of functions, and ``classes`` the classes that each function names or
-    belongs to, by its code. ``generators`` are those of random numbers, of Python and numpy.
+    belongs to, by its code. ``generators`` are those of random numbers, of Python and numpy, ``iterators``
+    those of variables that hold an iterator.
     """
 
     cached: list[Reference] = field(default_factory=list)
@@ -147,6 +161,7 @@ class ReachableState:
     codes: list[CodeType] = field(default_factory=list)
     classes: list[tuple[CodeType, type]] = field(default_factory=list)
     generators: list[Reference] = field(default_factory=list)
+    iterators: list[Reference] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
         """Add everything in ``other``."""
@@ -157,6 +172,7 @@ class ReachableState:
         self.codes += other.codes
         self.classes += other.classes
         self.generators += other.generators
+        self.iterators += other.iterators
 
     def read_by(self, codes: Collection[CodeType]) -> list[Reference]:
         """The variables that functions with these ``codes`` name.
@@ -238,6 +254,9 @@ class _Search:
             if self._is_new(value):
                 self._waiting.append(value)
                 self.found.containers.append(Reference(holder, key, value))
+        elif isinstance(value, np.ndarray):
+            if self._is_new(value):
+                self.found.containers.append(Reference(holder, key, value))
         elif isinstance(value, GENERATORS):
             if self._is_new(value):
                 self.found.generators.append(Reference(holder, key, value))
@@ -280,13 +299,16 @@ class _Search:
     def _class(self, cls: type) -> None:
         if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES:
             return
-        for base in cls.__mro__[1:]:
+        for base in (*cls.__mro__[1:], type(cls)):
             self.add(base)
         for name, value in list(vars(cls).items()):
             if isinstance(value, staticmethod | classmethod):
                 self.look(cls, name, value.__func__, type(value))
             elif isinstance(value, property):
-                self.look(None, None, value.fget)
+                for function in (value.fget, value.fset, value.fdel):
+                    self.look(None, None, function)
+            elif isinstance(value, functools.cached_property):
+                self.look(None, None, value.func)
             elif isinstance(value, FunctionType):
                 if value.__code__.co_qualname.startswith(f"{cls.__qualname__}."):
                     self.found.classes.append((value.__code__, cls))
@@ -323,6 +345,8 @@ class _Search:
                 self._module(value, names, function.__code__)
             else:
                 self.variable(space, name, value, function.__code__)
+        for name in _stored_globals(function.__code__) - space.keys():
+            self.found.variables.append(Reference(space, name, UNDEFINED, code=function.__code__))
 
     def variable(self, holder: Any, key: Any, value: Any, code: CodeType | None = None) -> None:
         self.look(holder, key, value)
@@ -331,21 +355,34 @@ class _Search:
             self.found.classes.append((code, value if isinstance(value, type) else type(value)))
         if isinstance(holder, enum.EnumMeta):
             return
-        if isinstance(value, enum.Enum):
+        if is_iterator(value):
+            self.found.iterators.append(reference)
+        elif isinstance(value, enum.Enum) or type(value) in (*_CONTAINERS, tuple):
             self.found.variables.append(reference)
         elif is_object(value) or has_slots(value):
             self.found.objects.append(reference)
             if self._is_searched(value):
                 self.found.variables.append(reference)
-        elif isinstance(value, _VALUES) or type(value) in (*_CONTAINERS, tuple):
+        elif isinstance(value, FunctionType):
+            self._attributes_of_function(reference)
+        elif isinstance(value, _VALUES):
             self.found.variables.append(reference)
+
+    def _attributes_of_function(self, reference: Reference) -> None:
+        """Note the function of ``reference``: code that names it may keep values in its attributes."""
+        function = reference.value
+        if not _is_unrelated(function):
+            self.found.variables.append(reference)
+            self.found.containers.append(Reference(None, reference.key, function))
+            for name, part in list(vars(function).items()):
+                self.look(vars(function), name, part)
 
     def _is_searched(self, value: Any) -> bool:
         """Is it an object whose attributes count: of a user's class, or of one that holds settings?"""
         if not (is_object(value) or has_slots(value)) or id(value) in self._own:
             return False
         module = sys.modules.get(type(value).__module__)
-        return isinstance(value, _SETTINGS) or not (module is None or _is_foreign(module))
+        return isinstance(value, _HOLDERS) or not (module is None or _is_foreign(module))
 
     def _object(self, reference: Reference) -> None:
         if not self._is_new(reference.value):
@@ -368,6 +405,12 @@ class _Search:
                 self.variable(vars(module), name, value, code)
 
 
+def is_iterator(value: Any) -> bool:
+    """Is it a generator, or an iterator of Python's library, whose position cannot be seen?"""
+    kind = type(value)
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+
+
 def _defaults(function: FunctionType) -> dict[str, Any]:
     """The default values of parameters, by name; not those that a decorator kept for its ``*args``."""
     code, values = function.__code__, function.__defaults__ or ()
@@ -386,6 +429,13 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _names(code: CodeType) -> Iterator[str]:
     return (name for inner in _nested(code) for name in inner.co_names)
+
+
+@functools.cache
+def _stored_globals(code: CodeType) -> frozenset[str]:
+    """The global variables to which ``code``, or a function in it, assigns."""
+    found = (x for inner in _nested(code) for x in dis.get_instructions(inner))
+    return frozenset(str(x.argval) for x in found if x.opname == "STORE_GLOBAL")
 
 
 def _is_foreign(value: Any) -> bool:

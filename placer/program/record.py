@@ -23,7 +23,7 @@ from placer._torch import storage_key
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.backward import HookRun
-from placer.program.call import BoundCall
+from placer.program.call import BoundCall, objects_of
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -41,9 +41,9 @@ from placer.program.inside import Inside
 from placer.program.leaving import Left, written_tensor
 from placer.program.objects import Path, attribute_of, spell
 from placer.program.python_random import PythonRandomDraw
-from placer.program.reachable import ReachableState, Reference
+from placer.program.reachable import ReachableState, Reference, find_reachable_state, is_iterator
 from placer.program.recorder import Recorder
-from placer.program.restore import Change, Snapshot, module_roots
+from placer.program.restore import MISSING, Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.stored import StateInput, Stored, set_at
@@ -142,9 +142,10 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
     try:
         run, setup = _run_with_numbers(setup, inputs, snapshot)
         recorder, writer = run.recorder, run.recorder.writer
+        _refuse_iterators(recorder)
         left, replaced = _replace_buffers(recorder, setup, run.left)
-        following = _Next(left, True, ())
-        if any(each.change is not None for each in left):
+        following = _Next(left, True, (), ())
+        if any(each.change is not None for each in left) or any(snapshot.changes()):
             following = _compare_with_next(setup, inputs, run, left)
             left = following.left
         state, written = _state_inputs(run, setup, left)
@@ -188,7 +189,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
             *variable_guards(setup.model, setup.converter.reachable, found, recorder.tensors_read),
             *settings_guards(
                 setup.converter.reachable.read_by(recorder.codes.values()),
-                [each.change for each in left if each.change is not None],
+                [x.change for x in left if x.change is not None and x.change not in following.once],
                 setup.numbers,
             ),
         ),
@@ -198,6 +199,23 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         packs=recorder.packs,
         shapes=writer.shapes,
     )
+
+
+def _refuse_iterators(recorder: Recorder) -> None:
+    """Raise ``CaptureError`` if forward reads an iterator, which a recorded program would not advance."""
+    ran = recorder.codes.keys()
+    names = [each.name for each in recorder.reachable.iterators if id(each.code) in ran]
+    names += [
+        spell(place)
+        for place in sorted(recorder.attributes)
+        if is_iterator(vars(recorder.fake_model.get_submodule(place[0])).get(place[1]))
+    ]
+    for name in names:
+        raise CaptureError(
+            name,
+            "is an iterator, which forward may advance, and a recorded program would not",
+            "keep a number or a list, or pass what the iterator gives (next(…)) as an argument",
+        )
 
 
 def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]:
@@ -384,6 +402,7 @@ class _Next(NamedTuple):
     left: list[Left]
     repeats: bool  # does it compute what the first did?
     unread: tuple[Path, ...]  # containers of the model that forward only adds to, or fills anew
+    once: tuple[Change, ...]  # what only the first call adds to lists; the next is recorded again
 
 
 def _compare_with_next(
@@ -395,12 +414,15 @@ def _compare_with_next(
     Raises ``CaptureError`` if forward reads what an earlier call has left in a variable of its code.
     """
     first, second = run.recorder, None
+    keys = {(each.stored.root, each.stored.path) for each in left}
     for each in left:
         for tensor in tensors_of_tree(each.change.value) if each.change is not None else ():
             first.keep(tensor)
     reachable = setup.converter.reachable
+    # What forward has put into variables may hold containers that the next call fills.
+    made = find_reachable_state(setup.fake_model, objects_of(setup.bound))
     with watching(left, setup.fake_model, reachable) as containers:
-        before = Snapshot(module_roots(setup.fake_model), reachable)
+        before = Snapshot(module_roots(setup.fake_model), made)
         try:
             second = run_once(setup, inputs, before, locate_draws=False)
         except (TraceFailure, ForwardFailure, CaptureError) as failure:
@@ -410,18 +432,29 @@ def _compare_with_next(
     repeats = second is not None and lines == second.recorder.lines(
         second.leaves, constants=not cached
     )
+    following = {(x.stored.root, x.stored.path): x for x in (() if second is None else second.left)}
+    once: list[Change] = []
+    # What the model makes at its first call, and then reads: the next call is recorded again.
+    makes = any(
+        each.stored.kind == "set" and each.stored.path[:2] in first.attributes
+        for each in left
+        if each.stored.root == "model" and ("model", each.stored.path) not in following
+    )
     for each in left:
         key = each.stored.root, each.stored.path
         number = _changed_number(each, reachable) in setup.numbers
         silent = number or first.is_cache(each) or not containers.was_read(key)
+        if second is not None and each.stored.kind == "extend" and key not in following:
+            once += [] if each.change is None else [each.change]
+        elif second is not None and not makes:
+            silent = silent and _is_left_again(each, following.get(key), run, second)
         if each.stored.root == "code" and not (repeats and silent):
-            raise CaptureError(
-                each.stored.name,
-                "is set by forward, which reads in the next call what it has set there",
-                "keep it in an attribute of the model, or pass it as an argument and return it",
-            )
+            raise _read_again(each)
+    for key, other in following.items():
+        if other.stored.root == "code" and key not in keys:
+            raise _read_again(other)
     if second is not None:
-        kinds = {(x.stored.root, x.stored.path): x.stored.kind for x in second.left}
+        kinds = {key: x.stored.kind for key, x in following.items()}
         left = [
             replace(x, stored=replace(x.stored, kind="items"))
             if x.stored.kind == "extend"
@@ -431,7 +464,41 @@ def _compare_with_next(
             else x
             for x in left
         ]
-    return _Next(left, repeats, containers.unread() if repeats else ())
+    return _Next(left, repeats, containers.unread() if repeats else (), tuple(once))
+
+
+def _is_left_again(
+    left: Left, following: Left | None, first: ForwardRun, second: ForwardRun
+) -> bool:
+    """Does the second call leave there what the first has left? What is set to the same is no change.
+
+    A new entry need not be: the next call is recorded again, as its guards see the entry.
+    """
+    if left.change is not None and left.change.before is MISSING:
+        return True
+    if following is None:
+        return left.stored.kind != "extend"
+    if (
+        "set" in (left.stored.kind, following.stored.kind)
+        and left.stored.kind != following.stored.kind
+    ):
+        return False
+    if left.stored.kind == "update":  # a set does not grow by what it has
+        return not following.leaves
+    found, expected = (
+        run.recorder.lines([*each.leaves], constants=True)[-1]
+        for run, each in ((second, following), (first, left))
+    )
+    return found == expected
+
+
+def _read_again(left: Left) -> CaptureError:
+    """The error for a variable of which forward reads what an earlier call has left there."""
+    return CaptureError(
+        left.stored.name,
+        "is set by forward, which reads in the next call what it has set there",
+        "keep it in an attribute of the model, or pass it as an argument and return it",
+    )
 
 
 def _replace_buffers(

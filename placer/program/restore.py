@@ -6,9 +6,10 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 from torch import Tensor, nn
 
 from placer._torch import HOOK_TABLES
@@ -28,7 +29,8 @@ from placer.program.reachable import ReachableState, Reference
 MISSING = object()
 """The value of an entry that does not exist."""
 
-_Contents: TypeAlias = dict[Any, Any] | list[Any] | set[Any]
+_Contents: TypeAlias = dict[Any, Any] | list[Any] | set[Any] | np.ndarray[Any, Any]
+_LARGE = 1 << 20  # bytes of an array that is not compared: such are data and tables
 
 
 Kind = Literal["set", "delete", "extend", "update", "items"]
@@ -68,7 +70,10 @@ class _Holder:
 
     def changes(self) -> Iterator[Change]:
         now, before = _contents(self.object), self.contents
-        if isinstance(now, dict) and isinstance(before, dict):
+        if isinstance(now, np.ndarray) and isinstance(before, np.ndarray):
+            if not _same_array(now, before):
+                yield Change(self.root, self.path, "items", now, before, self.object)
+        elif isinstance(now, dict) and isinstance(before, dict):
             for key in [*before, *(key for key in now if key not in before)]:
                 value, old = now.get(key, MISSING), before.get(key, MISSING)
                 if not _same(value, old):
@@ -112,10 +117,11 @@ class Snapshot:
         self._variables: list[tuple[Reference, Any]] = []
         if code is not None:
             known = {id(holder.object) for holder in self._holders}
+            held = [(each.name, _present(each)) for each in code.containers]
             self._holders += [
-                _Holder("code", (each.name,), each.value, contents)
-                for each in code.containers
-                if id(each.value) not in known and (contents := _contents(each.value)) is not None
+                _Holder("code", (name,), value, contents)
+                for name, value in held
+                if id(value) not in known and (contents := _contents(value)) is not None
             ]
             self._variables += [(reference, reference.read()) for reference in code.variables]
         drawn = [] if code is None else [each.value for each in code.generators]
@@ -139,7 +145,10 @@ class Snapshot:
             set_state(generator, state)
         for holder in self._holders:
             now, before = _contents(holder.object), holder.contents
-            if isinstance(before, dict) and isinstance(now, dict):
+            if isinstance(before, np.ndarray) and isinstance(now, np.ndarray):
+                if not _same_array(now, before):
+                    np.copyto(holder.object, before)
+            elif isinstance(before, dict) and isinstance(now, dict):
                 if list(now) != list(before) or any(now[key] is not before[key] for key in before):
                     _refill(holder.object, before)
             elif now != before if isinstance(before, set) else not _identical(now, before):
@@ -186,14 +195,24 @@ def set_items(holder: Any, items: Iterable[Any]) -> None:
         sequence.extend(items)
 
 
+def _present(reference: Reference) -> Any:
+    """The container of ``reference``, or the one that watches it in its place."""
+    found = reference.value if reference.is_fixed else reference.read()
+    return found if isinstance(found, type(reference.value)) else reference.value
+
+
 def _contents(value: Any) -> _Contents | None:
     """A copy of what can be changed in ``value``; None if nothing can."""
     if isinstance(value, dict):
         return dict(value.items() if isinstance(value, HookTable) else dict.items(value))
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.flags.writeable and value.nbytes <= _LARGE else None
     items = items_of(value) if isinstance(value, list | deque | set) else None
     if items is not None:
         return set(items) if isinstance(value, set) else items
-    return dict(attributes_of(value)) if is_object(value) or has_slots(value) else None
+    if is_object(value) or has_slots(value) or isinstance(value, FunctionType):
+        return dict(attributes_of(value))
+    return None
 
 
 def _refill(holder: Any, contents: _Contents) -> None:
@@ -222,6 +241,10 @@ def _same(now: Any, before: Any) -> bool:
         return len(now) == len(before) and all(map(_same, now, before))
     simple = (bool, int, float, complex, str, bytes, type(None))
     return isinstance(now, simple) and bool(now == before)
+
+
+def _same_array(now: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> bool:
+    return now.shape == before.shape and now.tobytes() == before.tobytes()
 
 
 def _same_items(now: Any, before: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from placer.errors import CaptureError
 from placer.operands import leaves_with_paths
 from placer.program.failure import Untraceable
 from placer.program.packed import unflatten
@@ -126,6 +127,33 @@ def flatten_result(
         leaves += pickler.leaves
         names += [f"{name}.{i}".lstrip(".") for i in range(len(pickler.leaves))]
     return leaves, ResultFormat(spec=spec, objects=tuple(objects), names=tuple(names))
+
+
+def is_fixed(leaf: Any) -> bool:
+    """Is ``leaf`` of a result, which is neither a tensor nor a number, the same in every run of a program?"""
+    return not isinstance(leaf, (Tensor, int, float))
+
+
+def is_alike(
+    found: tuple[list[Any], ResultFormat], expected: tuple[list[Any], ResultFormat]
+) -> bool:
+    """Do two results have the same containers and objects, and the same values of what is fixed?"""
+    if (found[1].spec, found[1].objects) != (expected[1].spec, expected[1].objects):
+        return False
+    pairs = zip(found[0], expected[0], strict=True)
+    return all(bool(now == before) for now, before in pairs if is_fixed(before))
+
+
+def result_of_values(model: str, reason: str = "") -> CaptureError:
+    """The error for a result whose containers or objects depend on values of tensors."""
+    return CaptureError(
+        model,
+        "its forward cannot be captured"
+        + (f" ({reason})" if reason else "")
+        + ", and what it returns depends on values of tensors in more than its tensors and numbers",
+        "return tensors or numbers: no numpy arrays, strings or objects that are made from values, and the "
+        "same containers in every call",
+    )
 
 
 def readable(path: Sequence[Any]) -> str:

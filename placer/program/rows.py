@@ -108,7 +108,8 @@ def find_rows(
         # What a module writes need not depend on the batch (a spectral norm), and cannot be seen here.
         if flow.rows[node].depends and node.op != "call_module":
             changed.update(written.get(node.name, ()))
-        if flow.rows[node].depends:
+        counts = flow.rows[node].dim is None and flow.rows[node].combination != "same"
+        if flow.rows[node].depends or counts:
             flow.write(node, written_inputs.get(node.name, ()))
     return RowFlow(
         rows={node.name: rows for node, rows in flow.rows.items()}, mixing=tuple(flow.mixing)
@@ -170,10 +171,19 @@ class _Flow:
             self._note(node, "it writes some of the rows of the batch")
         if not isinstance(shape, torch.Size):
             self.rows[node] = self._other(shape, doubled, depends=depends, numbered=numbered)
+            others = any(source.combination == "same" for source in sources)
+            if (
+                self._names[node] in ("add", "sub")
+                and self.rows[node].combination == "sum"
+                and others
+            ):
+                # A count of rows that begins at 0 only looks like a sum: each slice adds to what it was.
+                self.rows[node] = Rows(combination=None, depends=depends)
         else:
             grown = [d for d, (a, b) in enumerate(zip(shape, doubled, strict=True)) if a != b]
             if not grown:
-                combination = self._combination(node) if depends else "same"
+                counts = any(x.combination == "sum" and not x.depends for x in sources)
+                combination = self._combination(node) if depends or counts else "same"
                 self.rows[node] = Rows(combination=combination, depends=depends)
             else:
                 blocks = self._blocks(node, grown[0], shape)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -23,8 +24,12 @@ from placer.program.packed import assume_sizes, packed_sequences
 from placer.program.python_random import keep_random
 from placer.program.readings import reading_of_inputs
 from placer.program.restore import Snapshot, hook_owners, module_roots
+from placer.program.result import flatten_result, is_alike
 from placer.program.targets import CallInModes, Checkpointed, Modes, call_module
 from placer.program.writer import executable
+
+# What a module may return that depends on the values of tensors, and that a node does not return again.
+_VALUES = (bool, int, float, str, np.ndarray, np.generic)
 
 if TYPE_CHECKING:
     from placer.program.recorder import Recorder
@@ -45,7 +50,7 @@ def call_single_node(
     recorder.paused = True
     plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
     reading = ""
-    before, removes_others = None, False
+    before, removes_others, differs = None, False, False
     given = executable(args), executable(kwargs)
     containers = Snapshot([((), given)] if not plain_layer else (), root="call")
     if not plain_layer:
@@ -70,7 +75,9 @@ def call_single_node(
             other = GuessData.other(writer.converter, module, recorder.guess)
             roots = _roots(recorder, path, module)
             with suppress(Exception):  # they may be impossible
-                _run_again(recorder, call, roots, args, kwargs, other)  # to see what it then writes
+                # To see what it then writes and returns.
+                _, again = _run_again(recorder, call, roots, args, kwargs, other)
+                differs = not is_alike(flatten_result(again), flatten_result(value))
             if not is_torch_leaf(module):
                 reading = find_reading(recorder, guess, inside, call, roots, args, kwargs)
     except Exception as error:
@@ -82,9 +89,11 @@ def call_single_node(
         raise
     finally:
         recorder.paused = False
-    if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
+    made = {type(x).__name__ for x in tree_iter(value) if guess.guessed and isinstance(x, _VALUES)}
+    if differs or made:
+        kind = ", ".join(sorted(made)) or "a container or object"
         with recorder.refusing():
-            raise Untraceable(f"{path} returns a number that depends on the values of tensors")
+            raise Untraceable(f"{path} returns something that values of tensors decide ({kind})")
     if any(isinstance(each.holder, dict | list) for each in containers.changes()):
         with recorder.refusing():
             raise Untraceable(f"{path} changes a dict or list that it is given")
@@ -169,7 +178,7 @@ def find_reading(
     return reading_of_inputs(
         guess,
         inside,
-        lambda other: _run_again(recorder, call, roots, args, kwargs, other),
+        lambda other: _run_again(recorder, call, roots, args, kwargs, other)[0],
     )
 
 
@@ -180,17 +189,21 @@ def _run_again(
     args: Any,
     kwargs: Any,
     guess: GuessData,
-) -> Inside | None:
-    """Run a single node with other values where it reads values of tensors; ``roots`` are its modules'."""
+) -> tuple[Inside | None, Any]:
+    """Run a single node with other values where it reads values of tensors; ``roots`` are its modules'.
+
+    Returns what it did inside, and its result.
+    """
     before = Snapshot(roots, recorder.reachable)
     try:
         with guess, keep_random():
             with without_torch_function():
                 copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
             recorder.reached.extend(copies, inside=recorder.is_split)
-            inside = recorder.reached.end(call(*executable(copies[0]), **executable(copies[1])))
+            value = call(*executable(copies[0]), **executable(copies[1]))
+            inside = recorder.reached.end(value)
             if inside is not None:
                 inside.note_flags(before.changes())
-            return inside
+            return inside, value
     finally:
         before.restore()

@@ -19,7 +19,7 @@ from placer.program.copying import copy_module
 from placer.program.packed import unflatten
 from placer.program.reachable import find_reachable_state
 from placer.program.restore import Snapshot, restored
-from placer.program.result import flatten_result
+from placer.program.result import flatten_result, result_of_values
 
 
 class Modes(NamedTuple):
@@ -227,10 +227,12 @@ class WholeRoot:
         skeleton: nn.Module,
         names: tuple[str, ...],
         rebuild: Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+        expected: tuple[TreeSpec, Mapping[int, Any]],
     ) -> None:
         self.skeleton = skeleton
         self.names = names
         self.rebuild = rebuild
+        self.expected = expected  # of the result: its containers, and its leaves that are fixed
         self.__name__ = self.__qualname__ = f"whole_{type(skeleton).__name__}"
         self.__module__ = __name__
 
@@ -244,7 +246,11 @@ class WholeRoot:
                 code = find_reachable_state(model)
         with restored(Snapshot((), code)):
             result = torch.func.functional_call(model, dict(state), args, kwargs, tie_weights=False)
-        return flatten_result(result)[0]
+        leaves, form = flatten_result(result)
+        spec, fixed = self.expected
+        if form.spec != spec or any(leaves[i] != value for i, value in fixed.items()):
+            raise result_of_values(type(self.skeleton).__name__)
+        return leaves
 
     def __repr__(self) -> str:
         return f"WholeRoot({type(self.skeleton).__qualname__}, {self.names})"

@@ -167,6 +167,7 @@ def _settings(
         return
     compared = isinstance(value, _COMPARED)
     yield keys, type(value), value if compared else None
-    if depth > 0 and not compared and not (keys and isinstance(value, nn.Module)):
+    inside = isinstance(value, FunctionType) or not compared
+    if depth > 0 and inside and not (keys and isinstance(value, nn.Module)):
         for key, part in parts(value):
             yield from _settings(part, unread, (*keys, key), depth_inside(value, depth))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from placer.program.reached import Follow, Reached
 from placer.program.readings import reading_of_inputs
 from placer.program.record import RecordedProgram, Setup, recording_modes
 from placer.program.restore import Change, Snapshot, module_roots
-from placer.program.result import flatten_result
+from placer.program.result import ResultFormat, flatten_result, is_alike, is_fixed, result_of_values
 from placer.program.size_log import SizeLog
 from placer.program.state import named_state
 from placer.program.stored import table_at
@@ -80,7 +80,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             args, kwargs = place_arguments(bound, arguments)
             reached.begin((args, kwargs), inside=setup.is_split)
             try:
-                with hooks.watching() if setup.is_split else nullcontext():
+                with hooks.watching():
                     leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
                 reached.note_replaced(fake_model)
@@ -88,8 +88,9 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 once = set(map(id, _made_once(setup, inputs, changes)))
                 others = [change for change in changes if id(change) not in once]
                 _refuse_changes(setup, others, reached, reason)
-                if setup.is_split:
-                    hooks.run_backward(tensors_of_tree(leaves), inputs)
+                hooks.run_backward(tensors_of_tree(leaves), inputs)
+                if not setup.is_split:
+                    _refuse_set_in_backward(setup, hooks.changes, reason)
             finally:
                 given.restore()
             _refuse_flags(flags, fake_model, type(model), reason)
@@ -103,9 +104,12 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     reading = ""
     if guesses.guessed:
         other = GuessData.other(converter, fake_model, setup.guess)
-        changes = []
+        changes, differs = [], False
         with suppress(Exception):  # these values may be impossible
-            changes, _ = _run_again(setup, inputs, reached, snapshot, other)
+            changes, _, again = _run_again(setup, inputs, reached, snapshot, other)
+            differs = not is_alike(again, (leaves, result))
+        if differs:
+            raise result_of_values(type(model).__name__, reason)
         others = [change for change in changes if not _may_be_made_once(change)]
         _refuse_changes(setup, others, reached, reason)
         if inside is not None:
@@ -122,7 +126,10 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     state = [writer.node("get_attr", name) for name in names]
     kept = tuple(x.value if isinstance(x, AnyNumber) else x for x in bound.constants)
     form = replace(bound, leaves=kept)  # keeps no tensor of the caller's
-    call = WholeRoot(_skeleton(model), tuple(names), partial(rebuild_call, form))
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if is_fixed(leaf)}
+    call = WholeRoot(
+        _skeleton(model), tuple(names), partial(rebuild_call, form), (result.spec, fixed)
+    )
     node = writer.node("call_function", call, (*state, *inputs))
     numbers: dict[fx.Node, Any] = {}
     results: list[Any] = list(leaves)
@@ -167,8 +174,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
 
 def _run_again(
     setup: Setup, inputs: Sequence[Tensor], reached: Reached, snapshot: Snapshot, guess: GuessData
-) -> tuple[list[Change], Inside | None]:
-    """Run the model once more, with other values where it reads them: what it then changes and runs."""
+) -> tuple[list[Change], Inside | None, tuple[list[Any], ResultFormat]]:
+    """Run the model once more, with other values where it reads them: what it changes, runs and returns."""
     converter, model, bound = setup.converter, setup.fake_model, setup.bound
     arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
     given = Snapshot(arguments_roots(bound, arguments), root="call")
@@ -176,11 +183,26 @@ def _run_again(
         with recording_modes(converter), Follow(reached), guess, keep_random():
             args, kwargs = place_arguments(bound, arguments)
             reached.extend((args, kwargs), inside=setup.is_split)
-            inside = reached.end(flatten_result(model.forward(*args, **kwargs))[0])
-        return [*snapshot.changes(), *given.changes()], inside
+            leaves, form = flatten_result(model.forward(*args, **kwargs))
+            inside = reached.end(leaves)
+        return [*snapshot.changes(), *given.changes()], inside, (leaves, form)
     finally:
         given.restore()
         snapshot.restore()
+
+
+def _refuse_set_in_backward(setup: Setup, changes: Sequence[Change], reason: str) -> None:
+    """Raise ``CaptureError`` if a hook that forward puts on a tensor sets something in the model."""
+    for change in changes:
+        # Objects whose methods are hooks of modules are the user's own.
+        if change.root == "model" and not change.path[1].endswith("hooks"):
+            raise CaptureError(
+                type(setup.model).__name__,
+                f"its forward cannot be captured ({reason}), and a hook sets {spell(change.path)} in the "
+                "backward, which that of the placed model would not",
+                "move the code that cannot be captured into a submodule, or return the tensor and put the "
+                "hook on that",
+            )
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

@@ -165,3 +165,19 @@ def test_hooks_come_back_with_a_pickled_module() -> None:
     for module in (loaded.read[0], loaded.head):
         module._forward_hooks.clear()
     assert not torch.allclose(loaded(_ids())["logits"], model(_ids())["logits"])
+
+
+class CallsItself(nn.Linear):
+    """Has a ``__call__`` of its own."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result: Tensor = super().__call__(x * 2)
+        return result
+
+
+def test_step_refuses_a_model_with_a_call_of_its_own() -> None:
+    net, x = CallsItself(4, 4), torch.randn(8, 4)
+    placed = placer.compile(net, {"devices": ["cuda:0"]}, x, run_on="cpu")
+    torch.testing.assert_close(placed(x), net(x))
+    with pytest.raises(placer.PlacerError, match="has a __call__ of its own"):
+        placed.step(x, target=x, loss_fn=nn.functional.mse_loss)

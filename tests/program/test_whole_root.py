@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,3 +117,82 @@ class CountsCalls(nn.Module):
 def test_a_count_that_a_whole_model_replaces_is_refused(buffer: bool) -> None:
     with pytest.raises(placer.CaptureError, match="it sets calls"):
         placer.compile(CountsCalls(buffer=buffer), TWO, X)
+
+
+class Returns(nn.Module):
+    """What it returns besides ``y`` is made from values of ``y``, in Python or numpy."""
+
+    def __init__(self, make: Callable[[Tensor], Any], *, inside: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.make = nn.Linear(4, 4), nn.Linear(4, 4), make
+        self.part = Returns(make) if inside else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        y = self.last(self.first(x))
+        return (y, self.make(y)) if self.part is None else self.part(y)
+
+
+class Box:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y: y.detach().numpy().sum(1),
+        lambda y: "high" if y.sum() > 0 else "low",
+        lambda y: [row for row in y if row.sum() > 0],
+        lambda y: Box(y.mean().item()),
+    ],
+    ids=["array", "string", "length", "object"],
+)
+def test_a_result_that_values_decide_is_refused(
+    make: Callable[[Tensor], Any], inside: bool
+) -> None:
+    with pytest.raises(placer.CaptureError, match="depends on values of tensors in more"):
+        placer.compile(Returns(make, inside=inside), TWO, X)
+
+
+def test_a_string_that_the_trial_did_not_see_is_refused_in_the_call() -> None:
+    net = Returns(lambda y: "high" if y.mean().item() > 5 else "low")
+    placed = placer.compile(net, TWO, X)
+    assert placed(X)[1] == "low"
+    with torch.no_grad():
+        placed.last.bias.fill_(9.0)
+    with pytest.raises(placer.CaptureError, match="depends on values of tensors in more"):
+        placed(X)
+
+
+def test_numbers_from_values_are_returned_but_not_of_slices() -> None:
+    net = Returns(lambda y: y.mean().item())
+    assert placer.compile(net, TWO, X)(X)[1] == pytest.approx(net(X)[1])
+    placed = placer.compile(net, {**TWO, "replicas": 2}, X)
+    with pytest.raises(placer.PlacerError, match="result 1: is another number for every slice"):
+        placed(X)
+
+
+class Labels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        y = self.layer(x)
+        return y, y.detach().numpy().argmax(1)
+
+
+class ReadsLabels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels, self.last = Labels(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, labels = self.labels(x)
+        result: Tensor = self.last(y) * torch.from_numpy(labels)[:, None]
+        return result
+
+
+def test_an_array_that_a_layer_returns_is_that_of_each_call() -> None:
+    assert placer.verify(ReadsLabels(), TWO, X).ok
