@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
@@ -56,7 +55,7 @@ def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoRet
     console.print(f"{error.where}: {error.problem}", style="bold red", markup=False)
     _print_short(console, error, "tried (largest peak of a device):")
     needed = error.needed or error.remedy
-    _print_fitting(console, error, needed, as_option)
+    _print_fitting(console, error, needed)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):
         console.print("(times are known with --kind)", style="dim", markup=False)
     if as_json:
@@ -86,7 +85,7 @@ def report_misfit(
         console.print(largest.describe(), style="bold red", markup=False)
     with progress(console, "planning with other amounts of memory", make, compare=False):
         needed = memory_needed(spec, make)
-    _print_fitting(console, error, needed, str)
+    _print_fitting(console, error, needed)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):
         hint = "(in this order by reference rates; times are known with --kind)"
         console.print(hint, style="dim", markup=False)
@@ -96,46 +95,17 @@ def report_misfit(
     raise typer.Exit(EXIT_NO_FIT)
 
 
-def _print_fitting(
-    console: Console, error: BudgetError, needed: str, spell: Callable[[str], str]
-) -> None:
+def _print_fitting(console: Console, error: BudgetError, needed: str) -> None:
     console.print("what would make it fit:")
     fitting = [describe_fitting(tried) for tried in error.tried if tried.fits]
     for remedy in (*fitting, needed):
-        console.print(f"  - {spell(remedy)}", markup=False)
+        console.print(f"  - {remedy}", markup=False)
 
 
 def _print_short(console: Console, error: BudgetError, title: str) -> None:
     short = [f"  - {t.change}: {format_bytes(t.peak)}" for t in error.tried if not t.fits]
     for line in (title, *short) if short else ():
         console.print(line, style="dim", markup=False)
-
-
-_SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
-
-
-def as_option(change: str) -> str:
-    """Rewrite a change of a spec's fields as one of the options of ``placer auto``.
-
-    >>> as_option('split the batch: "microbatches": 2, "schedule": "1F1B"')
-    'split the batch: --microbatches 2 --schedule 1F1B'
-    >>> as_option('"checkpoint": "auto" and "offload": "auto" (recompute or wait)')
-    '--checkpoint --offload (recompute or wait)'
-    >>> as_option('write a smaller "reserve" into the spec')
-    'give a smaller --reserve'
-    >>> as_option('give more "host_memory", or recompute others ("checkpoint")')
-    'give more --host-memory, or recompute others (--checkpoint)'
-    >>> as_option('"offload": "auto" and "host_memory": "1.5GiB" (wait in host memory)')
-    '--offload --host-memory 1.5GiB (wait in host memory)'
-    """
-    change = change.replace('write a smaller "reserve" into the spec', "give a smaller --reserve")
-    options = _SPEC_FIELD.sub(
-        lambda m: f"--{m[1].replace('_', '-')}" + (f" {m[2]}" if m[2] else ""), change
-    )
-    options = options.replace('"host_memory"', "--host-memory").replace(
-        '"checkpoint")', "--checkpoint)"
-    )
-    return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
 
 
 def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:

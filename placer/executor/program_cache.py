@@ -97,9 +97,7 @@ class ProgramCache:
         self._recaptures = Recaptures()
         self._whole = self._kept_whole()
         self._captured_buffers = self._buffers
-        # The inputs, on ``meta``, for which the model was recorded last:
-        self.latest = staged.example_inputs()
-        example = self.latest
+        example = staged.example_inputs()
         condition = condition_key(staged.call, staged.conditions.modes, example), autocast
         # By the conditions, and by the rows of a call if the program is not for every batch size.
         self._known: dict[Hashable, list[_CachedProgram]] = {}
@@ -267,7 +265,6 @@ class ProgramCache:
             for reference in [*like, self._captured][:1] if comparable else ():
                 found = self._same(reference, shaped, leaves, grad=grad)
                 if found is not None:
-                    self.latest = shaped
                     known = self._as_known(reference, leaves)
                     return known._replace(
                         guards=found.guards, answers=found.answers, any_rows=found.any_rows
@@ -277,7 +274,6 @@ class ProgramCache:
             staged = self._capture(args, kwargs, grad=grad, numbers=numbers)
             if self._is_sliced:
                 refuse_kept_rows(self._references, staged)
-        self.latest = shaped
         if comparable:
             self._references.append(staged)
             del self._references[1:-_MAX_REFERENCES]
