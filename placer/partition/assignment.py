@@ -234,9 +234,8 @@ def _moves(
             if not free[y - 1]:
                 break
             for device in range(devices):
-                if (
-                    device_of[x] != device != device_of[y - 1]
-                ):  # otherwise moving a shorter run gives the same
+                # Otherwise moving a shorter run gives the same
+                if device_of[x] != device != device_of[y - 1]:
                     yield x, y, device
 
 

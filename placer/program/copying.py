@@ -19,9 +19,8 @@ from placer.errors import CaptureError
 from placer.program.hook_table import HookTable, hook_tables
 from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
 
-_TABLES = frozenset(
-    vars(nn.Module())
-)  # what every module has: tensors, submodules, hooks, the mode
+# What every module has: tensors, submodules, hooks, the mode
+_TABLES = frozenset(vars(nn.Module()))
 
 
 def copy_module(

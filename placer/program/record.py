@@ -71,16 +71,14 @@ class RecordedProgram:
     changing: frozenset[str]  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
     replaced: tuple[str, ...]  # buffers that forward replaces
-    changed_in_backward: tuple[
-        Change, ...
-    ]  # known only if the batch is to be split, as is the next
+    # Known only if the batch is to be split, as is the next
+    changed_in_backward: tuple[Change, ...]
     gradient_hooks: tuple[HookRun, ...]
     numbers: tuple[StateInput, ...]  # numbers of which any will do
     readings: Mapping[str, str]  # single nodes that decide by values of their inputs -> line
     inside: Mapping[str, Inside]  # single nodes -> the operators that they run
-    independent: tuple[
-        bool, ...
-    ]  # per node: it is of a single node, but does not depend on its inputs
+    # Per node: it is of a single node, but does not depend on its inputs
+    independent: tuple[bool, ...]
     repeats: bool  # does the next call compute the same, in the state that this one leaves?
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line

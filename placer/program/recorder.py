@@ -87,17 +87,9 @@ from placer.program.writer import CPU, GraphWriter, executable
 # and those that reach into autograd, which a graph cannot express.
 _SIZES = ("size", "numel", "nelement", "stride", "storage_offset", "__len__")
 _READS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__array__",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__complex__",
-    "__index__",
-    "__contains__",
-)
+    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__",
+    "__index__", "__contains__",
+)  # fmt: skip
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 _REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)

@@ -293,35 +293,16 @@ def _make_list(*args: Any) -> Recipe | None:
 
 aten = torch.ops.aten
 _ELEMENTWISE = (
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
-    aten.div.Tensor,
-    aten.mul.Scalar,
-    aten.div.Scalar,
-    aten.neg.default,
-    aten.relu.default,
-    aten.threshold_backward.default,
-    aten.gelu.default,
-    aten.gelu_backward.default,
-    aten.silu.default,
-    aten.silu_backward.default,
-    aten.sigmoid.default,
-    aten.sigmoid_backward.default,
-    aten.tanh.default,
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar,
+    aten.div.Scalar, aten.neg.default, aten.relu.default, aten.threshold_backward.default,
+    aten.gelu.default, aten.gelu_backward.default, aten.silu.default, aten.silu_backward.default,
+    aten.sigmoid.default, aten.sigmoid_backward.default, aten.tanh.default,
     aten.tanh_backward.default,
-)
+)  # fmt: skip
 _WRITES = (
-    aten.add_.Tensor,
-    aten.sub_.Tensor,
-    aten.mul_.Tensor,
-    aten.div_.Tensor,
-    aten.copy_.default,
-    aten.fill_.Scalar,
-    aten.zero_.default,
-    aten.relu_.default,
-    aten.bernoulli_.float,
-)
+    aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.copy_.default,
+    aten.fill_.Scalar, aten.zero_.default, aten.relu_.default, aten.bernoulli_.float,
+)  # fmt: skip
 SHAPE_RULES: dict[Any, Callable[..., Recipe | None]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_WRITES, _written),

@@ -50,9 +50,8 @@ class GraphWriter:
         self.constants: dict[str, Tensor] = {}
         # Of the finished graph's nodes: the shape of a tensor, a number, or None.
         self.shapes: tuple[Any, ...] = ()
-        self.of_no_input: set[fx.Node] = (
-            set()
-        )  # single nodes' results that their inputs do not reach
+        # Single nodes' results that their inputs do not reach
+        self.of_no_input: set[fx.Node] = set()
         self.independent: tuple[
             bool, ...
         ] = ()  # of the finished graph's nodes: is it one of those?

@@ -343,9 +343,8 @@ class JudgingPlanner:
         roomy = not self._processes and all(map(_is_roomy, plan.devices))
         if self._verdict_only and (unlimited or roomy):
             return False
-        whole_batch = (
-            plan.loss is not None and plan.loss.whole_batch
-        )  # estimates count a micro-batch's
+        # Estimates count a micro-batch's
+        whole_batch = plan.loss is not None and plan.loss.whole_batch
         allocates = any(device.allocator is not None for device in plan.devices)
         return self._processes or whole_batch or allocates
 

@@ -60,9 +60,8 @@ def _transposed(axis: Axis, first: int, end: int) -> Window:
     begins_before = (
         first + axis.padding
     ) // stride  # the last input plane that begins up to ``first``
-    reaches = -(
-        (axis.reach - first - axis.padding) // stride
-    )  # the first input plane that reaches it
+    # The first input plane that reaches it
+    reaches = -((axis.reach - first - axis.padding) // stride)
     low = max(0, min(reaches, begins_before, last))
     high = max(min((end - 1 + axis.padding) // stride, last), low) + 1
     begins = low * stride - axis.padding

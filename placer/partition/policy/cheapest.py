@@ -72,9 +72,8 @@ def choose_stage_policy(
     if limits.fits(chosen):
         select = partial(_within_both if within_host else _within_budget, limits=limits)
         cheapest = stage.search(choices, select)
-        if (
-            within_host
-        ):  # search without offloading too, as the first search may have dropped the best
+        # Search without offloading too, as the first search may have dropped the best
+        if within_host:
             without = [choice for choice in choices if not choice.offload]
             cheapest += [x for x in stage.search(without, select) if limits.fits(x)]
         chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, limits.peak(x)))

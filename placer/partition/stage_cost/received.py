@@ -80,9 +80,8 @@ def releases(value: Received, starts: Sequence[int]) -> Iterator[IntervalCorrect
     last = -1  # the last reader so far; the value may be used through a view that it returned
     views = iter([*need.lent, (NEVER, NEVER)])
     made, end = next(views)
-    lent = [
-        (-1, NEVER)
-    ]  # views up to a use, the latest last; from there those are dropped that are over
+    # Views up to a use, the latest last; from there those are dropped that are over
+    lent = [(-1, NEVER)]
     for use, following in pairwise([*uses, NEVER]):
         last = use if use in reading else last
         while made <= use:
