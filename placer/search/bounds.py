@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from placer.cost import CostEstimates, CostTable, Estimate, Loss, batch_rows, with_fewer_rows
+from placer.cost import CostEstimates, CostTable, Loss, batch_rows, with_fewer_rows
 from placer.errors import CaptureError
 from placer.machine.devices import device_type
 from placer.machine.links import Links
@@ -82,7 +82,7 @@ class Bounds:
         optimizer = wanted.optimizer
         self._optimizer = optimizer if isinstance(optimizer, str) else optimizer.model_dump()
         self._rows = batch_rows(program, inputs) or 1
-        whole = self._costs(self._rows, kept=False)
+        whole = self._run(self._rows, kept=False)
         self._parameters = sum(t.nbytes for t in whole.state)
         self._trained = whole.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
@@ -90,13 +90,9 @@ class Bounds:
         # The most bytes that any device has for tensors
         self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
 
-    def _costs(self, rows: int, *, kept: bool) -> CostTable:
-        """Of a micro-batch of so many rows, scaled from those of the whole batch."""
-        self._run(self._estimates, self._rows, kept=kept)
-        return self._run(self._estimates.scaled, rows, kept=kept)
-
-    def _run(self, estimate: Estimate, rows: int, *, kept: bool) -> CostTable:
-        return estimate(
+    def _run(self, rows: int, *, kept: bool) -> CostTable:
+        """The costs of a micro-batch of so many rows."""
+        return self._estimates(
             microbatch_inputs(self._program, self._inputs, rows),
             training=self._wanted.training,
             precision=self._wanted.precision,
@@ -117,10 +113,14 @@ class Bounds:
         return -(-of_replica // strategy.microbatches)
 
     def _sum(self, rows: int, *, kept: bool) -> _Sums:
-        costs, training = self._costs(rows, kept=kept), self._wanted.training
+        """Of a micro-batch of so many rows, scaled from those of the whole batch."""
+        whole, training = self._run(self._rows, kept=kept), self._wanted.training
+        share = rows / self._rows
+        work = whole.work.with_share(share)
+        saved = [v for v in whole.values if v.savers and v.producer >= 0]
         found = []
         for kind in dict.fromkeys(slot.kind for slot in self._slots):
-            seconds = costs.work.seconds(kind)
+            seconds = work.seconds(kind)
             backward = seconds.backward.device * training
             found.append(
                 _Sums(
@@ -130,9 +130,7 @@ class Bounds:
                         seconds.forward.host.sum() + training * seconds.backward.host.sum()
                     ),
                     longest=float(np.max(seconds.forward.device + backward)),
-                    saved=float(
-                        sum(v.nbytes for v in costs.values if v.savers and v.producer >= 0)
-                    ),
+                    saved=sum(v.nbytes * (1.0 if v.fixed else share) for v in saved),
                 )
             )
         return min(found, key=lambda sums: sums.forward + sums.backward)
@@ -188,7 +186,7 @@ class Bounds:
         return self._scaled_chain(rows / self._rows).plus(self._left_out, share)
 
     def _scaled_chain(self, share: float) -> Chain:
-        whole = self._run(self._estimates, self._rows, kept=self._keeps_casts)
+        whole = self._run(self._rows, kept=self._keeps_casts)
         return self._chain_of(with_fewer_rows(whole, share))
 
     def _chain_of(self, costs: CostTable) -> Chain:
@@ -200,7 +198,7 @@ class Bounds:
         rows = self._rows
         scaled = self._scaled_chain(1 / rows)
         try:
-            one = self._run(self._estimates, 1, kept=self._keeps_casts) if rows > 1 else None
+            one = self._run(1, kept=self._keeps_casts) if rows > 1 else None
             exact = scaled if one is None else self._chain_of(one)
         except CaptureError:  # a model that needs more rows, such as for BatchNorm
             exact = scaled

@@ -38,8 +38,7 @@ _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
 _FAR_SHARE = 0.1  # a plan that overflows by more is not made to fit by corrections
 _ROOMY = 4
-# Of many stages only the fullest devices get a dry run, if more nodes than this would run forward in a step.
-_MOST_NODES, _FULLEST = 20_000, 2
+_FULLEST = 2  # devices of many stages that get a dry run
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.
 _STAGE_COSTS = {
@@ -366,9 +365,8 @@ class JudgingPlanner:
 
 def _most_run(plan: Plan) -> int | None:
     """How many processes of a replica a dry run of ``plan`` runs; None: all."""
-    nodes = len(plan.node_layers) * plan.microbatches
-    long = plan.processes and nodes > _MOST_NODES and len(plan.stages) > MANY_STAGES
-    return _FULLEST if long and not plan.offload else None
+    many = plan.processes and len(plan.stages) > MANY_STAGES
+    return _FULLEST if many and not plan.offload else None
 
 
 def _describe(spec: PlacementSpec) -> str:

@@ -157,10 +157,11 @@ def _name(value: Any) -> str | None:
 
 def _twice(names: list[str | None], where: str, rule: str) -> list[Problem]:
     known = [None if name is None else _torch_name(name) for name in names]
+    first = {name: i for i, name in reversed(list(enumerate(known)))}
     return [
         (f"{where}/{i}", f"{name!r} is listed twice ({rule})", "remove it, or name another device")
         for i, name in enumerate(names)
-        if name is not None and known[i] in known[:i]
+        if name is not None and first[known[i]] < i
     ]
 
 
