@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
-from torch import Tensor
 
 from placer.cli.output import EXIT_NO_FIT, print_json
 from placer.cli.progress import progress
@@ -22,7 +21,6 @@ from placer.planner.remedies import (
     memory_needed,
     misfit_error,
 )
-from placer.program import Program
 from placer.quantities import format_bytes
 from placer.search.fewer import as_fast_with_fewer
 from placer.simulation.judge import JudgingPlanner
@@ -36,18 +34,13 @@ def with_comparisons(plan: Plan, spec: PlacementSpec, make: JudgingPlanner) -> P
 
 
 def find_remedies(
-    console: Console,
-    program: Program,
-    spec: PlacementSpec,
-    inputs: Sequence[Tensor],
-    plan: Plan,
-    make: JudgingPlanner,
+    console: Console, spec: PlacementSpec, plan: Plan, make: JudgingPlanner
 ) -> BudgetError:
     """The error that says why ``plan`` does not fit, with the changes that were tried."""
     if plan.fits_devices:  # the host has too little
         return host_error(plan)
     with progress(console, "planning changes that may make it fit", make):
-        return misfit_error(program, spec, inputs, plan, make)
+        return misfit_error(spec, plan, make)
 
 
 def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoReturn:
@@ -64,13 +57,7 @@ def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoRet
 
 
 def report_misfit(
-    console: Console,
-    program: Program,
-    spec: PlacementSpec,
-    inputs: Sequence[Tensor],
-    plan: Plan,
-    make: JudgingPlanner,
-    error: BudgetError,
+    console: Console, spec: PlacementSpec, plan: Plan, make: JudgingPlanner, error: BudgetError
 ) -> NoReturn:
     """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
@@ -81,7 +68,7 @@ def report_misfit(
         raise typer.Exit(EXIT_NO_FIT)
     no_room = lacks_room(spec)
     if not no_room:
-        largest = find_largest_node(program, spec, inputs, make)
+        largest = find_largest_node(spec, make)
         console.print(largest.describe(), style="bold red", markup=False)
     with progress(console, "planning with other amounts of memory", make, compare=False):
         needed = memory_needed(spec, make)

@@ -55,6 +55,14 @@ class PlanMaker(Protocol):
     """Plans specs for one model and its inputs."""
 
     @property
+    def program(self) -> Program:
+        """The model as it was captured."""
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """The inputs of a step."""
+
+    @property
     def costs(self) -> CostEstimates:
         """The model's costs, shared by all its plans."""
 
@@ -70,15 +78,6 @@ class PlanMaker(Protocol):
         It prefers little memory to little time, so it is seldom near a budget and seldom needs a dry run.
         If it does not fit by its estimates it gets no dry run, which might have another verdict.
         """
-
-    def estimate(self, spec: PlacementSpec, *, spare: float = 0.0) -> Plan:
-        """The plan for ``spec`` by its estimates, which `judge` can judge by a dry run.
-
-        The share ``spare`` of each device's budget is kept free, because estimates may be too low.
-        """
-
-    def judge(self, plan: Plan) -> Plan:
-        """``plan`` with the verdict of a dry run, if one is needed."""
 
     def rough_plan(self, spec: PlacementSpec) -> Plan:
         """An approximation of `quick_plan`'s plan from costs that are known, without running the model."""

@@ -46,7 +46,8 @@ from placer.program.fingerprint import fingerprint_graph
 from placer.program.guards import tensor_paths
 from placer.program.inside import SOMETHING_ELSE, mixing_inside
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf, runs_own_hooks
-from placer.program.record import RecordedProgram, Setup, record_model, replaced_state
+from placer.program.record import RecordedProgram, record_model, replaced_state
+from placer.program.recorder import Setup
 from placer.program.rows import (
     Mixing,
     RowFlow,

@@ -12,7 +12,8 @@ from placer.program.call import bind_call, describe_shapes, objects_of
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.guards import AttributeGuard, failed_guard
-from placer.program.record import Setup, record_model
+from placer.program.record import record_model
+from placer.program.recorder import Setup
 from placer.program.types import Answers, CallFormat, Conditions
 from placer.program.variable_guards import VariableGuard
 from placer.program.watch import RECORDING

@@ -216,7 +216,10 @@ class JudgingPlanner:
 
     @only_new_garbage()
     def estimate(self, spec: PlacementSpec, *, spare: float = 0.0) -> Plan:
-        """The plan for ``spec`` by its estimates, ``spare`` of each budget kept free; see `PlanMaker`."""
+        """The plan for ``spec`` by its estimates, which `judge` can judge by a dry run.
+
+        The share ``spare`` of each device's budget is kept free, because estimates may be too low.
+        """
         slots = [device_slot(device, spec) for device in spec.devices]
         kept = {slot.name: int(spare * (slot.budget or 0)) for slot in slots}
         return self._build(spec)(corrections=kept)
