@@ -10,6 +10,7 @@ units, arrange              the graph of units; cuts along an order, and orders 
 candidate, chain            the best stages along one order
 steps                       steps laid out in time, to move boundaries to where they are shortest
 noncontiguous, assignment   several stages on one device, which need not be neighbours
+rectangles                  sums of constants over tables, for all stages along an order
 model                       expresses a captured model as a problem of `solver`
 describe, types             the result, with the best alternative for each boundary
 `stage_cost`                the bytes and seconds of a stage

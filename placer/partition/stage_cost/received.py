@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, StoredValue
+from placer.partition.rectangles import NEVER
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection
-from placer.partition.stage_cost.rectangles import NEVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,9 @@ import numpy as np
 
 from placer.cost import CostTable
 from placer.machine.catalogue import DeviceKind
+from placer.partition.rectangles import Table
 from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.order_bytes import LOSS_NBYTES
-from placer.partition.stage_cost.rectangles import Table
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.schedule import Counts, InFlight
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, StateTensor
+from placer.partition.rectangles import Rectangles, Table
 from placer.partition.stage_cost.optimizer import OptimizerMemory
-from placer.partition.stage_cost.rectangles import Rectangles, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
