@@ -397,10 +397,7 @@ def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restore(
-    model: nn.Module,
-    plan: Plan,
-    call: ExampleCall,
-    places: Sequence[Sequence[Sequence[Place]]],
+    model: nn.Module, plan: Plan, call: ExampleCall, places: Sequence[Sequence[Sequence[Place]]]
 ) -> PlacedModule:
     with as_captured(model, call):
         staged = emit_again(model, plan, call)

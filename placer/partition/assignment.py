@@ -43,10 +43,7 @@ _ROUNDING = 1e-9  # relative difference between float sums in different orders
 
 
 def nested_devices(
-    shared: SharedPeaks,
-    cuts: Sequence[int],
-    devices: int,
-    share: Callable[[int, Table], Table],
+    shared: SharedPeaks, cuts: Sequence[int], devices: int, share: Callable[[int, Table], Table]
 ) -> list[int]:
     """The first step: the device of every interval between ``cuts`` (indices, both ends included).
 

@@ -63,12 +63,7 @@ class Candidate:
 
 
 def rank_candidate(
-    options: PlanningOptions,
-    *,
-    fullest: float,
-    peak: float,
-    seconds: Sequence[float],
-    step: float,
+    options: PlanningOptions, *, fullest: float, peak: float, seconds: Sequence[float], step: float
 ) -> tuple[float, ...]:
     """The key for comparing candidates: first the overflow, then the objective, then seconds.
 

@@ -192,9 +192,7 @@ def _plan_for(
         precision=spec.precision,
         loss=loss,
         keeps_casts=keeps_casts(
-            spec.precision,
-            microbatches,
-            own_weights=processes or replicas * spec.space.number == 1,
+            spec.precision, microbatches, own_weights=processes or replicas * spec.space.number == 1
         ),
     )
     choices = policies_of(spec)

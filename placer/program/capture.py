@@ -127,12 +127,7 @@ def capture_model(
         capture.refuse_copies()
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
         unread = [n for n, node in zip(capture.names, inputs, strict=False) if not node.users]
-        refuse_unsure(
-            capture.batch,
-            capture.inputs,
-            capture.names,
-            unread=unread,
-        )
+        refuse_unsure(capture.batch, capture.inputs, capture.names, unread=unread)
         aliasing = capture.check(recording)
     return _assemble(model, recording, aliasing, bound, capture)
 
@@ -204,12 +199,7 @@ class _Capture:
     def _run(
         self, inputs: Sequence[Tensor], *, named: bool = True, shorter: int = 0
     ) -> RecordedProgram:
-        setup = replace(
-            self.setup,
-            whole=frozenset(self.whole),
-            guess=self.guess,
-            shorter=shorter,
-        )
+        setup = replace(self.setup, whole=frozenset(self.whole), guess=self.guess, shorter=shorter)
         count = len(self.inputs)
         inputs, held = inputs[:count], inputs[count:]
         try:

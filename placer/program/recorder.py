@@ -142,9 +142,8 @@ class Recorder(TorchFunctionMode):
         # Root and path of what single nodes have changed, which they do again in every call.
         self.changed_inside: dict[tuple[int, Any], Change] = {}  # by place
         self.changing: set[str] = set()  # paths of the single nodes that do
-        self.written_inside: dict[
-            str, bool
-        ] = {}  # state they write -> does it depend on their inputs?
+        # State they write -> does it depend on their inputs?
+        self.written_inside: dict[str, bool] = {}
         self.reached = Reached(fake_model)  # what the inputs of the present single node reach
         self.runs_code = False  # has a single node run code that is not torch's?
         self.backward = BackwardHooks(
@@ -212,9 +211,7 @@ class Recorder(TorchFunctionMode):
             self.attributes.add((path, name))
 
     def guards(
-        self,
-        unread: Sequence[Path] = (),
-        state: Sequence[StateInput] = (),
+        self, unread: Sequence[Path] = (), state: Sequence[StateInput] = ()
     ) -> tuple[AttributeGuard, ...]:
         """The attributes of the model that were read, with their values.
 

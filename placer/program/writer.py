@@ -52,9 +52,8 @@ class GraphWriter:
         self.shapes: tuple[Any, ...] = ()
         # Single nodes' results that their inputs do not reach
         self.of_no_input: set[fx.Node] = set()
-        self.independent: tuple[
-            bool, ...
-        ] = ()  # of the finished graph's nodes: is it one of those?
+        # Of the finished graph's nodes: is it one of those?
+        self.independent: tuple[bool, ...] = ()
         self._node_of: dict[int, fx.Node] = {}
         self._made: list[tuple[fx.Node, Tensor]] = []  # keeps the ids in _node_of valid
         self._pure: set[fx.Node] = set()

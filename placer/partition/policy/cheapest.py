@@ -24,12 +24,7 @@ from functools import partial
 from typing import Any
 
 from placer.partition.policy.search import PolicySearch
-from placer.partition.policy.types import (
-    KEEP,
-    PartialPolicy,
-    Policy,
-    StageLimits,
-)
+from placer.partition.policy.types import KEEP, PartialPolicy, Policy, StageLimits
 from placer.regions import RegionKey
 
 _MAX_PARTIAL = 120
@@ -233,9 +228,7 @@ def keys_of(
     return keys
 
 
-def _joined(
-    runs: Sequence[tuple[tuple[int, ...], Policy]],
-) -> list[tuple[tuple[int, ...], Policy]]:
+def _joined(runs: Sequence[tuple[tuple[int, ...], Policy]]) -> list[tuple[tuple[int, ...], Policy]]:
     """``runs`` with neighbouring offloaded runs merged, as `keys_of` says."""
     joined: list[tuple[tuple[int, ...], Policy]] = []
     for nodes, policy in runs:

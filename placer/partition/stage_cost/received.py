@@ -113,10 +113,7 @@ def _joined(needs: Sequence[Need]) -> Need:
 
 
 def _need(
-    costs: CostTable,
-    value: StoredValue,
-    place: Sequence[int],
-    lent: Sequence[tuple[int, int]],
+    costs: CostTable, value: StoredValue, place: Sequence[int], lent: Sequence[tuple[int, int]]
 ) -> Need:
     def keeps(node: int) -> bool:
         key = costs.keys[node] if node < len(costs.keys) else None

@@ -146,11 +146,7 @@ def replica_peak_bytes(
 
 
 def stage_seconds(
-    tables: IntervalTables,
-    kind: DeviceKind,
-    *,
-    own_host: bool = False,
-    overlapped: bool = False,
+    tables: IntervalTables, kind: DeviceKind, *, own_host: bool = False, overlapped: bool = False
 ) -> tuple[Table, Table]:
     """Forward and backward seconds of every interval on a device, without transfers between stages.
 

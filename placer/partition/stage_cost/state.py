@@ -66,9 +66,8 @@ class StateRectangles:
 class UnitState:
     """Bytes of parameters, buffers and optimizer state of each unit of a model."""
 
-    static: (
-        Table  # what the unit is the first to read, and the optimizer state of what only it reads
-    )
+    # What the unit is the first to read, and the optimizer state of what only it reads
+    static: Table
     gradients: Table  # of the parameters that no other unit reads
 
 
