@@ -112,7 +112,7 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
         for value in callables:
             owner = value.__self__ if isinstance(value, MethodType) else value
             if isinstance(owner, functools.partial):
-                for given in (owner.func, *owner.args, *owner.keywords.values()):
+                for _, given in function_parts(owner):
                     if not any(id(x) in owned for _, x in walk([((), given)], functions=True)):
                         known[id(given)] = given
             elif not isinstance(owner, FunctionType) and id(owner) not in owned:
@@ -144,7 +144,7 @@ def _callables(model: nn.Module) -> Iterator[Any]:
 def _bound(value: Any) -> Iterator[Any]:
     """The objects that a ``partial`` or a bound method is copied with."""
     if isinstance(value, MethodType | functools.partial):
-        for part in function_parts(value):
+        for _, part in function_parts(value):
             yield from _bound(part)
     elif not isinstance(value, FunctionType | nn.Module):
         yield value
@@ -166,7 +166,7 @@ def _keep_without_state(
         if isinstance(value, weakref.ref):
             found[id(value)] = id(value()) in owned
             return found[id(value)]
-        inside = [part for _, part in parts(value)] + function_parts(value)
+        inside = [part for _, part in (*parts(value), *function_parts(value))]
         if isinstance(value, _WEAK):
             inside += list(value)
         elif isinstance(value, dict) and not owned.isdisjoint(_ids(value)):
