@@ -25,19 +25,3 @@ from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Optimality
-
-__all__ = [
-    "MANY_STAGES",
-    "DeviceSlot",
-    "Optimality",
-    "Partition",
-    "PartitionProblem",
-    "PlanningOptions",
-    "SharedValue",
-    "StageSlot",
-    "TableCache",
-    "choose_partition",
-    "rate_partition",
-    "solve",
-    "stage_loads",
-]
