@@ -21,7 +21,7 @@ from placer.cost import (
 )
 from placer.errors import CaptureError
 from placer.machine.devices import device_type
-from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
+from placer.partition import Partition, PlanningOptions, TableCache, choose_partition
 from placer.plan.types import Plan
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
@@ -204,7 +204,14 @@ def _plan_for(
     offloaded = any(key is not None and key.offload for key in keys)
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
-        choose = partial(_choose, program, slots, pins, tables, stop_at_share)
+        def choose(
+            options: PlanningOptions, costs: CostTable, more_pins: Mapping[str, str]
+        ) -> Partition:
+            wanted = {**more_pins, **pins}
+            return choose_partition(
+                program, costs, slots, wanted, options, tables=tables, stop_at_share=stop_at_share
+            )
+
         plain = with_added_rows(costs_of(kernels=kernels, offloads=offloaded), len(sizes))
         first = choose(options, with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
@@ -242,24 +249,3 @@ def _by_stage(corrections: Mapping[str, int], spec: PlacementSpec) -> dict[str, 
             name = spec.devices[index_of[name] // spec.space.number * spec.space.number].name
         found[name] = max(found.get(name, 0), nbytes)
     return found
-
-
-def _choose(
-    program: Program,
-    slots: Sequence[DeviceSlot],
-    pins: Mapping[str, str],
-    tables: TableCache,
-    stop_at_share: float,
-    options: PlanningOptions,
-    costs: CostTable,
-    more_pins: Mapping[str, str],
-) -> Partition:
-    return choose_partition(
-        program,
-        costs,
-        slots,
-        {**more_pins, **pins},
-        options,
-        tables=tables,
-        stop_at_share=stop_at_share,
-    )

@@ -49,13 +49,8 @@ _STAGE_COSTS = {
 _DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
 _COSTS: Any = {
     **dict.fromkeys(("fits", "objective", "step_seconds", "optimizer_seconds", "transfers"), True),
-    **dict.fromkeys(
-        (
-            *("rank_time", "notes", "optimality", "extra_seconds", "boundaries", "host"),
-            *("strategy", "alternatives"),
-        ),
-        True,
-    ),
+    **dict.fromkeys(("rank_time", "notes", "optimality", "extra_seconds", "boundaries"), True),
+    **dict.fromkeys(("host", "strategy", "alternatives"), True),
     "stages": {"__all__": _STAGE_COSTS},
     "devices": {"__all__": _DEVICE_COSTS},
 }
@@ -101,34 +96,18 @@ class JudgingPlanner:
         verdict_only: bool = False,
         loss: Loss | None = None,
     ) -> None:
-        self._inputs = inputs
-        self._base = program
+        self.program, self.inputs = program, inputs  # as they were captured
         self._programs = {program.rewrites: _Known(program)}
-        self._processes, self._verdict_only = processes, verdict_only
+        self.processes, self._verdict_only = processes, verdict_only  # one for each device?
         self._runs: dict[bytes, DryRun] = {}
         self._loss, self._losses = loss, dict[LossSpec | None, Loss]()
         self.watcher: Watcher | None = None
         self._about = ""  # the spec that is planned, for the watcher
 
     @property
-    def program(self) -> Program:
-        """The model as it was captured."""
-        return self._base
-
-    @property
-    def inputs(self) -> Sequence[Tensor]:
-        """The inputs of a step."""
-        return self._inputs
-
-    @property
-    def processes(self) -> bool:
-        """Are plans made for one process per device?"""
-        return self._processes
-
-    @property
     def costs(self) -> CostEstimates:
         """The costs of the model as it was captured."""
-        return self._programs[self._base.rewrites].costs
+        return self._programs[self.program.rewrites].costs
 
     def program_of(self, plan: Plan) -> Program:
         """The program that ``plan`` is for."""
@@ -136,7 +115,7 @@ class JudgingPlanner:
 
     def _known(self, rewrites: tuple[Rewrite, ...]) -> _Known:
         if rewrites not in self._programs:
-            self._programs[rewrites] = _Known(rewritten(self._base, rewrites))
+            self._programs[rewrites] = _Known(rewritten(self.program, rewrites))
         return self._programs[rewrites]
 
     def loss_of(self, wanted: PlacementSpec | Plan) -> Loss:
@@ -197,7 +176,7 @@ class JudgingPlanner:
         if spec.shard_state != "none":  # one process cannot run it
             return ""
         other = JudgingPlanner(
-            self._base, self._inputs, processes=not self._processes, loss=self._loss
+            self.program, self.inputs, processes=not self.processes, loss=self._loss
         )
         other._programs = self._programs
         judged = other.judge(replace(plan, processes=not plan.processes))
@@ -238,16 +217,16 @@ class JudgingPlanner:
         self, spec: PlacementSpec, *, rough: bool = False, **options: Any
     ) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
-        names = [each.name for each in self._base.call.inputs]
-        known = self._known((*self._base.rewrites, *spec_rewrites(spec, names)))
+        names = [each.name for each in self.program.call.inputs]
+        known = self._known((*self.program.rewrites, *spec_rewrites(spec, names)))
         self._about = _describe(spec)
         self._say("looking for stages")
         return partial(
             build_plan,
             known.program,
             spec,
-            self._inputs,
-            processes=self._processes,
+            self.inputs,
+            processes=self.processes,
             estimate=known.costs.scaled if rough else known.costs,
             tables=known.tables,
             loss=self.loss_of(spec),
@@ -271,7 +250,7 @@ class JudgingPlanner:
     @only_new_garbage()
     def simulate(self, plan: Plan) -> SimulationReport:
         """The report of the dry run of ``plan``, which is made if there was none."""
-        return describe_run(plan, self._dry_run(plan), processes=self._processes)
+        return describe_run(plan, self._dry_run(plan), processes=self.processes)
 
     @only_new_garbage()
     def _plan(
@@ -281,7 +260,7 @@ class JudgingPlanner:
         plan = build()
         if not second_look:
             limited = plan.host is not None and plan.host.budget is not None
-            doubtful = self._processes or limited or any(map(_is_doubtful, plan.devices))
+            doubtful = self.processes or limited or any(map(_is_doubtful, plan.devices))
             return self.judge(plan) if plan.fits and doubtful else plan
         judged = self._rounds(build, plan, starving=False)
         if not any(p.fits for p in judged) and any(p.starved for p in judged):
@@ -331,7 +310,7 @@ class JudgingPlanner:
             said = f"The peaks of the {most} fullest devices are a dry run's, all others are estimates."
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
         found = _with_devices(plan, run(plan.devices), run.host)
-        if plan.fits != found.fits and not self._processes:
+        if plan.fits != found.fits and not self.processes:
             note = (
                 f"Estimates said that it {'fits' if plan.fits else 'does not fit'}; "
                 "peaks are a dry run's."
@@ -342,13 +321,13 @@ class JudgingPlanner:
     def _replaces_estimates(self, plan: Plan) -> bool:
         """Whether the peaks of ``plan`` must come from a dry run, whatever its estimates are."""
         unlimited = all(device.budget is None for device in plan.devices)
-        roomy = not self._processes and all(map(_is_roomy, plan.devices))
+        roomy = not self.processes and all(map(_is_roomy, plan.devices))
         if self._verdict_only and (unlimited or roomy):
             return False
         # Estimates count a micro-batch's
         whole_batch = plan.loss is not None and plan.loss.whole_batch
         allocates = any(device.allocator is not None for device in plan.devices)
-        return self._processes or whole_batch or allocates
+        return self.processes or whole_batch or allocates
 
     def _dry_run(self, plan: Plan) -> DryRun:
         """The dry run of ``plan``; cached."""
@@ -358,9 +337,9 @@ class JudgingPlanner:
             self._runs[key] = dry_run(
                 self.program_of(plan),
                 plan,
-                self._inputs,
+                self.inputs,
                 self.loss_of(plan),
-                processes=self._processes,
+                processes=self.processes,
                 most=_most_run(plan),
             )
         return self._runs[key]
