@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,11 +77,12 @@ def same_program(
                 model=model,
                 fake_model=converter.module(model, objects_of(bound)),
                 bound=bound,
+                whole=conditions.whole,
                 guess=conditions.guess,
+                numbers=conditions.numbers,
                 ignore_device_moves=conditions.ignore_device_moves,
                 grad=grad,
             )
-            setup = replace(setup, whole=conditions.whole, numbers=conditions.numbers)
             recording = record_model(setup, inputs)
     except ForwardFailure as failure:
         raise failure.as_error(
