@@ -25,7 +25,7 @@ from benchmarks.known_costs import known_costs
 from placer.cost import CostTable
 from placer.partition import DeviceSlot, PlanningOptions
 from placer.partition.arrange import candidate_cuts
-from placer.partition.candidate import solve_order
+from placer.partition.candidate import StageCosts, solve_order
 from placer.partition.chain import best_cuts
 from placer.partition.stage_cost.optimizer import optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes
@@ -198,7 +198,8 @@ def one_order(
     order = random_order(units, random.Random(seed))
     nodes = [node for unit in order for node in units.nodes[unit]["nodes"]]
     tables = build_tables(costs, nodes, candidate_cuts(units, order, costs, {}))
-    found = solve_order(tables, nodes, chain, [None] * len(nodes), options)
+    costs = StageCosts(tables, chain, [None] * len(nodes), options)
+    found = solve_order(costs, nodes)
     assert found is not None
     boundaries = [tables.cuts[cut] for cut in found.cuts]
     return {

@@ -279,7 +279,7 @@ def _rank(rank: int, ranks: int, edge: int, width: int, results: Any) -> None:
     if ranks > 1:
         exchange = runtime_of_rank(placed).exchange  # type: ignore[arg-type]
         before = exchange.sent_nbytes  # type: ignore[union-attr]
-        ledger = RankLedger()
+        ledger = RankLedger(kernels=lambda _: "cpu")
         ledger.add_state((*placed.parameters(), *placed.buffers()))
         for state in optimizer.state.values():
             ledger.add_state(x for x in state.values() if x.dim())

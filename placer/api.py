@@ -159,7 +159,7 @@ def _plan_or_refuse(
         return program, plan
     plan = plan_of(wanted, make)
     if not plan.fits:
-        raise misfit_error(program, wanted, inputs, plan, make)
+        raise misfit_error(wanted, plan, make)
     return make.program_of(plan), plan
 
 

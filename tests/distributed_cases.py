@@ -900,7 +900,7 @@ def count_bytes(plan: placer.Plan) -> int:
     placed.step(x, loss_fn=placer.cost.mean_square)  # finds what crosses, on fake tensors
     optimizer.zero_grad()
     optimizer.step()  # with sharded state it is tried whether it can update pieces
-    ledger = RankLedger()
+    ledger = RankLedger(kernels=lambda _: "cpu")
     ledger.add_state((*placed.parameters(), *placed.buffers()))
     ledger.add(x, CALLER)
     with ledger:
@@ -914,7 +914,7 @@ def count_bytes(plan: placer.Plan) -> int:
 def _count_forward(placed: nn.Module, x: Tensor) -> int:
     placed.eval()
     placed(x)  # finds what crosses
-    ledger = RankLedger()
+    ledger = RankLedger(kernels=lambda _: "cpu")
     ledger.add_state((*placed.parameters(), *placed.buffers()))
     ledger.add(x, CALLER)
     with ledger:

@@ -38,7 +38,7 @@ def measure_memory() -> list[dict[str, Any]]:
             optimizer = torch.optim.Adam(placed.parameters())
             placed.step(x, target=target, loss_fn=loss_of)  # finds what crosses, on fake tensors
             optimizer.zero_grad()
-            ledger = RankLedger()
+            ledger = RankLedger(kernels=lambda _: "cpu")
             ledger.add_state((*placed.parameters(), *placed.buffers()))
             for tensor in (x, target):
                 ledger.add(tensor, CALLER, kind="input")

@@ -9,5 +9,3 @@ run code.
 """
 
 from placer.checkpoint.checkpoint import load, save
-
-__all__ = ["load", "save"]

@@ -167,10 +167,10 @@ def _check_spec(
     if made.fits or form == "json":
         _print_result(form, {**result, "fits": made.fits})
     if not made.fits:
-        error = find_remedies(console, program, spec, leaves, made, make)
+        error = find_remedies(console, spec, made, make)
         if form != "json":
             print_error_as(form, error, EXIT_NO_FIT, source)
-        report_misfit(console, program, spec, leaves, made, make, error)
+        report_misfit(console, spec, made, make, error)
 
 
 def _check_model(

@@ -22,24 +22,9 @@ from placer.spec.load import errors_located
 from placer.versions import explain_failed_import
 
 _COMMANDS = (
-    "auto",
-    "fit",
-    "plan",
-    "check",
-    "import",
-    "export",
-    "simulate",
-    "verify",
-    "schema",
-    "report",
-    "explain",
-    "diff",
-    "what-if",
-    "profile",
-    "calibrate",
-    "machine",
-    "doctor",
-)
+    "auto", "fit", "plan", "check", "import", "export", "simulate", "verify", "schema", "report",
+    "explain", "diff", "what-if", "profile", "calibrate", "machine", "doctor",
+)  # fmt: skip
 EXIT_INTERRUPTED = 130  # the exit code that shells use for a command that Ctrl-C ended
 _TRACEBACK = "PLACER_TRACEBACK"  # variable to show tracebacks of exceptions in the model's code
 

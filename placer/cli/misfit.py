@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
-from torch import Tensor
 
 from placer.cli.output import EXIT_NO_FIT, print_json
 from placer.cli.progress import progress
@@ -23,7 +21,6 @@ from placer.planner.remedies import (
     memory_needed,
     misfit_error,
 )
-from placer.program import Program
 from placer.quantities import format_bytes
 from placer.search.fewer import as_fast_with_fewer
 from placer.simulation.judge import JudgingPlanner
@@ -37,18 +34,13 @@ def with_comparisons(plan: Plan, spec: PlacementSpec, make: JudgingPlanner) -> P
 
 
 def find_remedies(
-    console: Console,
-    program: Program,
-    spec: PlacementSpec,
-    inputs: Sequence[Tensor],
-    plan: Plan,
-    make: JudgingPlanner,
+    console: Console, spec: PlacementSpec, plan: Plan, make: JudgingPlanner
 ) -> BudgetError:
     """The error that says why ``plan`` does not fit, with the changes that were tried."""
     if plan.fits_devices:  # the host has too little
         return host_error(plan)
     with progress(console, "planning changes that may make it fit", make):
-        return misfit_error(program, spec, inputs, plan, make)
+        return misfit_error(spec, plan, make)
 
 
 def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoReturn:
@@ -56,7 +48,7 @@ def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoRet
     console.print(f"{error.where}: {error.problem}", style="bold red", markup=False)
     _print_short(console, error, "tried (largest peak of a device):")
     needed = error.needed or error.remedy
-    _print_fitting(console, error, needed, as_option)
+    _print_fitting(console, error, needed)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):
         console.print("(times are known with --kind)", style="dim", markup=False)
     if as_json:
@@ -65,13 +57,7 @@ def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoRet
 
 
 def report_misfit(
-    console: Console,
-    program: Program,
-    spec: PlacementSpec,
-    inputs: Sequence[Tensor],
-    plan: Plan,
-    make: JudgingPlanner,
-    error: BudgetError,
+    console: Console, spec: PlacementSpec, plan: Plan, make: JudgingPlanner, error: BudgetError
 ) -> NoReturn:
     """Print what would make the placement fit, and exit with `EXIT_NO_FIT`.
 
@@ -82,11 +68,11 @@ def report_misfit(
         raise typer.Exit(EXIT_NO_FIT)
     no_room = lacks_room(spec)
     if not no_room:
-        largest = find_largest_node(program, spec, inputs, make)
+        largest = find_largest_node(spec, make)
         console.print(largest.describe(), style="bold red", markup=False)
     with progress(console, "planning with other amounts of memory", make, compare=False):
         needed = memory_needed(spec, make)
-    _print_fitting(console, error, needed, str)
+    _print_fitting(console, error, needed)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):
         hint = "(in this order by reference rates; times are known with --kind)"
         console.print(hint, style="dim", markup=False)
@@ -96,46 +82,17 @@ def report_misfit(
     raise typer.Exit(EXIT_NO_FIT)
 
 
-def _print_fitting(
-    console: Console, error: BudgetError, needed: str, spell: Callable[[str], str]
-) -> None:
+def _print_fitting(console: Console, error: BudgetError, needed: str) -> None:
     console.print("what would make it fit:")
     fitting = [describe_fitting(tried) for tried in error.tried if tried.fits]
     for remedy in (*fitting, needed):
-        console.print(f"  - {spell(remedy)}", markup=False)
+        console.print(f"  - {remedy}", markup=False)
 
 
 def _print_short(console: Console, error: BudgetError, title: str) -> None:
     short = [f"  - {t.change}: {format_bytes(t.peak)}" for t in error.tried if not t.fits]
     for line in (title, *short) if short else ():
         console.print(line, style="dim", markup=False)
-
-
-_SPEC_FIELD = re.compile(r'"(\w+)": (?:"auto"|"?([\w.]+)"?)')
-
-
-def as_option(change: str) -> str:
-    """Rewrite a change of a spec's fields as one of the options of ``placer auto``.
-
-    >>> as_option('split the batch: "microbatches": 2, "schedule": "1F1B"')
-    'split the batch: --microbatches 2 --schedule 1F1B'
-    >>> as_option('"checkpoint": "auto" and "offload": "auto" (recompute or wait)')
-    '--checkpoint --offload (recompute or wait)'
-    >>> as_option('write a smaller "reserve" into the spec')
-    'give a smaller --reserve'
-    >>> as_option('give more "host_memory", or recompute others ("checkpoint")')
-    'give more --host-memory, or recompute others (--checkpoint)'
-    >>> as_option('"offload": "auto" and "host_memory": "1.5GiB" (wait in host memory)')
-    '--offload --host-memory 1.5GiB (wait in host memory)'
-    """
-    change = change.replace('write a smaller "reserve" into the spec', "give a smaller --reserve")
-    options = _SPEC_FIELD.sub(
-        lambda m: f"--{m[1].replace('_', '-')}" + (f" {m[2]}" if m[2] else ""), change
-    )
-    options = options.replace('"host_memory"', "--host-memory").replace(
-        '"checkpoint")', "--checkpoint)"
-    )
-    return re.sub(r"(?<=\S)(?:,| and) --", " --", options)
 
 
 def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:

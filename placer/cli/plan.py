@@ -81,7 +81,7 @@ def plan(
         console.print(f"plan written to {output}")
     error = None
     if not made.fits:
-        error = find_remedies(console, program, wanted, leaves, made, make)
+        error = find_remedies(console, wanted, made, make)
     simulated = None
     if html is not None or trace is not None:
         with progress(console, "running a training step without data"):
@@ -97,4 +97,4 @@ def plan(
     if as_json:
         print_json(plan_to_json(made))
     if error is not None:
-        report_misfit(console, program, wanted, leaves, made, make, error)
+        report_misfit(console, wanted, made, make, error)

@@ -37,10 +37,8 @@ def build_model(
     _check_arguments(target, make, arguments)
     if not allocate:
         try:
-            with (
-                torch.device("meta"),
-                moves or nullcontext(),
-            ):  # so that it sees meta as the default
+            # So that it sees meta as the default
+            with torch.device("meta"), moves or nullcontext():
                 return _module(target, make(**arguments))
         except ModelError:
             raise

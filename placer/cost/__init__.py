@@ -26,31 +26,3 @@ from placer.cost.types import (
     StoredValue,
 )
 from placer.cost.work import Work
-
-__all__ = [
-    "BLAS_NBYTES",
-    "AddedGradient",
-    "CostEstimates",
-    "CostTable",
-    "Estimate",
-    "Loss",
-    "NodeCost",
-    "PendingGradient",
-    "StateTensor",
-    "StoredValue",
-    "TimelineMode",
-    "Work",
-    "batch_rows",
-    "cpu_result",
-    "cuda_workspaces",
-    "device_kernels",
-    "estimate_costs",
-    "find_loss",
-    "loss_of",
-    "mean_square",
-    "nbytes_of_storage",
-    "uses_blas",
-    "with_added_rows",
-    "with_fewer_rows",
-    "with_regions",
-]

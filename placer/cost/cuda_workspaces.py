@@ -149,10 +149,7 @@ def _convolution_backward(
 
 
 def _attention_backward(
-    result: Sequence[Tensor | None],
-    grad: Tensor,
-    query: Tensor,
-    *others: Any,
+    result: Sequence[Tensor | None], grad: Tensor, query: Tensor, *others: Any
 ) -> tuple[Workspace, ...]:
     """Efficient attention in float32: row sums of ``grad * out``, then partial sums of a gradient.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -134,34 +134,22 @@ class _Key(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
     kinds: tuple[tuple[torch.dtype, bool], ...]
-    training: bool
-    precision: str
     kernels: str | tuple[tuple[str, str], ...]
-    offloads: bool
-    loss: Loss
-    keeps_casts: bool
+    training: bool = True
+    precision: str = "fp32"
+    offloads: bool = False
+    loss: Loss = ASSUMED
+    keeps_casts: bool = False
 
 
 def _key(
-    inputs: Sequence[Tensor],
-    *,
-    training: bool = True,
-    precision: str = "fp32",
-    kernels: str | Mapping[str, str] = "",
-    offloads: bool = False,
-    loss: Loss = ASSUMED,
-    keeps_casts: bool = False,
+    inputs: Sequence[Tensor], *, kernels: str | Mapping[str, str] = "", **options: Any
 ) -> _Key:
-    return _Key(
-        shapes=tuple((*t.shape, *t.stride()) for t in inputs),
-        kinds=tuple((t.dtype, t.requires_grad) for t in inputs),
-        training=training,
-        precision=precision,
-        kernels=kernels if isinstance(kernels, str) else tuple(sorted(kernels.items())),
-        offloads=offloads and training,
-        loss=loss,
-        keeps_casts=keeps_casts and training,
-    )
+    shapes = tuple((*t.shape, *t.stride()) for t in inputs)
+    kinds = tuple((t.dtype, t.requires_grad) for t in inputs)
+    of_nodes = kernels if isinstance(kernels, str) else tuple(sorted(kernels.items()))
+    key = _Key(shapes, kinds, of_nodes, **options)
+    return key if key.training else key._replace(offloads=False, keeps_casts=False)
 
 
 def _share(few: _Key, many: _Key) -> float | None:

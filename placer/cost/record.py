@@ -20,13 +20,7 @@ from placer._torch import without_torch_function
 from placer.cost.attribution import BackwardAttribution
 from placer.cost.kernels import device_kernels
 from placer.cost.loss import Loss
-from placer.cost.storages import (
-    OUTSIDE,
-    NodeOperations,
-    NodeRun,
-    StorageRecorder,
-    StorageUses,
-)
+from placer.cost.storages import OUTSIDE, NodeOperations, NodeRun, StorageRecorder, StorageUses
 from placer.errors import CaptureError, PlacerError, first_line
 from placer.operands import nbytes_of, tensors_of_tree
 from placer.program.alias import NodeFailure

@@ -81,9 +81,8 @@ class NodeCost:
     backward_transient_offloaded: int = 0
     backward_incoming: int = 0  # the gradients that it receives, a part of backward_transient
     output_nbytes: int = 0  # bytes of its result, which are sent if another stage reads it
-    host_nbytes: int = (
-        0  # bytes that it offloads: copied to the host in forward and back in backward
-    )
+    # Bytes that it offloads: copied to the host in forward and back in backward
+    host_nbytes: int = 0
     host_pinned_nbytes: int = 0  # bytes of pinned host memory that ``host_nbytes`` take
     cast_nbytes: int = 0  # copies of weights in half precision that no node before it needs
 
@@ -124,9 +123,8 @@ class CostTable:
     state: tuple[StateTensor, ...]
     saving: frozenset[int]  # nodes that save anything for backward, even only a weight
     work: Work  # the operations of the nodes, from which seconds are computed
-    keys: tuple[
-        RegionKey | None, ...
-    ] = ()  # region of each node; (): all saved activations are kept
+    # Region of each node; (): all saved activations are kept
+    keys: tuple[RegionKey | None, ...] = ()
     loss: str = ""  # its name
 
     @property

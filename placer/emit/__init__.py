@@ -4,5 +4,3 @@ from placer.emit.lines import node_lines
 from placer.emit.materialize import materialize
 from placer.emit.stages import emit_stages
 from placer.emit.types import SegmentCode, StageCode, StagedModel
-
-__all__ = ["SegmentCode", "StageCode", "StagedModel", "emit_stages", "materialize", "node_lines"]

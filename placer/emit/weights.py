@@ -62,6 +62,5 @@ def open_weights(path: Path) -> Iterator[WeightsFile]:
             "save model.state_dict() alone",
         )
     yield WeightsFile(
-        shapes={name: tuple(tensor.shape) for name, tensor in state.items()},
-        read=state.__getitem__,
+        shapes={name: tuple(tensor.shape) for name, tensor in state.items()}, read=state.__getitem__
     )

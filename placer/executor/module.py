@@ -8,7 +8,6 @@ import inspect
 import types
 from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,18 +26,16 @@ from placer.executor.loss import Normalizer, Reduction, StepLoss
 from placer.executor.pickled import (
     ExampleCall,
     as_captured,
-    check_changed,
+    check_unchanged,
     emit_again,
-    emit_changed,
     example_call,
-    model_signature,
 )
 from placer.executor.place import Place
 from placer.executor.runtime import Runtime
 from placer.executor.sampler import ReplicaSampler
 from placer.executor.watch import StepReport
 from placer.plan.types import Plan
-from placer.program import VariableGuard, rebuild_call
+from placer.program import VariableGuard
 
 _RUNTIME, _FORWARD = "_PlacedModule__runtime", "_PlacedModule__forward"  # slots
 
@@ -272,12 +269,8 @@ class PlacedModule(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         runtime = runtime_of(self)
         places = [replica.shards for replica in runtime.replicas]
-        call, state_stage = example_call(runtime.staged), dict(runtime.staged.state_stage)
-        if model_signature(runtime.tree) != runtime.signature:
-            args, kwargs = rebuild_call(runtime.programs.call, runtime.programs.latest)
-            call = replace(call, args=args, kwargs=kwargs)
-            check_changed(runtime.tree, runtime.plan, call, state_stage)
-        return _restore, (runtime.tree, runtime.plan, call, places, runtime.signature, state_stage)
+        check_unchanged(runtime.tree, runtime.signature)
+        return _restore, (runtime.tree, runtime.plan, example_call(runtime.staged), places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
         # Does not use __reduce__: code and plan never change, so copies share them.
@@ -410,18 +403,8 @@ def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restore(
-    model: nn.Module,
-    plan: Plan,
-    call: ExampleCall,
-    places: Sequence[Sequence[Sequence[Place]]],
-    signature: tuple[tuple[str, ...], ...],
-    state_stage: Any,
+    model: nn.Module, plan: Plan, call: ExampleCall, places: Sequence[Sequence[Sequence[Place]]]
 ) -> PlacedModule:
-    if model_signature(model) != signature:
-        staged = emit_changed(model, plan, call, state_stage)
-        runtime = Runtime(model, plan=plan, staged=staged, places=places)
-        runtime.signature = signature
-        return make_placed(PlacedModule, runtime)
     with as_captured(model, call):
         staged = emit_again(model, plan, call)
         return make_placed(PlacedModule, Runtime(model, plan=plan, staged=staged, places=places))

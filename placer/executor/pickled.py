@@ -1,8 +1,4 @@
-"""Saves and restores a placed module: the model, the plan, and the call that was captured.
-
-A model whose modules or weights are others than those that were placed is captured as it is when it is
-loaded, and follows the plan's stages.
-"""
+"""Saves and restores a placed module: the model, the plan, and the call that was captured."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from placer.emit import StagedModel, emit_stages
-from placer.errors import CaptureError, PlacerError
-from placer.executor.program_cache import capture_for_plan, isolated_from_caller, split_rules
+from placer.errors import PlacerError
+from placer.executor.program_cache import split_rules
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
 from placer.precision import planned_autocast, recorded_under
@@ -71,35 +67,15 @@ def model_signature(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(modules), tuple(f"{name} {list(t.shape)} {t.dtype}" for name, t in tensors)
 
 
-def check_changed(
-    model: nn.Module, plan: Plan, call: ExampleCall, state_stage: Mapping[str, int]
-) -> None:
-    """Raise ``PlacerError`` if a pickle of ``model``, changed since it was placed, could not be loaded."""
-    try:
-        with isolated_from_caller(plan.precision):
-            emit_changed(model, plan, call, state_stage)
-    except CaptureError as error:
+def check_unchanged(model: nn.Module, signature: tuple[tuple[str, ...], ...]) -> None:
+    """Raise ``PlacerError`` if ``model`` has other modules or tensors than when it had this signature."""
+    if model_signature(model) != signature:
         raise PlacerError(
             "pickle",
-            "the model was changed after it was placed, and its forward now fails on the inputs it had "
-            f"last: {error.where}: {error.problem}",
-            "call it once on inputs that it takes and save it then, or save placed.state_dict()",
-        ) from error
-
-
-def emit_changed(
-    model: nn.Module, plan: Plan, call: ExampleCall, state_stage: Mapping[str, int]
-) -> StagedModel:
-    """The stages of a model that was changed after it was placed, with its present modes and hooks."""
-    return capture_for_plan(
-        model,
-        plan,
-        call.args,
-        call.kwargs,
-        state_stage=state_stage,
-        ignore_device_moves=call.ignore_device_moves,
-        batch_dims=call.batch_dims,
-    )
+            "the modules or tensors of the model were changed after it was placed, and loading follows the "
+            "plan of the model as it was",
+            "place the changed model, or save placed.state_dict()",
+        )
 
 
 @contextmanager

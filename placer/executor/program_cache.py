@@ -24,7 +24,6 @@ from placer.program import (
     AttributeGuard,
     BatchDim,
     BoundCall,
-    CallFormat,
     SameProgram,
     SplitRules,
     StateInput,
@@ -86,41 +85,24 @@ class ProgramCache:
     def __init__(
         self, model: nn.Module, plan: Plan, staged: StagedModel, autocast: torch.dtype | None
     ) -> None:
-        self._model = model
+        self.model = model
         self._structure = 0  # how often modules were replaced
         self._note_modules()
         self._plan = plan
         self._is_sliced = plan.replicas * plan.microbatches > 1
-        self._captured = staged
+        self.captured, self.call = staged, staged.call  # what these programs were captured with
         self._references = [staged]
         self._numbers = ChangingNumbers(model, example_numbers(staged.call))
         self._recaptures = Recaptures()
         self._whole = self._kept_whole()
         self._captured_buffers = self._buffers
-        # The inputs, on ``meta``, for which the model was recorded last:
-        self.latest = staged.example_inputs()
-        example = self.latest
+        example = staged.example_inputs()
         condition = condition_key(staged.call, staged.conditions.modes, example), autocast
         # By the conditions, and by the rows of a call if the program is not for every batch size.
         self._known: dict[Hashable, list[_CachedProgram]] = {}
         self._remember(
             condition, self._whole, example, self._as_known(staged, example_numbers(staged.call))
         )
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is captured."""
-        return self._model
-
-    @property
-    def captured(self) -> StagedModel:
-        """The stages for the call that these programs were captured with."""
-        return self._captured
-
-    @property
-    def call(self) -> CallFormat:
-        """The call format of these programs: the model's arguments and what it returns."""
-        return self._captured.call
 
     @property
     def guards(self) -> list[AttributeGuard]:
@@ -204,7 +186,7 @@ class ProgramCache:
         self._remember(condition, whole, inputs, program)
         if others:
             what = [name for x in others for name in x.differences(leaves, self._module_at)]
-            self._recaptures.add(self._model, what, time.perf_counter() - began)
+            self._recaptures.add(self.model, what, time.perf_counter() - began)
         return program.staged
 
     def _answers(
@@ -213,7 +195,7 @@ class ProgramCache:
         """Does code of the model that asks about gradients get these ``answers`` now?"""
         if len(answers) < 2:
             return answers in ((), (torch.is_grad_enabled(),))
-        tensors = *self._uncut(inputs, leaves), *self._model.parameters()
+        tensors = *self._uncut(inputs, leaves), *self.model.parameters()
         return answers == (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors))
 
     def _uncut(self, inputs: Sequence[Tensor], leaves: Mapping[str, Any]) -> list[Tensor]:
@@ -264,10 +246,9 @@ class ProgramCache:
             # What a rewrite does may depend on sizes, also where the recording does not.
             comparable = comparable and not self._plan.rewrites
             like = [x for x in reversed(self._references) if x.conditions.modes == modes]
-            for reference in [*like, self._captured][:1] if comparable else ():
+            for reference in [*like, self.captured][:1] if comparable else ():
                 found = self._same(reference, shaped, leaves, grad=grad)
                 if found is not None:
-                    self.latest = shaped
                     known = self._as_known(reference, leaves)
                     return known._replace(
                         guards=found.guards, answers=found.answers, any_rows=found.any_rows
@@ -277,7 +258,6 @@ class ProgramCache:
             staged = self._capture(args, kwargs, grad=grad, numbers=numbers)
             if self._is_sliced:
                 refuse_kept_rows(self._references, staged)
-        self.latest = shaped
         if comparable:
             self._references.append(staged)
             del self._references[1:-_MAX_REFERENCES]
@@ -293,7 +273,7 @@ class ProgramCache:
     ) -> SameProgram | None:
         args, kwargs = rebuild_call(self.call, shaped, leaves)
         return same_program(
-            self._model, reference.conditions, reference.call, args, kwargs, grad=grad
+            self.model, reference.conditions, reference.call, args, kwargs, grad=grad
         )
 
     def _as_known(self, staged: StagedModel, leaves: Mapping[str, Any]) -> _CachedProgram:
@@ -339,12 +319,12 @@ class ProgramCache:
                 method=bound.method,
             )
             autocast = present_autocast(self._plan.precision)
-            return ProgramCache(self._model, self._plan, staged, autocast)
+            return ProgramCache(self.model, self._plan, staged, autocast)
 
     def _note_modules(self) -> None:
-        self._module_at = dict(self._model.named_modules())
+        self._module_at = dict(self.model.named_modules())
         self._modules = list(self._module_at.values())
-        self._buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
+        self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         leaves = [module for module in self._modules if is_torch_leaf(module)]
         self._leaves = [(m, len(m._buffers), len(m._modules)) for m in leaves]
         self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
@@ -358,14 +338,14 @@ class ProgramCache:
         Such a module must be recorded as one node, unless forward itself installs all its hooks. If
         forward installs any, each index comes with the number of hooks, which tells when one is added.
         """
-        counted = self._captured.conditions.hooked_by_forward
+        counted = self.captured.conditions.hooked_by_forward
         found: list[Hashable] = [
             (index, hook_count(module) if counted else 0)
             for index, module in enumerate(self._containers)
             if must_stay_whole(module)
         ]
         # Hooks of layers run once for every slice, which a capture checks; a single node has copies of them.
-        if self._is_sliced or "" in self._captured.conditions.whole:
+        if self._is_sliced or "" in self.captured.conditions.whole:
             found += [(m, hook_count(m)) for m, *_ in self._leaves if must_stay_whole(m)]
         # What a rewrite makes of a layer depends on its hooks, and on its settings.
         if self._plan.rewrites:
@@ -383,9 +363,9 @@ class ProgramCache:
         said: Mapping[str, BatchDim] | None = None,
         method: str | None = None,
     ) -> StagedModel:
-        captured = self._captured
+        captured = self.captured
         return capture_for_plan(
-            self._model,
+            self.model,
             self._plan,
             args,
             kwargs,

@@ -112,40 +112,16 @@ _SHEETS = {
     "rtx3080-10gb": (9.76, 29.8, 29.8, 59.5, 0.47, 760, 32, 32),  # 10002 MiB
     "rtx3090": (23.55, 35.6, 35.6, 71, 0.56, 936, 32, 32),  # 24124 MiB
     "rtx4060": (7.62, 15.1, 15.1, 30.2, 0.24, 272, 16, 16),  # 7807 MiB
-    "rtx4060ti-16gb": (
-        15.57,
-        22.1,
-        22.1,
-        44.1,
-        0.34,
-        288,
-        16,
-        16,
-    ),  # "15.57 GiB total VRAM" in a log
-    "rtx4070": (
-        11.56,
-        29.1,
-        29.1,
-        58.3,
-        0.46,
-        504,
-        32,
-        32,
-    ),  # "11.56 GB" beside an out-of-memory error
+    # "15.57 GiB total VRAM" in a log
+    "rtx4060ti-16gb": (15.57, 22.1, 22.1, 44.1, 0.34, 288, 16, 16),
+    # "11.56 GB" beside an out-of-memory error
+    "rtx4070": (11.56, 29.1, 29.1, 58.3, 0.46, 504, 32, 32),
     "rtx4080": (15.57, 48.7, 48.7, 97.5, 0.76, 717, 32, 32),  # 15944 MiB of a 4080 Super
     "rtx4090": (23.5, 82.6, 82.6, 165, 1.3, 1008, 32, 32),  # 24072 MiB
     "rtx5060ti-16gb": (15.47, 23.7, 23.7, 47.4, 0.37, 448, 32, 32),  # 15848 MiB
     "rtx5070": (11.47, 30.9, 30.9, 61.7, 0.48, 672, 64, 64),  # 11755 MB in hashcat's list, by CUDA
-    "rtx5070ti": (
-        15.46,
-        43.9,
-        43.9,
-        87.9,
-        0.69,
-        896,
-        64,
-        64,
-    ),  # 15833 MiB in llama.cpp's list, by CUDA
+    # 15833 MiB in llama.cpp's list, by CUDA
+    "rtx5070ti": (15.46, 43.9, 43.9, 87.9, 0.69, 896, 64, 64),
     "rtx5080": (15.46, 56.3, 56.3, 112.6, 0.88, 960, 64, 64),  # 15840 MiB
     "rtx5090": (31.34, 104.8, 104.8, 209.5, 1.6, 1792, 64, 64),  # 32102 MiB
     "h100": (79.1, 67, 494.5, 989, 34, 3350, 450, 64),  # "NVIDIA H100", SXM
@@ -192,9 +168,8 @@ CATALOGUE = {
         name="cpu",
         device_type="cpu",
         memory=None,
-        rates=uniform_rates(
-            flops=5e10, bandwidth=1e10
-        ),  # the order of magnitude measured on 2 cores
+        # The order of magnitude measured on 2 cores
+        rates=uniform_rates(flops=5e10, bandwidth=1e10),
         link_bandwidth=1e10,
         host_bandwidth=1e10,
         context=0,

@@ -10,6 +10,7 @@ units, arrange              the graph of units; cuts along an order, and orders 
 candidate, chain            the best stages along one order
 steps                       steps laid out in time, to move boundaries to where they are shortest
 noncontiguous, assignment   several stages on one device, which need not be neighbours
+rectangles                  sums of constants over tables, for all stages along an order
 model                       expresses a captured model as a problem of `solver`
 describe, types             the result, with the best alternative for each boundary
 `stage_cost`                the bytes and seconds of a stage
@@ -19,29 +20,8 @@ describe, types             the result, with the best alternative for each bound
 """
 
 from placer.partition.choose import MANY_STAGES, choose_partition, rate_partition
-from placer.partition.solver.problem import (
-    PartitionProblem,
-    SharedValue,
-    StageSlot,
-    stage_loads,
-)
+from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, stage_loads
 from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Optimality
-
-__all__ = [
-    "MANY_STAGES",
-    "DeviceSlot",
-    "Optimality",
-    "Partition",
-    "PartitionProblem",
-    "PlanningOptions",
-    "SharedValue",
-    "StageSlot",
-    "TableCache",
-    "choose_partition",
-    "rate_partition",
-    "solve",
-    "stage_loads",
-]

@@ -43,10 +43,7 @@ _ROUNDING = 1e-9  # relative difference between float sums in different orders
 
 
 def nested_devices(
-    shared: SharedPeaks,
-    cuts: Sequence[int],
-    devices: int,
-    share: Callable[[int, Table], Table],
+    shared: SharedPeaks, cuts: Sequence[int], devices: int, share: Callable[[int, Table], Table]
 ) -> list[int]:
     """The first step: the device of every interval between ``cuts`` (indices, both ends included).
 
@@ -234,9 +231,8 @@ def _moves(
             if not free[y - 1]:
                 break
             for device in range(devices):
-                if (
-                    device_of[x] != device != device_of[y - 1]
-                ):  # otherwise moving a shorter run gives the same
+                # Otherwise moving a shorter run gives the same
+                if device_of[x] != device != device_of[y - 1]:
                     yield x, y, device
 
 

@@ -63,12 +63,7 @@ class Candidate:
 
 
 def rank_candidate(
-    options: PlanningOptions,
-    *,
-    fullest: float,
-    peak: float,
-    seconds: Sequence[float],
-    step: float,
+    options: PlanningOptions, *, fullest: float, peak: float, seconds: Sequence[float], step: float
 ) -> tuple[float, ...]:
     """The key for comparing candidates: first the overflow, then the objective, then seconds.
 
@@ -148,21 +143,14 @@ def optimizer_on(options: PlanningOptions, devices: Iterable[str]) -> OptimizerM
     return whole.divided(options.state_layout.optimizer)
 
 
-def solve_order(
-    tables: IntervalTables,
-    nodes: Sequence[int],
-    chain: Sequence[DeviceSlot],
-    pinned: Sequence[str | None],
-    options: PlanningOptions,
-) -> Candidate | None:
-    """The best stages along ``nodes`` on the devices of ``chain``; None if the pins rule out all.
+def solve_order(costs: StageCosts, nodes: Sequence[int]) -> Candidate | None:
+    """The best stages along ``nodes`` on the chain of ``costs``; None if the pins rule out all.
 
-    ``pinned`` has for each node the device that it must be on, or None. If all stages can be within their
-    budgets the objective decides, otherwise the least overflow.
+    If all stages can be within their budgets the objective decides, otherwise the least overflow.
     """
-    costs = StageCosts(tables, chain, pinned, options)
-    enough = len(tables.cuts) - 1 >= len(chain)
-    for empty in ([not enough] * len(chain), [True] * len(chain)):
+    options, count = costs.options, len(costs.chain)
+    enough = len(costs.tables.cuts) - 1 >= count
+    for empty in ([not enough] * count, [True] * count):
         result = best_cuts(costs.shares, costs.follow_pins, combine="max", may_be_empty=empty)
         if result is not None:
             break
@@ -180,7 +168,7 @@ def solve_order(
             cuts = _shortest_step(costs, allowed, empty)
         else:
             cuts = _fastest(costs.seconds, allowed, empty, options.objective)
-    return _rated(costs, tables, nodes, chain, cuts, options)
+    return rate_stages(costs, nodes, cuts)
 
 
 def _shortest_step(
@@ -209,35 +197,16 @@ def _shortest_step(
     return min(found)[1]
 
 
-def rate_stages(
-    tables: IntervalTables,
-    nodes: Sequence[int],
-    chain: Sequence[DeviceSlot],
-    cuts: Sequence[int],
-    pinned: Sequence[str | None],
-    options: PlanningOptions,
-) -> Candidate:
-    """The stages between ``cuts`` (indices into those of ``tables``), ranked as by `solve_order`."""
-    costs = StageCosts(tables, chain, pinned, options)
-    return _rated(costs, tables, nodes, chain, cuts, options)
-
-
-def _rated(
-    costs: StageCosts,
-    tables: IntervalTables,
-    nodes: Sequence[int],
-    chain: Sequence[DeviceSlot],
-    cuts: Sequence[int],
-    options: PlanningOptions,
-) -> Candidate:
+def rate_stages(costs: StageCosts, nodes: Sequence[int], cuts: Sequence[int]) -> Candidate:
+    """The stages between ``cuts`` (indices into those of the tables), ranked as by `solve_order`."""
     fullest = max(costs.along(costs.shares, cuts))
     peak = max(costs.along(costs.peaks, cuts))
     seconds, step = costs.along(costs.seconds, cuts), costs.step(cuts)
     return Candidate(
-        rank=rank_candidate(options, fullest=fullest, peak=peak, seconds=seconds, step=step),
-        tables=tables,
+        rank=rank_candidate(costs.options, fullest=fullest, peak=peak, seconds=seconds, step=step),
+        tables=costs.tables,
         nodes=tuple(nodes),
-        slots=tuple(chain),
+        slots=costs.chain,
         cuts=tuple(cuts),
         fullest=fullest,
         peak=peak,
@@ -248,6 +217,7 @@ def _rated(
 class StageCosts:
     """Costs of all intervals at every position of a chain of devices: ``[q][x, y]`` as in `best_cuts`.
 
+    ``pinned`` has for each node of the order the device that it must be on, or None.
     ``seconds`` include all transfers of a stage, ``once`` only what it receives, so that the sum over stages
     has every transfer once. ``peaks`` are by `peak_share`; ``shares`` are the same, but 0 without a
     budget. ``follow_pins`` says whether an interval has no node that is pinned to another device.
@@ -261,7 +231,7 @@ class StageCosts:
         options: PlanningOptions,
     ) -> None:
         largest = reference_bytes(chain)
-        self.options, self.chain = options, tuple(chain)
+        self.tables, self.options, self.chain = tables, options, tuple(chain)
         passes = 2 if options.training else 1
         # For each stage what its tables depend on, which is the same for most
         kinds = [slot.kind for slot in chain]

@@ -135,7 +135,7 @@ def rate_partition(
     slots = [slot for slot, _ in stages]
     pinned: list[str | None] = [slot.name for slot, names in stages for _ in names]
     tables = TableCache().build(costs, nodes, cuts, later=options.microbatches > 1)
-    rated = rate_stages(tables, nodes, slots, range(len(cuts)), pinned, options)
+    rated = rate_stages(StageCosts(tables, slots, pinned, options), nodes, range(len(cuts)))
     return describe_partition(rated, program, costs, pinned, options, 0.0)
 
 
@@ -269,7 +269,7 @@ class _Search:
         starts = list(self._good)
         for objective in ("bottleneck", "latency"):
             aim = replace(options, objective=objective)
-            found = solve_order(best.tables, best.nodes, best.slots, order.pinned, aim)
+            found = solve_order(StageCosts(best.tables, best.slots, order.pinned, aim), best.nodes)
             if found is not None and self._in_program_order(order, found)[0] == order.units:
                 starts.append(found)
         starts = [c for c in starts if c.limit <= 1 and _is_chain(c)]
@@ -278,9 +278,9 @@ class _Search:
         for _, i in sorted(timed)[:_MOVED]:
             start = self.with_all_cuts(starts[i])
             order, clock = self._order_of(start), StepClock(start, self._costs, options)
-            allowed = StageCosts(start.tables, start.slots, order.pinned, options).allowed(1.0)
-            cuts = move_boundaries(clock, start.cuts, allowed)
-            moved = rate_stages(start.tables, start.nodes, start.slots, cuts, order.pinned, options)
+            costs = StageCosts(start.tables, start.slots, order.pinned, options)
+            cuts = move_boundaries(clock, start.cuts, costs.allowed(1.0))
+            moved = rate_stages(costs, start.nodes, cuts)
             kept = moved if self._in_program_order(order, moved)[0] == order.units else start
             ends.append((clock(kept.cuts), i, kept))
         return min(ends)[2] if ends else best
@@ -312,15 +312,16 @@ class _Search:
         counts: Collection[int],
     ) -> Candidate:
         """The candidate whose stages end after ``counts`` units."""
-        cuts = order.cuts(tables, counts)
-        return rate_stages(tables, order.nodes, slots, cuts, order.pinned, self._options)
+        costs = StageCosts(tables, slots, order.pinned, self._options)
+        return rate_stages(costs, order.nodes, order.cuts(tables, counts))
 
     def _solve(self, order: _Order, tables: IntervalTables) -> Candidate | None:
         """The best stages along ``order`` over all chains of devices; None if the pins rule out all."""
         best: Candidate | None = None
         for chain in device_chains(self._devices, order.pinned):
             self._chains.setdefault(tuple(slot.name for slot in chain), chain)
-            found = solve_order(tables, order.nodes, chain, order.pinned, self._options)
+            costs = StageCosts(tables, chain, order.pinned, self._options)
+            found = solve_order(costs, order.nodes)
             if found is not None and (best is None or found.rank < best.rank):
                 best = found
         return best

@@ -114,9 +114,8 @@ class StepClock:
         source = np.searchsorted(ends, self._makers, side="right")
         target = np.searchsorted(ends, self._readers, side="right")
         crossing = np.flatnonzero(source != target)
-        _, first = np.unique(
-            self._makers[crossing] * count + target[crossing], return_index=True
-        )  # a stage receives a value once
+        # A stage receives a value once
+        _, first = np.unique(self._makers[crossing] * count + target[crossing], return_index=True)
         sent = crossing[first]
         nbytes = np.zeros((count, count))
         np.add.at(nbytes, (source[sent], target[sent]), self._nbytes[sent])

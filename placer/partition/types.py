@@ -49,6 +49,11 @@ class DeviceSlot:
         return self.room is None or peak <= self.room
 
 
+def whole_backwards(schedule: ScheduleName) -> ScheduleName:
+    """The schedule in place of one that splits backwards, where they run as a whole."""
+    return "1F1B" if splits_backward(schedule) else schedule
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningOptions:
     """The parts of a spec that the cost of a stage depends on."""
@@ -79,12 +84,12 @@ class PlanningOptions:
         )
 
     def with_whole_backwards(self) -> PlanningOptions:
-        """The same if the schedule splits no backwards, else with 1F1B.
+        """The same with backwards that are not split, as where a stage recomputes.
 
         Both halves of a split backward would run what is recomputed again, and what the first one made
         again for weights would stay until the second (`torch.utils.checkpoint` keeps it).
         """
-        return replace(self, schedule="1F1B") if splits_backward(self.schedule) else self
+        return replace(self, schedule=whole_backwards(self.schedule))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

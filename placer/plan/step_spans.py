@@ -155,8 +155,7 @@ def _moved(transfers: Sequence[Transfer], devices: Sequence[str]) -> Sequence[_M
         sent.add(key)
         before = found.get((source, target), _Moved(source, target, 0, 0))
         found[source, target] = before._replace(
-            seconds=before.seconds + (transfer.seconds or 0),
-            nbytes=before.nbytes + transfer.nbytes,
+            seconds=before.seconds + (transfer.seconds or 0), nbytes=before.nbytes + transfer.nbytes
         )
     return list(found.values())
 

@@ -11,4 +11,4 @@ cut_limits             finds how far a model can be split, and how many devices 
 =====================  ===========================================================================
 """
 
-import placer.space  # noqa: F401 - registers the rewrites of programs
+import placer.space

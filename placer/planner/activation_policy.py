@@ -187,11 +187,7 @@ def _rank(plan: _Found) -> tuple[bool, float, float]:
     over = max((_excess(partition, slot) for slot in partition.slots), default=0.0)
     limited = any(slot.budget is not None for slot in partition.slots)
     worst = over + plan.host_excess if limited else max(partition.peaks.values())
-    return (
-        not plan.fits,
-        worst if not plan.fits or not limited else 0.0,
-        partition.seconds,
-    )
+    return (not plan.fits, worst if not plan.fits or not limited else 0.0, partition.seconds)
 
 
 def _is_far(partition: Partition) -> bool:

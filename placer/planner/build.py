@@ -21,7 +21,7 @@ from placer.cost import (
 )
 from placer.errors import CaptureError
 from placer.machine.devices import device_type
-from placer.partition import DeviceSlot, Partition, PlanningOptions, TableCache, choose_partition
+from placer.partition import Partition, PlanningOptions, TableCache, choose_partition
 from placer.plan.types import Plan
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
@@ -55,6 +55,14 @@ class PlanMaker(Protocol):
     """Plans specs for one model and its inputs."""
 
     @property
+    def program(self) -> Program:
+        """The model as it was captured."""
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """The inputs of a step."""
+
+    @property
     def costs(self) -> CostEstimates:
         """The model's costs, shared by all its plans."""
 
@@ -70,15 +78,6 @@ class PlanMaker(Protocol):
         It prefers little memory to little time, so it is seldom near a budget and seldom needs a dry run.
         If it does not fit by its estimates it gets no dry run, which might have another verdict.
         """
-
-    def estimate(self, spec: PlacementSpec, *, spare: float = 0.0) -> Plan:
-        """The plan for ``spec`` by its estimates, which `judge` can judge by a dry run.
-
-        The share ``spare`` of each device's budget is kept free, because estimates may be too low.
-        """
-
-    def judge(self, plan: Plan) -> Plan:
-        """``plan`` with the verdict of a dry run, if one is needed."""
 
     def rough_plan(self, spec: PlacementSpec) -> Plan:
         """An approximation of `quick_plan`'s plan from costs that are known, without running the model."""
@@ -193,9 +192,7 @@ def _plan_for(
         precision=spec.precision,
         loss=loss,
         keeps_casts=keeps_casts(
-            spec.precision,
-            microbatches,
-            own_weights=processes or replicas * spec.space.number == 1,
+            spec.precision, microbatches, own_weights=processes or replicas * spec.space.number == 1
         ),
     )
     choices = policies_of(spec)
@@ -207,7 +204,14 @@ def _plan_for(
     offloaded = any(key is not None and key.offload for key in keys)
 
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
-        choose = partial(_choose, program, slots, pins, tables, stop_at_share)
+        def choose(
+            options: PlanningOptions, costs: CostTable, more_pins: Mapping[str, str]
+        ) -> Partition:
+            wanted = {**more_pins, **pins}
+            return choose_partition(
+                program, costs, slots, wanted, options, tables=tables, stop_at_share=stop_at_share
+            )
+
         plain = with_added_rows(costs_of(kernels=kernels, offloads=offloaded), len(sizes))
         first = choose(options, with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
@@ -245,24 +249,3 @@ def _by_stage(corrections: Mapping[str, int], spec: PlacementSpec) -> dict[str, 
             name = spec.devices[index_of[name] // spec.space.number * spec.space.number].name
         found[name] = max(found.get(name, 0), nbytes)
     return found
-
-
-def _choose(
-    program: Program,
-    slots: Sequence[DeviceSlot],
-    pins: Mapping[str, str],
-    tables: TableCache,
-    stop_at_share: float,
-    options: PlanningOptions,
-    costs: CostTable,
-    more_pins: Mapping[str, str],
-) -> Partition:
-    return choose_partition(
-        program,
-        costs,
-        slots,
-        {**more_pins, **pins},
-        options,
-        tables=tables,
-        stop_at_share=stop_at_share,
-    )

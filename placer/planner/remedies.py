@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from placer.cost import batch_rows
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.check import describe_overflow, host_error
@@ -17,7 +15,6 @@ from placer.planner.build import PlanMaker
 from placer.planner.cut_limits import largest_piece
 from placer.planner.devices import device_slot, likely_kernels
 from placer.planner.resolve import microbatch_inputs, planning_options
-from placer.program import Program
 from placer.quantities import format_bytes, format_seconds, parse_bytes
 from placer.space import MOST_CHUNKS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
@@ -68,23 +65,17 @@ class LargestNode:
         )
 
 
-def misfit_error(
-    program: Program,
-    spec: PlacementSpec,
-    inputs: Sequence[Tensor],
-    plan: Plan,
-    make: PlanMaker,
-) -> BudgetError:
+def misfit_error(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> BudgetError:
     """The error that says why ``plan`` (the best under ``spec``) does not fit, and which changes help.
 
     Every change that it names has been planned with ``make``; the fastest one comes first.
     """
     if plan.fits_devices:
         return host_error(plan)
-    largest = find_largest_node(program, spec, inputs, make)
+    largest = find_largest_node(spec, make)
     no_room = lacks_room(spec)
     problem = f"the placement needs {describe_overflow(plan.tightest)}"
-    tried = try_remedies(program, spec, plan, make)
+    tried = try_remedies(spec, plan, make)
     fitting = [describe_fitting(t) for t in tried if t.fits]
     return BudgetError(
         f"device {plan.tightest.device}",
@@ -121,10 +112,9 @@ def describe_tries(tried: Sequence[Tried]) -> str:
     )
 
 
-def find_largest_node(
-    program: Program, spec: PlacementSpec, inputs: Sequence[Tensor], make: PlanMaker
-) -> LargestNode:
+def find_largest_node(spec: PlacementSpec, make: PlanMaker) -> LargestNode:
     """The piece that needs the most on a device of its own, for the whole batch at once."""
+    program, inputs = make.program, make.inputs
     costs = make.costs(
         microbatch_inputs(program, inputs, batch_rows(program, inputs) or 1),
         training=spec.training,
@@ -143,7 +133,7 @@ def find_largest_node(
     )
 
 
-def try_remedies(program: Program, spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried]:
+def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried]:
     """Changes of ``spec`` that have been planned; ``plan`` is the one that does not fit.
 
     First come those that fit, the fastest first, then the others, the smallest change first. There are none
@@ -151,13 +141,13 @@ def try_remedies(program: Program, spec: PlacementSpec, plan: Plan, make: PlanMa
     """
     if lacks_room(spec):
         return []
-    rows = 1 if program.captured.mixing else program.call.batch_size or 1
+    rows = 1 if make.program.captured.mixing else make.program.call.batch_size or 1
     changes = [
         *_expandable(make, spec),
         *_own_placement(make, spec),
         *_divided_state(make, spec, plan),
         *_microbatches(make, spec, rows),
-        *_in_chunks(make, spec, program),
+        *_in_chunks(make, spec),
         *_lighter(make, spec),
         *_devices(make, spec, plan),
         *_in_space(make, spec, plan),
@@ -272,8 +262,8 @@ def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
     return max(device.peak for device in rough.devices) if any(far) else None
 
 
-def _in_chunks(make: PlanMaker, spec: PlacementSpec, program: Program) -> Iterator[_Change]:
-    if spec.chunks == 1 and not spec.compile and find_joins(program):
+def _in_chunks(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+    if spec.chunks == 1 and not spec.compile and find_joins(make.program):
         change = f'"chunks": {MOST_CHUNKS} (a concatenation is made in parts, where convolutions read it)'
         yield from _try(change, make, _updated(spec, chunks=MOST_CHUNKS))
 

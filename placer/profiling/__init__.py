@@ -10,18 +10,3 @@ from placer.profiling.clocks import Clock, clock_for
 from placer.profiling.files import check_output, device_here, file_values, known_kind, profile
 from placer.profiling.nodes import NodeTimes, measure_nodes
 from placer.profiling.profile import Measured, profile_model
-
-__all__ = [
-    "Clock",
-    "Measured",
-    "NodeTimes",
-    "calibrate",
-    "check_output",
-    "clock_for",
-    "device_here",
-    "file_values",
-    "known_kind",
-    "measure_nodes",
-    "profile",
-    "profile_model",
-]

@@ -115,11 +115,7 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple(written)
 
 
-_BATCH_NORMS = (
-    "aten::native_batch_norm",
-    "aten::cudnn_batch_norm",
-    "aten::miopen_batch_norm",
-)
+_BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 
 
 class _AliasInterpreter(fx.Interpreter):

@@ -46,7 +46,8 @@ from placer.program.fingerprint import fingerprint_graph
 from placer.program.guards import tensor_paths
 from placer.program.inside import SOMETHING_ELSE, mixing_inside
 from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf, runs_own_hooks
-from placer.program.record import RecordedProgram, Setup, record_model, replaced_state
+from placer.program.record import RecordedProgram, record_model, replaced_state
+from placer.program.recorder import Setup
 from placer.program.rows import (
     Mixing,
     RowFlow,
@@ -126,12 +127,7 @@ def capture_model(
         capture.refuse_copies()
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
         unread = [n for n, node in zip(capture.names, inputs, strict=False) if not node.users]
-        refuse_unsure(
-            capture.batch,
-            capture.inputs,
-            capture.names,
-            unread=unread,
-        )
+        refuse_unsure(capture.batch, capture.inputs, capture.names, unread=unread)
         aliasing = capture.check(recording)
     return _assemble(model, recording, aliasing, bound, capture)
 
@@ -203,12 +199,7 @@ class _Capture:
     def _run(
         self, inputs: Sequence[Tensor], *, named: bool = True, shorter: int = 0
     ) -> RecordedProgram:
-        setup = replace(
-            self.setup,
-            whole=frozenset(self.whole),
-            guess=self.guess,
-            shorter=shorter,
-        )
+        setup = replace(self.setup, whole=frozenset(self.whole), guess=self.guess, shorter=shorter)
         count = len(self.inputs)
         inputs, held = inputs[:count], inputs[count:]
         try:
@@ -325,11 +316,20 @@ class _Capture:
             layer = layer.rpartition(".")[0]
         return layer, recording.location_of.get(node.name, "")
 
+    @property
+    def input_dims(self) -> tuple[BatchDim, ...]:
+        """The batch's dimension in each input of the call."""
+        return self.batch.dims[: len(self.inputs)]
+
+    @property
+    def rows(self) -> int | None:
+        return rows_of(self.input_dims, [tensor.shape for tensor in self.inputs])
+
     def all_dims(self, recording: RecordedProgram) -> list[BatchDim]:
         """The batch's dimension in each input of the graph."""
         held = iter(self.batch.dims[len(self.inputs) :])
         return [
-            *self.batch.dims[: len(self.inputs)],
+            *self.input_dims,
             *(next(held, None) if each.kind is Tensor else None for each in recording.state),
         ]
 
@@ -384,8 +384,7 @@ class _Capture:
         layer = first.layer or recording.layer_of.get(first.node, "") or type(self.model).__name__
         location = first.location or recording.location_of.get(first.node, "")
         reason = f"{first.reason}{f' ({location})' if location else ''}"
-        dims = self.batch.dims[: len(self.names)]
-        is_said = self.rules.says(self.names, dims)
+        is_said = self.rules.says(self.names, self.input_dims)
         if not self.rules.is_split:
             self.mixing = "" if is_said or flow is None else f"{layer}: {reason}"
         elif is_said:
@@ -394,7 +393,7 @@ class _Capture:
                 "spec's inputs say, so results are those of the slices, not of the whole batch."
             )
         else:
-            said = self.rules.spell(self.names, dims)
+            said = self.rules.spell(self.names, self.input_dims)
             raise CaptureError(
                 layer,
                 f"{reason}, so a slice of the batch does not compute what the whole batch does",
@@ -414,8 +413,7 @@ class _Capture:
 
     def batch_mixing(self, recording: RecordedProgram, doubled: RecordedProgram) -> list[Mixing]:
         """Where the model runs other operations for another batch size, unless for a single row only."""
-        one_row = rows_of(self.batch.dims[: len(self.inputs)], [x.shape for x in self.inputs]) == 1
-        if one_row or "" in self.whole or _operations(recording) == _operations(doubled):
+        if self.rows == 1 or "" in self.whole or _operations(recording) == _operations(doubled):
             return []
         layer, location = self._first_difference(recording, doubled) or ("", "")
         return [Mixing(node="", reason=SOMETHING_ELSE, layer=layer, location=location)]
@@ -424,9 +422,8 @@ class _Capture:
         self, recording: RecordedProgram, doubled: RecordedProgram, flow: RowFlow
     ) -> list[Mixing]:
         """The single nodes that mix rows."""
-        rows = rows_of(self.batch.dims[: len(self.inputs)], [x.shape for x in self.inputs]) or 1
         found = [
-            mixing_inside(node.name, inside, doubled.inside[other.name], rows, self.model)
+            mixing_inside(node.name, inside, doubled.inside[other.name], self.rows or 1, self.model)
             for node, other in zip(recording.graph.nodes, doubled.graph.nodes, strict=True)
             if (inside := recording.inside.get(node.name)) and flow.rows[node.name].depends
         ]
@@ -434,12 +431,11 @@ class _Capture:
 
     def hook_mixing(self, recording: RecordedProgram, doubled: RecordedProgram) -> list[Mixing]:
         """The modules whose hooks on gradients mix rows."""
-        rows = rows_of(self.batch.dims[: len(self.inputs)], [x.shape for x in self.inputs]) or 1
         found = []
         for run, other in itertools.zip_longest(recording.gradient_hooks, doubled.gradient_hooks):
             if run is None or other is None:
                 return [Mixing(node="", reason=SOMETHING_ELSE)]
-            mixing = mixing_inside("", run.inside, other.inside, rows, self.model)
+            mixing = mixing_inside("", run.inside, other.inside, self.rows or 1, self.model)
             if run.reading:
                 mixing = Mixing(node="", reason=_DECIDES, location=run.reading)
             if mixing is not None:
@@ -541,10 +537,9 @@ class _Capture:
 
     def _is_special(self, other: RecordedProgram) -> bool:
         """Whether one row is an exception: ``other``, recorded with two, is the graph for four rows too."""
-        dims = self.batch.dims[: len(self.inputs)]
-        if rows_of(dims, [tensor.shape for tensor in self.inputs]) != 1:
+        if self.rows != 1:
             return False
-        more, _ = self._run_larger(grown(self.converter, self.inputs, dims, 4))
+        more, _ = self._run_larger(grown(self.converter, self.inputs, self.input_dims, 4))
         return more is not None and more.lines == other.lines
 
 
@@ -585,7 +580,7 @@ def _assemble(
         constant_paths=tensor_paths(
             model, [(s.path, s.name) for s in recording.guards], recording.constants
         ),
-        call=make_call_format(bound, recording.result, capture.batch.dims[: len(capture.inputs)]),
+        call=make_call_format(bound, recording.result, capture.input_dims),
         whole_modules=tuple(
             w
             for w in whole.values()

@@ -19,9 +19,8 @@ from placer.errors import CaptureError
 from placer.program.hook_table import HookTable, hook_tables
 from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
 
-_TABLES = frozenset(
-    vars(nn.Module())
-)  # what every module has: tensors, submodules, hooks, the mode
+# What every module has: tensors, submodules, hooks, the mode
+_TABLES = frozenset(vars(nn.Module()))
 
 
 def copy_module(
@@ -113,7 +112,7 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
         for value in callables:
             owner = value.__self__ if isinstance(value, MethodType) else value
             if isinstance(owner, functools.partial):
-                for given in (owner.func, *owner.args, *owner.keywords.values()):
+                for _, given in function_parts(owner):
                     if not any(id(x) in owned for _, x in walk([((), given)], functions=True)):
                         known[id(given)] = given
             elif not isinstance(owner, FunctionType) and id(owner) not in owned:
@@ -145,7 +144,7 @@ def _callables(model: nn.Module) -> Iterator[Any]:
 def _bound(value: Any) -> Iterator[Any]:
     """The objects that a ``partial`` or a bound method is copied with."""
     if isinstance(value, MethodType | functools.partial):
-        for part in function_parts(value):
+        for _, part in function_parts(value):
             yield from _bound(part)
     elif not isinstance(value, FunctionType | nn.Module):
         yield value
@@ -167,7 +166,7 @@ def _keep_without_state(
         if isinstance(value, weakref.ref):
             found[id(value)] = id(value()) in owned
             return found[id(value)]
-        inside = [part for _, part in parts(value)] + function_parts(value)
+        inside = [part for _, part in (*parts(value), *function_parts(value))]
         if isinstance(value, _WEAK):
             inside += list(value)
         elif isinstance(value, dict) and not owned.isdisjoint(_ids(value)):

@@ -53,9 +53,8 @@ class FakeConverter:
     def __init__(self) -> None:
         self.mode = FakeMode(allow_non_fake_inputs=True)
         self._fakes: dict[int, Tensor] = {}
-        self._originals: dict[
-            int, Tensor
-        ] = {}  # id of a fake tensor -> original; keeps the ids in _fakes valid
+        # Id of a fake tensor -> original; keeps the ids in _fakes valid
+        self._originals: dict[int, Tensor] = {}
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}  # a fake of each shared storage
         self._sharing: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
         self.reachable = ReachableState()  # what the modules' code can reach

@@ -351,9 +351,8 @@ def _depends_on_shapes(func: Any) -> bool:
     """Do the results of ``func`` depend only on shapes and plain values, and share no memory?"""
     if type(func) is not _OPERATOR or func.namespace not in ("aten", "prims"):
         return False
-    if (
-        func.is_view or "lift" in func.name() or "as_strided" in func.name()
-    ):  # the last reads offsets
+    # The last reads offsets
+    if func.is_view or "lift" in func.name() or "as_strided" in func.name():
         return False
     refused = {torch.Tag.data_dependent_output, torch.Tag.inplace_view}
     if func is not torch.ops.aten.index.Tensor:  # its shape depends on values only for masks

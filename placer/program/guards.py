@@ -107,12 +107,7 @@ def make_guards(
         frozen = freezer.freeze(value, values_read=looked, unread=keys)
         guards.append(
             AttributeGuard(
-                path=path,
-                name=name,
-                value=value,
-                frozen=frozen,
-                values_read=looked,
-                unread=keys,
+                path=path, name=name, value=value, frozen=frozen, values_read=looked, unread=keys
             )
         )
     return tuple(guards)

@@ -14,13 +14,9 @@ from placer.program.types import WholeModule
 
 # Modules of torch.nn that contain layers: they are recorded operation by operation.
 _CONTAINERS = (
-    nn.Sequential,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-)
+    nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
+)  # fmt: skip
 
 
 def is_torch_leaf(module: nn.Module) -> bool:

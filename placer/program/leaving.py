@@ -56,8 +56,7 @@ def write_changes(
     """
     found = []
     changes = sorted(  # what is added to a list, before another list takes its place
-        changes,
-        key=lambda x: (-len(x.path), x.root, spell(x.path), x.kind in ("set", "delete")),
+        changes, key=lambda x: (-len(x.path), x.root, spell(x.path), x.kind in ("set", "delete"))
     )
     hooks = [c for c in changes if c.root == "model" and c.path[1] in _TABLES]
     for change in changes:

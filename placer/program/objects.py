@@ -113,16 +113,19 @@ def is_object(value: Any) -> bool:
     return not isinstance(value, _NO_OBJECTS) and hasattr(value, "__dict__")
 
 
-def function_parts(value: Any) -> list[Any]:
-    """What a function, bound method or ``partial`` refers to: closure, defaults, owner, arguments."""
+def function_parts(value: Any) -> list[tuple[Any, Any]]:
+    """What a function, bound method or ``partial`` refers to: closure, defaults, owner, arguments.
+
+    Each has the name of its variable, or the number of an argument.
+    """
     if isinstance(value, MethodType):
-        return [value.__func__, value.__self__]
+        return [("__func__", value.__func__), ("self", value.__self__)]
     if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
     if isinstance(value, FunctionType):
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        held = map(_content, value.__closure__ or ())
-        return [*(part for part in held if part is not None), *defaults]
+        cells = zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
+        defaults = [*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
+        return [*((name, part) for name, part in cells if part is not None), *defaults]
     return []
 
 
@@ -151,7 +154,7 @@ def walk(
         yield path, value
         waiting.extend([((*path, key), part) for key, part in parts(value)])
         if functions:
-            waiting.extend(((*path, None), part) for part in function_parts(value))
+            waiting.extend(((*path, None), part) for _, part in function_parts(value))
 
 
 def at(value: Any, path: Sequence[Any]) -> Any:

@@ -324,17 +324,15 @@ class _Search:
                 self.variable(cell, name, cell.cell_contents, function.__code__)
             except ValueError:  # it is empty
                 continue
-        if _is_unrelated(
-            function
-        ):  # a decorator of such code holds what it decorates in its closure
+        # A decorator of such code holds what it decorates in its closure
+        if _is_unrelated(function):
             return
         for name, value in _defaults(function).items():
             if isinstance(value, Tensor) or not isinstance(value, _ATOMS):
                 self.variable(function, name, value, function.__code__)
         space = function.__globals__
-        if self._is_new(
-            space
-        ):  # cached functions may also be read in other ways, such as globals()[name]
+        # Cached functions may also be read in other ways, such as globals()[name]
+        if self._is_new(space):
             for name, value in list(space.items()):
                 if type(value) is CACHED:
                     self.look(space, name, value)

@@ -16,14 +16,14 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from placer._torch import storage_key
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.backward import HookRun
-from placer.program.call import BoundCall, objects_of
+from placer.program.call import objects_of
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -33,7 +33,7 @@ from placer.program.failure import (
     locate,
     method_not_captured,
 )
-from placer.program.fake import FakeConverter, Guess, fake_execution
+from placer.program.fake import FakeConverter, fake_execution
 from placer.program.fingerprint import graph_lines, varying_lines
 from placer.program.forward import ForwardRun, run_forward
 from placer.program.guards import PLAIN_VALUES, AttributeGuard, tensor_paths
@@ -42,7 +42,7 @@ from placer.program.leaving import Left, written_tensor
 from placer.program.objects import Path, attribute_of, spell
 from placer.program.python_random import PythonRandomDraw
 from placer.program.reachable import ReachableState, Reference, find_reachable_state, is_iterator
-from placer.program.recorder import Recorder
+from placer.program.recorder import Recorder, Setup
 from placer.program.restore import MISSING, Change, Snapshot, module_roots
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
@@ -62,72 +62,36 @@ class RecordedProgram:
     lines: tuple[str, ...]  # the graph as text, by `graph_lines`
     layer_of: dict[str, str]
     location_of: dict[str, str]
-    constants: dict[str, Tensor]
+    constants: dict[str, Tensor] = field(default_factory=dict)
     result: ResultFormat
     results: tuple[Any, ...]  # per leaf of the output node: the shape of a tensor, or the value
-    state: tuple[StateInput, ...]  # inputs of the graph after those of the call
-    stored: tuple[Stored, ...]  # what forward leaves behind; its leaves follow those of the result
-    changed_inside: tuple[Change, ...]  # what single nodes change, which they do in every call
-    changing: frozenset[str]  # paths of the single nodes that do
+    state: tuple[StateInput, ...] = ()  # inputs of the graph after those of the call
+    # What forward leaves behind; its leaves follow those of the result
+    stored: tuple[Stored, ...] = ()
+    changed_inside: tuple[Change, ...] = ()  # what single nodes change, which they do in every call
+    changing: frozenset[str] = frozenset()  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
-    replaced: tuple[str, ...]  # buffers that forward replaces
-    changed_in_backward: tuple[
-        Change, ...
-    ]  # known only if the batch is to be split, as is the next
+    replaced: tuple[str, ...] = ()  # buffers that forward replaces
+    # Known only if the batch is to be split, as is the next
+    changed_in_backward: tuple[Change, ...]
     gradient_hooks: tuple[HookRun, ...]
-    numbers: tuple[StateInput, ...]  # numbers of which any will do
+    numbers: tuple[StateInput, ...] = ()  # numbers of which any will do
     readings: Mapping[str, str]  # single nodes that decide by values of their inputs -> line
     inside: Mapping[str, Inside]  # single nodes -> the operators that they run
-    independent: tuple[
-        bool, ...
-    ]  # per node: it is of a single node, but does not depend on its inputs
-    repeats: bool  # does the next call compute the same, in the state that this one leaves?
+    # Per node: it is of a single node, but does not depend on its inputs
+    independent: tuple[bool, ...]
+    repeats: bool = True  # does the next call compute the same, in the state that this one leaves?
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
-    checkpointed: dict[str, str]  # path of a module under activation checkpointing -> source line
-    answers: Answers  # to questions about gradients
-    sizes: SizeLog
-    packs: bool  # forward packs sequences
+    # Path of a module under activation checkpointing -> source line
+    checkpointed: dict[str, str] = field(default_factory=dict)
+    answers: Answers = ()  # to questions about gradients
+    sizes: SizeLog = field(default_factory=SizeLog)
+    packs: bool = False  # forward packs sequences
     shapes: tuple[Any, ...]  # per node: the shape of its tensor, its number, or None
 
 
 class UnlocatedRandomDraw(TraceFailure):
     """Forward drew random numbers from Python or numpy; the run did not find out in which module."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What is recorded, and how.
-
-    Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
-    read values of tensors, they get ``guess``. ``grad`` is the answer to ``torch.is_grad_enabled()`` in the
-    model's code. Sequences that forward packs are assumed to end ``shorter`` steps before their end.
-    ``is_split``: the batch will be.
-    """
-
-    converter: FakeConverter
-    model: nn.Module
-    fake_model: nn.Module
-    bound: BoundCall
-    whole: frozenset[str] = frozenset()
-    guess: Guess = field(default_factory=Guess)
-    ignore_device_moves: bool = False
-    grad: bool = True
-    numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph
-    shorter: int = 0
-    is_split: bool = False
-
-    def recorder(self) -> Recorder:
-        return Recorder(
-            self.converter,
-            self.model,
-            self.fake_model,
-            self.whole,
-            self.guess,
-            ignore_device_moves=self.ignore_device_moves,
-            grad=self.grad,
-            shorter=self.shorter,
-            is_split=self.is_split,
-        )
 
 
 def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
@@ -244,7 +208,7 @@ def run_once(
     setup: Setup, inputs: Sequence[Tensor], before: Snapshot, *, locate_draws: bool = True
 ) -> ForwardRun:
     """Run and record the model once; ``before`` has its state. The model keeps what forward changes."""
-    recorder = setup.recorder()
+    recorder = Recorder(setup)
     try:
         return _run(recorder, setup, inputs, before, locate_draws=locate_draws)
     except TraceFailure as failure:

@@ -13,6 +13,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -37,6 +38,7 @@ from placer._torch import (
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.backward import BackwardHooks
+from placer.program.call import BoundCall
 from placer.program.constants import (
     INDEXING,
     copy_real,
@@ -87,54 +89,52 @@ from placer.program.writer import CPU, GraphWriter, executable
 # and those that reach into autograd, which a graph cannot express.
 _SIZES = ("size", "numel", "nelement", "stride", "storage_offset", "__len__")
 _READS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__array__",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__complex__",
-    "__index__",
-    "__contains__",
-)
+    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__",
+    "__index__", "__contains__",
+)  # fmt: skip
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 _REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = "its Python code depends on the value of a tensor"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is recorded, and how.
+
+    Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
+    read values of tensors, they get ``guess``. ``grad`` is the answer to ``torch.is_grad_enabled()`` in the
+    model's code. Sequences that forward packs are assumed to end ``shorter`` steps before their end.
+    ``is_split``: the batch will be.
+    """
+
+    converter: FakeConverter
+    model: nn.Module
+    fake_model: nn.Module
+    bound: BoundCall
+    whole: frozenset[str] = frozenset()
+    guess: Guess = field(default_factory=Guess)
+    ignore_device_moves: bool = False
+    grad: bool = True
+    numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph
+    shorter: int = 0
+    is_split: bool = False
+
+
 class Recorder(TorchFunctionMode):
     """Intercepts every call, runs it on fake tensors, and writes a node for it."""
 
-    def __init__(
-        self,
-        converter: FakeConverter,
-        model: nn.Module,
-        fake_model: nn.Module,
-        whole: frozenset[str],
-        guess: Guess,
-        *,
-        ignore_device_moves: bool = False,
-        grad: bool = True,
-        shorter: int = 0,
-        is_split: bool = False,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self.guess = guess
-        self.shorter = shorter  # how many steps before their end sequences are assumed to end
-        self.is_split = is_split  # will the batch be?
+        converter, model, fake_model = setup.converter, setup.model, setup.fake_model
+        self.setup, self.model, self.fake_model = setup, model, fake_model
         self.packs = False  # does forward pack sequences?
-        self.grad = grad  # whether gradients are enabled, for code that asks
         self.grad_mode = True  # whether forward has left gradients enabled at this point
         self.asked_grad = False
         self.asked_flags = False  # has code asked whether a tensor requires gradients?
-        self.devices = NamedDevices(ignored=ignore_device_moves)
-        self.model = model
+        self.devices = NamedDevices(ignored=setup.ignore_device_moves)
         self.reachable = converter.reachable
         self.generators = [each.value for each in self.reachable.generators]
-        self.fake_model = fake_model
-        self.whole = whole
         self.writer = GraphWriter(converter, fake_model)
         self.flags: dict[int, bool] = {}  # id of an input or parameter -> did it require gradients?
         self.flags_set: set[int] = set()  # ids of those whose flag forward has set, changed or not
@@ -142,16 +142,15 @@ class Recorder(TorchFunctionMode):
         # Root and path of what single nodes have changed, which they do again in every call.
         self.changed_inside: dict[tuple[int, Any], Change] = {}  # by place
         self.changing: set[str] = set()  # paths of the single nodes that do
-        self.written_inside: dict[
-            str, bool
-        ] = {}  # state they write -> does it depend on their inputs?
+        # State they write -> does it depend on their inputs?
+        self.written_inside: dict[str, bool] = {}
         self.reached = Reached(fake_model)  # what the inputs of the present single node reach
         self.runs_code = False  # has a single node run code that is not torch's?
         self.backward = BackwardHooks(
             fake_model,
             self.reachable,
             self.reached,
-            lambda: GuessData(converter.mode, guess, self.reached.__contains__),
+            lambda: GuessData(converter.mode, setup.guess, self.reached.__contains__),
         )
         self.failed_in: tuple[Exception, str] | None = None  # an exception and its innermost module
         self.failed: ForwardFailure | None = None  # the failure of a module that is a single node
@@ -192,11 +191,11 @@ class Recorder(TorchFunctionMode):
         traced = {
             path: module
             for path, module in self.fake_model.named_modules()
-            if not is_inside(self.whole, path)
+            if not is_inside(self.setup.whole, path)
         }
         watched = watch_attributes(traced, self.read_attribute)
         before = sys.gettrace()
-        hooks = self.backward.watching() if self.is_split else nullcontext()
+        hooks = self.backward.watching() if self.setup.is_split else nullcontext()
         with watch_calls(self), watched, hooks, self, _OperatorMode(self):
             sys.settrace(self.trace)
             try:
@@ -212,9 +211,7 @@ class Recorder(TorchFunctionMode):
             self.attributes.add((path, name))
 
     def guards(
-        self,
-        unread: Sequence[Path] = (),
-        state: Sequence[StateInput] = (),
+        self, unread: Sequence[Path] = (), state: Sequence[StateInput] = ()
     ) -> tuple[AttributeGuard, ...]:
         """The attributes of the model that were read, with their values.
 
@@ -239,8 +236,8 @@ class Recorder(TorchFunctionMode):
         """What forward asked about gradients; ``inputs`` are the caller's."""
         if self.asked_flags:
             tensors = *inputs, *self.model.parameters()
-            return self.grad, *(tensor.requires_grad for tensor in tensors)
-        return (self.grad,) if self.asked_grad else ()
+            return self.setup.grad, *(tensor.requires_grad for tensor in tensors)
+        return (self.setup.grad,) if self.asked_grad else ()
 
     def reads_number(self, placeholder: fx.Node) -> bool:
         """Does Python code look at a number that is an input, or at one computed from it?"""
@@ -260,7 +257,7 @@ class Recorder(TorchFunctionMode):
         if func is SET_GRAD_ENABLED:
             self.grad_mode = args[0]
         if self.paused:
-            if func is torch.Tensor.register_hook and self.is_split:
+            if func is torch.Tensor.register_hook and self.setup.is_split:
                 args = args[0], self.backward.watched("", args[1])
             return func(*args, **kwargs)
         before, self.inside = self.inside, True
@@ -421,7 +418,7 @@ class Recorder(TorchFunctionMode):
             self.calls_layers = True
         leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable)
         checkpointed = not leaf and self.checkpointing() is not None
-        whole = path in self.whole or checkpointed
+        whole = path in self.setup.whole or checkpointed
         if (whole or leaf) and _state(module) != self.own_parameters[id(module)]:
             if whole:
                 with self.refusing():
@@ -455,7 +452,7 @@ class Recorder(TorchFunctionMode):
         node_args = self.writer.argument(args)
         self.paused = self.runs_code = True
         try:
-            self.reached.begin(args, inside=self.is_split)
+            self.reached.begin(args, inside=self.setup.is_split)
             value = original(*executable(args))
             inside = self.reached.end(value)
         finally:
@@ -472,7 +469,7 @@ class Recorder(TorchFunctionMode):
         self.paused = self.runs_code = True
         grad = self.grad_mode  # torch disables gradients in such a forward
         try:
-            self.reached.begin(inputs, inside=self.is_split)
+            self.reached.begin(inputs, inside=self.setup.is_split)
             value = forward(*executable(args))
             inside = self.reached.end(value)
             # For an input that is returned as it is, torch would make an alias that is unknown here.
@@ -492,10 +489,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a function of TorchScript as one node."""
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
-        guess = GuessData(self.writer.converter.mode, self.guess, self.reached.__contains__)
+        guess = GuessData(self.writer.converter.mode, self.setup.guess, self.reached.__contains__)
         self.paused = True
         try:
-            self.reached.begin((args, kwargs), inside=self.is_split)
+            self.reached.begin((args, kwargs), inside=self.setup.is_split)
             with self.refusing(), guess:
                 value = original(function, *executable(args), **executable(kwargs))
             inside = self.reached.end(value)
@@ -538,7 +535,7 @@ class Recorder(TorchFunctionMode):
         """Record that sequences are packed, or padded again, whose lengths are assumed."""
         self.packs = True
         name = func.__name__
-        shorter = {"shorter": self.shorter} if name == "_pack_padded_sequence" else {}
+        shorter = {"shorter": self.setup.shorter} if name == "_pack_padded_sequence" else {}
         data, counts = PACKING[name](*executable(args), **shorter)
         value = data, torch.empty(len(counts), dtype=torch.int64)
         self.record("call_function", WithLengths(func), args, {}, value)
@@ -546,7 +543,7 @@ class Recorder(TorchFunctionMode):
 
     def run_backward(self, results: Sequence[Any], inputs: Sequence[Tensor]) -> None:
         """Run the backward of ``results`` if it may run code that is not torch's, for every slice."""
-        if not (self.is_split and self.runs_code and self.grad):
+        if not (self.setup.is_split and self.runs_code and self.setup.grad):
             return
         self.paused = True
         try:
@@ -562,7 +559,7 @@ class Recorder(TorchFunctionMode):
     def grad_enabled(self) -> bool:
         """Note that the model asks whether gradients are enabled; recording always enables them."""
         self.asked_grad = True
-        return self.grad
+        return self.setup.grad
 
     def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         """Run a function under reentrant checkpointing; the modules that it calls are single nodes."""
@@ -577,7 +574,7 @@ class Recorder(TorchFunctionMode):
         value, name = func(tensor), func.__self__.__name__
         if name == "requires_grad" and not runs_library(sys._getframe(3)):
             self.asked_flags = True
-            return value and (self.grad or tensor.is_leaf)
+            return value and (self.setup.grad or tensor.is_leaf)
         if name == "shape":
             return self.sizes.shape(tensor, value)
         if isinstance(value, Tensor) and name not in ("grad", "_base"):

@@ -63,9 +63,8 @@ class ResultFormat:
 
     spec: TreeSpec
     objects: tuple[PackedObject | None, ...]  # per leaf of ``spec``: an object, or None: itself
-    names: tuple[
-        str, ...
-    ]  # per leaf of the flat list, such as "0.loss"; "" for a result that is one leaf
+    # Per leaf of the flat list, such as "0.loss"; "" for a result that is one leaf
+    names: tuple[str, ...]
 
     def visible(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that a loss is assumed to read: all except those of objects such as caches."""

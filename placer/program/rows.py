@@ -245,20 +245,9 @@ class _Flow:
             others = found - {"same"}
             few = sum(source.combination != "same" for source in sources) == 1
             return next(iter(others)) if few else None
-        if name in (
-            "add",
-            "sub",
-            "__add__",
-            "__radd__",
-            "__sub__",
-            "__rsub__",
-            "add_",
-            "sub_",
-            "rsub",
-        ):
-            plain = len(node.all_input_nodes) < len(
-                node.args
-            )  # a number, which counts once per slice
+        if name in _SUMS:
+            # A number, which counts once per slice
+            plain = len(node.all_input_nodes) < len(node.args)
             if found <= {"mean", "same"}:
                 return "mean"
             return "sum" if found == {"sum"} and not plain else None
@@ -400,14 +389,7 @@ class _Flow:
             return True
         if name in ("getitem", "__getitem__"):
             return self._picks_rows(node, dim)
-        if name in (
-            "index_select",
-            "gather",
-            "take_along_dim",
-            "scatter",
-            "scatter_add",
-            "index_add",
-        ):
+        if name in _PICKING:
             along = argument(node, "dim", None, position=1)
             index = argument(node, "index", None, position=2)
             inside = isinstance(along, int) and along % rank == dim and node.args[0] is first
@@ -503,6 +485,8 @@ def name_of(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
+_SUMS = ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "add_", "sub_", "rsub")
+_PICKING = ("index_select", "gather", "take_along_dim", "scatter", "scatter_add", "index_add")
 _REDUCTIONS: Mapping[str, Combination] = {"mean": "mean", "sum": "sum", "count_nonzero": "sum"}
 _LOSSES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
@@ -524,22 +508,11 @@ _FUNCTION_OF: Mapping[type[nn.Module], str] = {
 _OPERATORS = {"_softmax": "softmax", "_log_softmax": "log_softmax"}
 # Functions f with f(a + b) = f(a) + f(b) and f(c * a) = c * f(a)
 _LINEAR = (
-    *("neg", "clone", "detach", "to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"),
-    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "expand", "permute"),
-    *(
-        "transpose",
-        "t",
-        "getitem",
-        "__getitem__",
-        "select",
-        "stack",
-        "cat",
-        "sum",
-        "mean",
-        "getattr",
-        "present_value",
-    ),
-)
+    "neg", "clone", "detach", "to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda",
+    "view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "expand", "permute",
+    "transpose", "t", "getitem", "__getitem__", "select", "stack", "cat", "sum", "mean", "getattr",
+    "present_value",
+)  # fmt: skip
 _VIEWS = (
     *("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "_unsafe_view"),
 )
@@ -554,24 +527,8 @@ ARITHMETIC = {
     for prefix in ("", "r", "i")
 } | {"multiply", "divide", "true_divide", "floor_divide", "subtract", "remainder"}
 _INDEXING = (
-    *(
-        "getitem",
-        "__getitem__",
-        "setitem",
-        "__setitem__",
-        "index_select",
-        "gather",
-        "take_along_dim",
-    ),
-    *(
-        "scatter",
-        "scatter_",
-        "scatter_add",
-        "scatter_add_",
-        "index_add",
-        "index_add_",
-        "index_copy_",
-    ),
-    *("index_put", "index_put_", "index_fill", "index_fill_"),
-)
+    "getitem", "__getitem__", "setitem", "__setitem__", "index_select", "gather", "take_along_dim",
+    "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_", "index_copy_",
+    "index_put", "index_put_", "index_fill", "index_fill_",
+)  # fmt: skip
 SELECT_NAMES: Collection[str] = ("getitem", "get_field")

@@ -46,7 +46,7 @@ def call_single_node(
     """Run the module at ``path``, and let ``recorder`` write one node for it."""
     writer = recorder.writer
     node_args, node_kwargs = writer.argument(args), writer.argument(kwargs)
-    guess = GuessData(writer.converter.mode, recorder.guess, recorder.reached.__contains__)
+    guess = GuessData(writer.converter.mode, recorder.setup.guess, recorder.reached.__contains__)
     recorder.paused = True
     plain_layer = is_torch_leaf(module) and not must_stay_whole(module)
     reading = ""
@@ -61,7 +61,9 @@ def call_single_node(
         with guess, nullcontext() if is_torch_leaf(module) else keep_random():
             for packed in packed_sequences((args, kwargs)):
                 assume_sizes(packed)
-            recorder.reached.begin((args, kwargs), inside=recorder.is_split and not plain_layer)
+            recorder.reached.begin(
+                (args, kwargs), inside=recorder.setup.is_split and not plain_layer
+            )
             value = original(module, *given[0], **given[1])
             inside = recorder.reached.end(value)
         if before is not None:
@@ -72,7 +74,7 @@ def call_single_node(
         if guess.guessed:
             call = partial(original, module)
             # These are the values that its buffers have, or other guesses for a model without data.
-            other = GuessData.other(writer.converter, module, recorder.guess)
+            other = GuessData.other(writer.converter, module, recorder.setup.guess)
             roots = _roots(recorder, path, module)
             with suppress(Exception):  # they may be impossible
                 # To see what it then writes and returns.
@@ -199,7 +201,7 @@ def _run_again(
         with guess, keep_random():
             with without_torch_function():
                 copies = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-            recorder.reached.extend(copies, inside=recorder.is_split)
+            recorder.reached.extend(copies, inside=recorder.setup.is_split)
             value = call(*executable(copies[0]), **executable(copies[1]))
             inside = recorder.reached.end(value)
             if inside is not None:

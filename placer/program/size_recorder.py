@@ -86,10 +86,7 @@ class SizeRecorder:
             ),
             readings=tuple(
                 Reading(
-                    name=name,
-                    layer=layer,
-                    operands=tuple(map(number.get, nodes)),
-                    outcome=outcome,
+                    name=name, layer=layer, operands=tuple(map(number.get, nodes)), outcome=outcome
                 )
                 for name, layer, nodes, outcome in self._readings
             ),

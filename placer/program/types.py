@@ -61,9 +61,8 @@ class CallFormat:
     in_spec: TreeSpec  # of the dict {parameter name: value}
     positional: Mapping[str, bool]  # parameter that the caller passed -> was it positional?
     leaf_names: tuple[str, ...]  # a readable path per flattened leaf, such as "x" or "batch.0"
-    constants: tuple[
-        Any, ...
-    ]  # per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber`` that differs between calls
+    # Per flattened leaf: the non-tensor value, TENSOR, or an ``AnyNumber`` that differs between calls
+    constants: tuple[Any, ...]
     inputs: tuple[Input, ...]  # per tensor leaf
     result: ResultFormat  # how to rebuild forward's result from the flat list of leaves
     # How the caller's marks split inputs.
@@ -124,13 +123,11 @@ class Captured:
 
     model: nn.Module
     graph: fx.Graph  # never changed
-    layer_of: Mapping[
-        str, str
-    ]  # node -> path of the module whose code ran it ("": the model itself)
+    # Node -> path of the module whose code ran it ("": the model itself)
+    layer_of: Mapping[str, str]
     aliasing: Aliasing  # which nodes of the graph share memory
-    constants: Mapping[
-        str, torch.Tensor
-    ]  # get_attr node -> tensor that is not a parameter or buffer
+    # Get_attr node -> tensor that is not a parameter or buffer
+    constants: Mapping[str, torch.Tensor]
     call: CallFormat
     whole_modules: tuple[WholeModule, ...]
     fingerprint: str  # changes when the graph, or a name, shape or dtype of the state does

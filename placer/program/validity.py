@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from placer.program.call import bind_call, describe_shapes, objects_of
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.guards import AttributeGuard, failed_guard
-from placer.program.record import Setup, record_model
+from placer.program.record import record_model
+from placer.program.recorder import Setup
 from placer.program.types import Answers, CallFormat, Conditions
 from placer.program.variable_guards import VariableGuard
 from placer.program.watch import RECORDING
@@ -76,11 +77,12 @@ def same_program(
                 model=model,
                 fake_model=converter.module(model, objects_of(bound)),
                 bound=bound,
+                whole=conditions.whole,
                 guess=conditions.guess,
+                numbers=conditions.numbers,
                 ignore_device_moves=conditions.ignore_device_moves,
                 grad=grad,
             )
-            setup = replace(setup, whole=conditions.whole, numbers=conditions.numbers)
             recording = record_model(setup, inputs)
     except ForwardFailure as failure:
         raise failure.as_error(

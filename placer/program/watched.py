@@ -21,25 +21,10 @@ _ONLY_WRITE: dict[Any, tuple[str, ...]] = {
     dict: ("__setitem__", "update", "clear", "__ior__"),
 }
 _NEVER_READ = (
-    *(
-        "__class__",
-        "__new__",
-        "__init__",
-        "__init_subclass__",
-        "__subclasshook__",
-        "__getattribute__",
-    ),
-    *(
-        "__setattr__",
-        "__delattr__",
-        "__doc__",
-        "__hash__",
-        "__class_getitem__",
-        "__dir__",
-        "__format__",
-    ),
-    *("__str__", "__getstate__", "maxlen"),
-)
+    "__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__getattribute__",
+    "__setattr__", "__delattr__", "__doc__", "__hash__", "__class_getitem__", "__dir__",
+    "__format__", "__str__", "__getstate__", "maxlen",
+)  # fmt: skip
 
 
 class Watched:

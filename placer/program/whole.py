@@ -34,10 +34,10 @@ from placer.program.objects import spell
 from placer.program.python_random import keep_random
 from placer.program.reached import Follow, Reached
 from placer.program.readings import reading_of_inputs
-from placer.program.record import RecordedProgram, Setup, recording_modes
+from placer.program.record import RecordedProgram, recording_modes
+from placer.program.recorder import Setup
 from placer.program.restore import Change, Snapshot, module_roots
 from placer.program.result import ResultFormat, flatten_result, is_alike, is_fixed, result_of_values
-from placer.program.size_log import SizeLog
 from placer.program.state import named_state
 from placer.program.stored import table_at
 from placer.program.targets import WholeRoot
@@ -51,12 +51,8 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     ``reason`` says why it cannot be recorded. Raises ``ForwardFailure`` if the model itself fails, and
     ``CaptureError`` if it leaves something behind that a caller could see: the node has a copy of the model.
     """
-    converter, model, fake_model, bound = (
-        setup.converter,
-        setup.model,
-        setup.fake_model,
-        setup.bound,
-    )
+    converter, bound = setup.converter, setup.bound
+    model, fake_model = setup.model, setup.fake_model
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
     reached = Reached(fake_model)
     new_guesses = partial(GuessData, converter.mode, setup.guess, reached.__contains__)
@@ -106,18 +102,15 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         other = GuessData.other(converter, fake_model, setup.guess)
         changes, differs = [], False
         with suppress(Exception):  # these values may be impossible
-            changes, _, again = _run_again(setup, inputs, reached, snapshot, other)
-            differs = not is_alike(again, (leaves, result))
+            changes, _, found = _run_again(setup, inputs, reached, snapshot, other)
+            differs = not is_alike(found, (leaves, result))
         if differs:
             raise result_of_values(type(model).__name__, reason)
         others = [change for change in changes if not _may_be_made_once(change)]
         _refuse_changes(setup, others, reached, reason)
         if inside is not None:
-            reading = reading_of_inputs(
-                guesses,
-                inside,
-                lambda other: _run_again(setup, inputs, reached, snapshot, other)[1],
-            )
+            again = partial(_run_again, setup, inputs, reached, snapshot)
+            reading = reading_of_inputs(guesses, inside, lambda other: again(other)[1])
         _refuse_flags(flags, fake_model, type(model), reason)
     writer = GraphWriter(converter, fake_model)
     for name, tensor in zip(placeholder_names(bound), inputs, strict=True):
@@ -147,27 +140,15 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
         lines=graph_lines(graph),
         layer_of=dict.fromkeys(writer.layer_of, ""),
         location_of=dict.fromkeys(writer.location_of, ""),
-        constants={},
         result=result,
         results=tuple(x.shape if isinstance(x, Tensor) else x for x in leaves),
-        state=(),
-        stored=(),
-        changed_inside=(),
-        changing=frozenset(),
         written_inside=reached.written,
-        replaced=(),
         changed_in_backward=tuple(hooks.changes),
         gradient_hooks=tuple(hooks.runs),
-        numbers=(),
         readings=writer.readings,
         inside=writer.inside,
         independent=(False,) * len(writer.shapes),
-        repeats=True,
         guards=make_guards(model, attributes),
-        checkpointed={},
-        answers=(),
-        sizes=SizeLog(),
-        packs=False,
         shapes=writer.shapes,
     )
 

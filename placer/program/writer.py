@@ -50,12 +50,10 @@ class GraphWriter:
         self.constants: dict[str, Tensor] = {}
         # Of the finished graph's nodes: the shape of a tensor, a number, or None.
         self.shapes: tuple[Any, ...] = ()
-        self.of_no_input: set[fx.Node] = (
-            set()
-        )  # single nodes' results that their inputs do not reach
-        self.independent: tuple[
-            bool, ...
-        ] = ()  # of the finished graph's nodes: is it one of those?
+        # Single nodes' results that their inputs do not reach
+        self.of_no_input: set[fx.Node] = set()
+        # Of the finished graph's nodes: is it one of those?
+        self.independent: tuple[bool, ...] = ()
         self._node_of: dict[int, fx.Node] = {}
         self._made: list[tuple[fx.Node, Tensor]] = []  # keeps the ids in _node_of valid
         self._pure: set[fx.Node] = set()

@@ -8,14 +8,3 @@ from placer.regions.keys import (
     with_overlap,
 )
 from placer.regions.types import Region, RegionBoundaries, RegionKey
-
-__all__ = [
-    "Region",
-    "RegionBoundaries",
-    "RegionKey",
-    "find_regions",
-    "region_boundaries",
-    "region_keys",
-    "whole_groups",
-    "with_overlap",
-]

@@ -14,19 +14,11 @@ from placer.quantities import format_bytes
 from placer.spec import PlacementSpec
 from placer.spec.device_map import shortest
 
-_FACTS = (  # fields of a plan that are shown as they are
-    *(
-        "fits",
-        "objective",
-        "processes",
-        "replicas",
-        "shards",
-        "microbatches",
-        "schedule",
-        "precision",
-    ),
-    *("batch_norm", "optimizer", "training", "compile", "strategy"),
-)
+# Fields of a plan that are shown as they are
+_FACTS = (
+    "fits", "objective", "processes", "replicas", "shards", "microbatches", "schedule", "precision",
+    "batch_norm", "optimizer", "training", "compile", "strategy",
+)  # fmt: skip
 _SHOWN = 6  # layers that a change names
 _NONE = "—"
 

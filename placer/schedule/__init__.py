@@ -18,26 +18,3 @@ from placer.schedule.in_flight import Counts, InFlight, in_flight_by_stage
 from placer.schedule.messages import Flow, Message, find_messages, take_due_receives
 from placer.schedule.order import linearize, merge_backward
 from placer.schedule.types import Action, Schedule
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Counts",
-    "Flow",
-    "InFlight",
-    "Message",
-    "Schedule",
-    "find_messages",
-    "in_flight_by_stage",
-    "linearize",
-    "make_schedule",
-    "merge_backward",
-    "num_chunks",
-    "one_process_order",
-    "ranks_of",
-    "schedule_on",
-    "split_batch",
-    "split_evenly",
-    "splits_backward",
-    "take_due_receives",
-]

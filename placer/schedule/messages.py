@@ -47,9 +47,7 @@ class Message:
 
 
 def find_messages(
-    order: Sequence[Action],
-    flows: Callable[[int], Iterable[Flow]],
-    rank_of: Sequence[int],
+    order: Sequence[Action], flows: Callable[[int], Iterable[Flow]], rank_of: Sequence[int]
 ) -> tuple[Message, ...]:
     """The messages of a step whose actions run in ``order``, sorted by when they are sent.
 

@@ -128,7 +128,7 @@ def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> Budget
     if nearest is not None and nearest.plan is not None and nearest.plan.fits_devices:
         return host_error(nearest.plan)
     devices = format_count(len(wanted.devices), "device")
-    largest = find_largest_node(make.program, wanted, make.inputs, make)
+    largest = find_largest_node(wanted, make)
     tried = [_tried(rated) for rated in (*found.others, *found.unfit)]
     where, problem, device, missing = f"device {wanted.devices[0].name}", "", "", 0
     if nearest is not None and (plan := nearest.plan) is not None:

@@ -16,6 +16,7 @@ from placer.grid import Grid, NodeLayout
 from placer.machine.devices import device_type
 from placer.machine.links import Links
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
+from placer.partition.types import whole_backwards
 from placer.planner.devices import device_slot, likely_kernels, links_of
 from placer.planner.resolve import microbatch_inputs
 from placer.precision import keeps_casts
@@ -282,7 +283,7 @@ class Bounds:
     def _schedule(self, strategy: Strategy) -> str:
         """The schedule that its plan has: in one process, or recomputing, backwards are whole."""
         whole = strategy.recompute or not self._processes
-        return "1F1B" if whole and splits_backward(strategy.schedule) else strategy.schedule
+        return whole_backwards(strategy.schedule) if whole else strategy.schedule
 
     def _state(self, strategy: Strategy) -> float:
         """Bytes of weights, gradients and optimizer state that the fullest device holds at least."""

@@ -26,9 +26,8 @@ from placer.spec import PlacementSpec
 from placer.timeline import end_of
 
 AS_GOOD = 1.01  # a value that is larger by less than this factor is as good
-_WORTH_IT = (
-    1.05  # by which a strategy that saves memory, or cuts space, must be better to be estimated
-)
+# By which a strategy that saves memory, or cuts space, must be better to be estimated
+_WORTH_IT = 1.05
 _ROUNDS = 4  # of estimates: each takes the best of every family that may still win
 _MOST_JUDGED = 6  # plans that get a dry run
 _MOST_ACTIONS = 20_000  # forward passes of all stages in a step that takes not too long to plan
@@ -116,9 +115,8 @@ class _Search:
         self._left: dict[Family, list[tuple[Strategy, Bound]]] = {}  # not yet tried, the best first
         # Bytes of an estimate over its bound, where it was too large
         self._factor: dict[Family, float] = {}
-        self._room: dict[
-            Family, float
-        ] = {}  # the share that estimates along program order may fill
+        # The share that estimates along program order may fill
+        self._room: dict[Family, float] = {}
         self._too_large: set[Strategy] = set()  # by their bounds
         self._rated: dict[Strategy, Rated] = {}
         self._failure: PlacerError | None = None  # of the last one that could not be planned
@@ -407,9 +405,7 @@ class _Search:
         found = self._by_loss(good or fitting)
         equal = [rated for loss, rated in found if loss <= found[0][0] * AS_GOOD]
         return min(
-            equal,
-            key=lambda rated: (rated.strategy.complexity, self._key(rated)),
-            default=None,
+            equal, key=lambda rated: (rated.strategy.complexity, self._key(rated)), default=None
         )
 
     def _by_loss(self, rated: Sequence[Rated]) -> list[tuple[float, Rated]]:

@@ -12,10 +12,12 @@ from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.fields import ScheduleName
 from placer.spec.rows import shifted_rows
 
+# The fields of a spec that the search chooses where they are not given
 SEARCHED = (
-    *("replicas", "stages", "space", "microbatches", "schedule", "checkpoint", "offload", "chunks"),
-    *("shard_state", "node_layout"),
-)  # the fields of a spec that the search chooses where they are not given
+    "replicas", "stages", "space", "microbatches", "schedule", "checkpoint", "offload", "chunks",
+    "shard_state", "node_layout",
+)  # fmt: skip
+_HELP = ("recompute", "offload", "chunks", "shard_state")  # ways of saving memory
 
 
 class Family(NamedTuple):
@@ -60,18 +62,14 @@ class Strategy:
     @property
     def lighter(self) -> int:
         """How many ways of saving memory are allowed."""
-        return self.recompute + self.offload + self.chunks + self.shard_state
+        return sum(getattr(self, way) for way in _HELP)
 
     def with_less_help(self) -> Iterator[Strategy]:
         """The same with one way of saving memory less, for each that it has."""
-        if self.recompute:
-            yield replace(self, recompute=False)
-        if self.offload:
-            yield replace(self, offload=False)
-        if self.chunks:
-            yield replace(self, chunks=False)
-        if self.shard_state:
-            yield replace(self, shard_state=False)
+        for way in _HELP:
+            if getattr(self, way):
+                changed: dict[str, Any] = {way: False}
+                yield replace(self, **changed)
 
     @property
     def family(self) -> Family:
@@ -80,23 +78,14 @@ class Strategy:
             replicas=self.replicas > 1,
             stages=self.stages > 1,
             shards=self.shards > 1,
-            recompute=self.recompute,
-            offload=self.offload,
-            chunks=self.chunks,
-            shard_state=self.shard_state,
+            **{way: getattr(self, way) for way in _HELP},
         )
 
     @property
     def complexity(self) -> tuple[int, ...]:
         """The order of preference among strategies that are equally good: few devices, few parts."""
-        return (
-            self.devices,
-            self.lighter,
-            self.shards,
-            self.stages,
-            self.microbatches,
-            self.replicas,
-        )
+        parts = self.shards, self.stages, self.microbatches, self.replicas
+        return self.devices, self.lighter, *parts
 
     def describe(self) -> str:
         """One line, in the words of the glossary."""

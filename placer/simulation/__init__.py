@@ -3,5 +3,3 @@
 from placer.simulation.ledger import Ledger
 from placer.simulation.simulate import simulate_plan
 from placer.simulation.types import DeviceSimulation, SimulationReport
-
-__all__ = ["DeviceSimulation", "Ledger", "SimulationReport", "simulate_plan"]

@@ -50,13 +50,8 @@ _STAGE_COSTS = {
 _DEVICE_COSTS = {f.name for f in fields(DevicePeak)} - {"device", "allocator"}
 _COSTS: Any = {
     **dict.fromkeys(("fits", "objective", "step_seconds", "optimizer_seconds", "transfers"), True),
-    **dict.fromkeys(
-        (
-            *("rank_time", "notes", "optimality", "extra_seconds", "boundaries", "host"),
-            *("strategy", "alternatives"),
-        ),
-        True,
-    ),
+    **dict.fromkeys(("rank_time", "notes", "optimality", "extra_seconds", "boundaries"), True),
+    **dict.fromkeys(("host", "strategy", "alternatives"), True),
     "stages": {"__all__": _STAGE_COSTS},
     "devices": {"__all__": _DEVICE_COSTS},
 }
@@ -102,34 +97,18 @@ class JudgingPlanner:
         verdict_only: bool = False,
         loss: Loss | None = None,
     ) -> None:
-        self._inputs = inputs
-        self._base = program
+        self.program, self.inputs = program, inputs  # as they were captured
         self._programs = {program.rewrites: _Known(program)}
-        self._processes, self._verdict_only = processes, verdict_only
+        self.processes, self._verdict_only = processes, verdict_only  # one for each device?
         self._runs: dict[bytes, DryRun] = {}
         self._loss, self._losses = loss, dict[LossSpec | None, Loss]()
         self.watcher: Watcher | None = None
         self._about = ""  # the spec that is planned, for the watcher
 
     @property
-    def program(self) -> Program:
-        """The model as it was captured."""
-        return self._base
-
-    @property
-    def inputs(self) -> Sequence[Tensor]:
-        """The inputs of a step."""
-        return self._inputs
-
-    @property
-    def processes(self) -> bool:
-        """Are plans made for one process per device?"""
-        return self._processes
-
-    @property
     def costs(self) -> CostEstimates:
         """The costs of the model as it was captured."""
-        return self._programs[self._base.rewrites].costs
+        return self._programs[self.program.rewrites].costs
 
     def program_of(self, plan: Plan) -> Program:
         """The program that ``plan`` is for."""
@@ -137,7 +116,7 @@ class JudgingPlanner:
 
     def _known(self, rewrites: tuple[Rewrite, ...]) -> _Known:
         if rewrites not in self._programs:
-            self._programs[rewrites] = _Known(rewritten(self._base, rewrites))
+            self._programs[rewrites] = _Known(rewritten(self.program, rewrites))
         return self._programs[rewrites]
 
     def loss_of(self, wanted: PlacementSpec | Plan) -> Loss:
@@ -170,14 +149,14 @@ class JudgingPlanner:
             return min(plans, key=partial(_rank, spec.objective))
         if spec.node_layout == "auto":
             first = self._best(spec.model_copy(update={"node_layout": "stages"}))
-            nodes = self._processes and links_of(spec).network is not None
+            nodes = self.processes and links_of(spec).network is not None
             if not (nodes and first.grid.has_layouts):
                 return first
             other = self._best(spec.model_copy(update={"node_layout": "replicas"}))
             return min(first, other, key=partial(_rank, spec.objective))
         if spec.shard_state == "auto":
             whole = self._best(spec.model_copy(update={"shard_state": "none"}))
-            if whole.fits or not (self._processes and whole.replicas * whole.shards > 1):
+            if whole.fits or not (self.processes and whole.replicas * whole.shards > 1):
                 return whole
             divided = self._best(spec.model_copy(update={"shard_state": "optimizer"}))
             return min(whole, divided, key=partial(_rank, spec.objective))
@@ -191,7 +170,7 @@ class JudgingPlanner:
         """The schedules that can be the best: one with whole backwards, and one with split ones."""
         if not spec.training or (spec.loss is not None and spec.loss.whole_batch):
             return ("GPipe",)
-        splits = self._processes and not spec.compile
+        splits = self.processes and not spec.compile
         return ("1F1B", "InterleavedZeroBubble") if splits else ("1F1B",)
 
     def _with_any_shards(self, spec: PlacementSpec) -> Plan:
@@ -224,7 +203,7 @@ class JudgingPlanner:
         if plan.shard_state != "none":  # one process cannot run it
             return ""
         other = JudgingPlanner(
-            self._base, self._inputs, processes=not self._processes, loss=self._loss
+            self.program, self.inputs, processes=not self.processes, loss=self._loss
         )
         other._programs = self._programs
         judged = other.judge(replace(plan, processes=not plan.processes))
@@ -243,7 +222,10 @@ class JudgingPlanner:
 
     @only_new_garbage()
     def estimate(self, spec: PlacementSpec, *, spare: float = 0.0) -> Plan:
-        """The plan for ``spec`` by its estimates, ``spare`` of each budget kept free; see `PlanMaker`."""
+        """The plan for ``spec`` by its estimates, which `judge` can judge by a dry run.
+
+        The share ``spare`` of each device's budget is kept free, because estimates may be too low.
+        """
         slots = [device_slot(device, spec) for device in spec.devices]
         kept = {slot.name: int(spare * (slot.budget or 0)) for slot in slots}
         return self._build(spec)(corrections=kept)
@@ -262,16 +244,16 @@ class JudgingPlanner:
         self, spec: PlacementSpec, *, rough: bool = False, **options: Any
     ) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
-        names = [each.name for each in self._base.call.inputs]
-        known = self._known((*self._base.rewrites, *spec_rewrites(spec, names)))
+        names = [each.name for each in self.program.call.inputs]
+        known = self._known((*self.program.rewrites, *spec_rewrites(spec, names)))
         self._about = _describe(spec)
         self._say("looking for stages")
         return partial(
             build_plan,
             known.program,
             spec,
-            self._inputs,
-            processes=self._processes,
+            self.inputs,
+            processes=self.processes,
             estimate=known.costs.scaled if rough else known.costs,
             tables=known.tables,
             loss=self.loss_of(spec),
@@ -295,7 +277,7 @@ class JudgingPlanner:
     @only_new_garbage()
     def simulate(self, plan: Plan) -> SimulationReport:
         """The report of the dry run of ``plan``, which is made if there was none."""
-        return describe_run(plan, self._dry_run(plan), processes=self._processes)
+        return describe_run(plan, self._dry_run(plan), processes=self.processes)
 
     @only_new_garbage()
     def _plan(
@@ -305,7 +287,7 @@ class JudgingPlanner:
         plan = build()
         if not second_look:
             limited = plan.host is not None and plan.host.budget is not None
-            doubtful = self._processes or limited or any(map(_is_doubtful, plan.devices))
+            doubtful = self.processes or limited or any(map(_is_doubtful, plan.devices))
             return self.judge(plan) if plan.fits and doubtful else plan
         judged = self._rounds(build, plan, starving=False)
         if not any(p.fits for p in judged) and any(p.starved for p in judged):
@@ -355,7 +337,7 @@ class JudgingPlanner:
             said = f"The peaks of the {most} fullest devices are a dry run's, all others are estimates."
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
         found = _with_devices(plan, run(plan.devices), run.host)
-        if plan.fits != found.fits and not self._processes:
+        if plan.fits != found.fits and not self.processes:
             note = (
                 f"Estimates said that it {'fits' if plan.fits else 'does not fit'}; "
                 "peaks are a dry run's."
@@ -366,14 +348,13 @@ class JudgingPlanner:
     def _replaces_estimates(self, plan: Plan) -> bool:
         """Whether the peaks of ``plan`` must come from a dry run, whatever its estimates are."""
         unlimited = all(device.budget is None for device in plan.devices)
-        roomy = not self._processes and all(map(_is_roomy, plan.devices))
+        roomy = not self.processes and all(map(_is_roomy, plan.devices))
         if self._verdict_only and (unlimited or roomy):
             return False
-        whole_batch = (
-            plan.loss is not None and plan.loss.whole_batch
-        )  # estimates count a micro-batch's
+        # Estimates count a micro-batch's
+        whole_batch = plan.loss is not None and plan.loss.whole_batch
         allocates = any(device.allocator is not None for device in plan.devices)
-        return self._processes or whole_batch or allocates
+        return self.processes or whole_batch or allocates
 
     def _dry_run(self, plan: Plan) -> DryRun:
         """The dry run of ``plan``; cached."""
@@ -383,9 +364,9 @@ class JudgingPlanner:
             self._runs[key] = dry_run(
                 self.program_of(plan),
                 plan,
-                self._inputs,
+                self.inputs,
                 self.loss_of(plan),
-                processes=self._processes,
+                processes=self.processes,
                 most=_most_run(plan),
             )
         return self._runs[key]

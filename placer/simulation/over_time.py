@@ -73,9 +73,8 @@ def _curve(run: DeviceTimeline, times: Mapping[Task, tuple[float, float]], step:
     last = moments[-1] if moments else 0.0
     end = max(step, last) if times else math.floor(last) + 1.0
     totals = list(itertools.accumulate(_change(event, blocks) for event in events))
-    highest: dict[
-        int, int
-    ] = {}  # interval -> number of the event after which there are the most bytes
+    # Interval -> number of the event after which there are the most bytes
+    highest: dict[int, int] = {}
     for number, at in enumerate(moments, start=first):
         interval = int(at / end * _INTERVALS) if end else 0
         if interval not in highest or totals[number] > totals[highest[interval]]:

@@ -42,7 +42,7 @@ from placer.simulation.roles import Role, find_role
 from placer.simulation.steps import FakeCall, Process, running_kernels
 from placer.simulation.usage import DeviceTimeline
 from placer.space import Alone, similar_shards
-from placer.timeline import Moment, StepPosition, Timeline, rename_nodes
+from placer.timeline import Moment, Timeline, rename_nodes
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
@@ -70,18 +70,7 @@ class _FakeReducer(GradientReducer):
 
 
 class RankLedger(Ledger):
-    """Counts the memory of a process's only device, without the caller's batch.
-
-    By default the device has the kernels of a CPU.
-    """
-
-    def __init__(
-        self,
-        where: Callable[[], StepPosition] = StepPosition,
-        *,
-        kernels: Callable[[str], str] = lambda place: "cpu",
-    ) -> None:
-        super().__init__(where, kernels=kernels)
+    """Counts the memory of a process's only device, without the caller's batch."""
 
     def _place_of(self, func: Any, leaves: Iterable[Any], kwargs: Any) -> str:
         return HOST.name if current_place() is HOST else _RANK

@@ -17,12 +17,7 @@ from placer.simulation.over_time import Curve, memory_over_time
 from placer.simulation.ranks import run_ranks
 from placer.simulation.steps import FakeCall
 from placer.simulation.types import DeviceSimulation, SimulationReport
-from placer.simulation.usage import (
-    DeviceTimeline,
-    measure,
-    measure_host,
-    with_shared_usages,
-)
+from placer.simulation.usage import DeviceTimeline, measure, measure_host, with_shared_usages
 from placer.timeline import HostUsage, Moment, Timeline, host_usage
 
 _LARGEST_SHOWN = 10

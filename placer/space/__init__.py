@@ -29,29 +29,3 @@ from placer.space.queries import (
     similar_shards,
 )
 from placer.space.rewrite import spec_rewrites
-
-__all__ = [
-    "CONVOLUTIONS",
-    "MOST_CHUNKS",
-    "Alone",
-    "CutWhole",
-    "Cuts",
-    "Exchange",
-    "GatherParts",
-    "InSpace",
-    "Layout",
-    "Pieces",
-    "count_chunked",
-    "count_windows",
-    "cut_inputs",
-    "cuts_of",
-    "exchanging",
-    "find_gathered",
-    "find_joins",
-    "innermost_exchange",
-    "nodes_in_space",
-    "parts_in",
-    "similar_shards",
-    "spec_rewrites",
-    "track",
-]

@@ -172,10 +172,7 @@ class Pool(Operator):
 
     def source(self, out: Box) -> Box:
         return tuple(
-            (
-                first * stride - padding,
-                (end - 1) * stride - padding + dilation * (kernel - 1) + 1,
-            )
+            (first * stride - padding, (end - 1) * stride - padding + dilation * (kernel - 1) + 1)
             for (first, end), kernel, stride, padding, dilation in zip(
                 out, self.kernel, self.stride, self.padding, self.dilation, strict=True
             )

@@ -21,12 +21,7 @@ from placer.space.call import Call, Local, Replace, Rule
 from placer.space.chunks import CONVOLUTIONS, chunk_rewrites, find_joins, parts_of_join
 from placer.space.inputs import input_layouts, refuse_unknown
 from placer.space.layout import Layout
-from placer.space.nodes import (
-    CutWhole,
-    GatherParts,
-    SpreadWhole,
-    WholeShape,
-)
+from placer.space.nodes import CutWhole, GatherParts, SpreadWhole, WholeShape
 from placer.space.operators import FIRST
 from placer.space.rules import find_rule
 from placer.space.values import whole_values
@@ -398,11 +393,7 @@ class _Cutter:
             assert found.likely is not None and found.whole is not None
             found.layout = found.likely
             found.parts = self._new(
-                reader,
-                "call_function",
-                CutWhole(found.likely),
-                (found.whole,),
-                f"{node.name}_cut",
+                reader, "call_function", CutWhole(found.likely), (found.whole,), f"{node.name}_cut"
             )
         return found.parts
 

@@ -92,12 +92,19 @@ def _along(position: int, name: str, default: Any) -> RuleMaker:
         if given is None:
             return "it computes along a dimension that is not given"
         rank = len(layout.shape)
-        along = [d % rank for d in (given if isinstance(given, list | tuple) else (given,))]
+        along = _dims(given, rank)
         if set(along) & set(layout.dims):
             return "it computes along a dimension that is cut"
         return Local(layout.dims if call.result.dim() == rank else _without(along, layout.dims))
 
     return rule
+
+
+def _dims(given: Any, rank: int) -> list[int]:
+    """The dimensions that an argument names, from 0 up; all of them without one."""
+    if given is None or given in ([], ()):
+        return list(range(rank))
+    return sorted(d % rank for d in (given if isinstance(given, list | tuple) else (given,)))
 
 
 def _without(gone: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
@@ -178,10 +185,7 @@ def _reduce(call: Call) -> Rule:
     """A sum or mean over all dimensions that are cut, and perhaps others."""
     (layout,) = call.layouts.values()
     rank = len(layout.shape)
-    given = call.argument(1, "dim", None)
-    if given is None or (isinstance(given, list | tuple) and not given):
-        given = list(range(rank))
-    dims = sorted(d % rank for d in (given if isinstance(given, list | tuple) else (given,)))
+    dims = _dims(call.argument(1, "dim"), rank)
     if call.argument(3, "dtype") is not None:
         return "it computes in another type"
     if not set(dims) & set(layout.dims):
@@ -201,9 +205,7 @@ def _extreme(call: Call) -> Rule:
     given = call.argument(1, "dim")
     if others or isinstance(given, bool | fx.Node):
         return "its second argument is no dimension"
-    if given is None or (isinstance(given, list | tuple) and not given):
-        given = list(range(rank))
-    dims = sorted(d % rank for d in (given if isinstance(given, list | tuple) else (given,)))
+    dims = _dims(given, rank)
     result = call.result if isinstance(call.result, Tensor) else call.result[0]
     keepdim = result.dim() == rank
     if not set(dims) & set(layout.dims):

@@ -96,11 +96,7 @@ class _Run:
     """One run: the tensors of the local shards, and the pieces that they have of others, per input."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        given: Windows,
-        parameters: int,
-        tensors: Sequence[Tensor | None],
+        self, exchange: Exchange, given: Windows, parameters: int, tensors: Sequence[Tensor | None]
     ) -> None:
         self.exchange, self.given = exchange, given
         width = parameters + len(given.inputs)

@@ -57,12 +57,10 @@ def window(axis: Axis, first: int, end: int) -> Window:
 def _transposed(axis: Axis, first: int, end: int) -> Window:
     """Input plane i adds to output plane ``i * stride - padding``, and up to ``reach`` planes further."""
     stride, last = axis.stride, axis.length - 1
-    begins_before = (
-        first + axis.padding
-    ) // stride  # the last input plane that begins up to ``first``
-    reaches = -(
-        (axis.reach - first - axis.padding) // stride
-    )  # the first input plane that reaches it
+    # The last input plane that begins up to ``first``
+    begins_before = (first + axis.padding) // stride
+    # The first input plane that reaches it
+    reaches = -((axis.reach - first - axis.padding) // stride)
     low = max(0, min(reaches, begins_before, last))
     high = max(min((end - 1 + axis.padding) // stride, last), low) + 1
     begins = low * stride - axis.padding

@@ -149,10 +149,7 @@ _NAME_SCHEMA = {
     "pattern": "^[a-z]+(:(0|[1-9][0-9]{0,5}))?$",
     "examples": ["cuda:0", "cpu"],
 }
-_SIZE_TEXT = {
-    "type": "string",
-    "pattern": "^\\s*[0-9]+(\\.[0-9]+)?\\s*[kKmMgGtT]?[iI]?[bB]?\\s*$",
-}
+_SIZE_TEXT = {"type": "string", "pattern": "^\\s*[0-9]+(\\.[0-9]+)?\\s*[kKmMgGtT]?[iI]?[bB]?\\s*$"}
 _SIZES = ["16GiB", "500 MB"]
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, _SIZE_TEXT], "examples": _SIZES}
 _MEMORY_SCHEMA = {

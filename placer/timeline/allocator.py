@@ -329,8 +329,5 @@ def device_usage(
                     break
                 starved += 1
     return Usage(
-        reserved=allocator.most_reserved,
-        starved=starved,
-        flushes=allocator.flushes,
-        failed=failed,
+        reserved=allocator.most_reserved, starved=starved, flushes=allocator.flushes, failed=failed
     )

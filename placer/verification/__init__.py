@@ -6,5 +6,3 @@
 
 from placer.verification.observation import Comparison, Observation, Seen
 from placer.verification.verdict import Outcome, Verification, verify
-
-__all__ = ["Comparison", "Observation", "Outcome", "Seen", "Verification", "verify"]

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch._subclasses import FakeTensor
 from placer._torch import HOOK_TABLES
 from placer.operands import tensors_in
 from placer.program.leaves import without_hooks
-from placer.program.objects import Path, is_object, parts, spell, walk
+from placer.program.objects import Path, function_parts, is_object, parts, spell, walk
 from placer.program.reachable import find_reachable_state
 from placer.program.restore import MISSING, Snapshot, module_roots
 
@@ -202,7 +201,7 @@ def hook_roots(model: nn.Module) -> list[tuple[Path, Any]]:
     return [
         ((path, f"{table.strip('_')}[{index}]", name), value)
         for path, table, index, hook in _hooks(model)
-        for name, value in _held(hook)
+        for name, value in function_parts(hook) or [("", hook)]
         if not isinstance(value, nn.Module)
     ]
 
@@ -227,17 +226,6 @@ def user_hooks(model: nn.Module) -> Iterator[tuple[Seen, dict[int, Any], int]]:
                 torchs = type(hook).__module__.partition(".")[0] == "torch"  # such as weight_norm's
                 if not torchs and not code.defines(getattr(hook, "__code__", None)):
                     yield Seen("calls", spell((path, f"{name.strip('_')}[{index}]"))), table, key
-
-
-def _held(function: Any) -> list[tuple[str, Any]]:
-    if isinstance(function, MethodType):
-        return [("self", function.__self__)]
-    if isinstance(function, functools.partial):
-        return [*enumerate(function.args), *function.keywords.items()]  # type: ignore[list-item]
-    if isinstance(function, FunctionType):
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        return [(name, cell.cell_contents) for name, cell in cells if cell != type(cell)()]
-    return [("", function)]
 
 
 @contextmanager

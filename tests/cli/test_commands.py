@@ -507,7 +507,7 @@ def test_auto_tells_of_too_little_host_memory(placer: Run) -> None:
     assert placer("auto", "net.py:Net", *options, "5MiB").exit_code == 0
     result = placer("auto", "net.py:Net", *options, "4MiB")
     assert result.exit_code == 3
-    assert "1.00 MiB" in result.stderr and "give more --host-memory" in result.stderr
+    assert "1.00 MiB" in result.stderr and 'give more "host_memory"' in result.stderr
     assert placer("auto", "net.py:Net", *options, "much").exit_code == 2
 
 

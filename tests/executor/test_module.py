@@ -149,34 +149,18 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "adapter": _adapt,
     "pruned": lambda module: prune.l1_unstructured(module.fc1, "weight", 0.5),
     "other layer": lambda module: setattr(module, "fc1", nn.Sequential(module.fc1, nn.Tanh())),
+    "cast": lambda module: module.float(),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_module_that_was_changed_is_pickled_as_it_is(
+def test_a_module_that_was_changed_is_not_pickled(
     pair: tuple[PlacedModule, nn.Module], change: str
 ) -> None:
-    placed, plain = pair
-    x, y = _data()
-    for module in pair:
-        CHANGES[change](module)
-    twin = pickle.loads(pickle.dumps(placed))
-    twin = pickle.loads(pickle.dumps(twin))
-    assert list(twin.state_dict()) == list(plain.state_dict())
-    for module in (twin, plain):
-        nn.functional.cross_entropy(module(x), y).backward()
-    for (name, found), expected in zip(twin.named_parameters(), plain.parameters(), strict=True):
-        assert_close(found.grad, expected.grad, name)
-
-
-def test_a_cast_module_is_pickled_after_a_call(pair: tuple[PlacedModule, nn.Module]) -> None:
     placed, _ = pair
-    x = _data()[0].float()
-    placed.float()
-    with pytest.raises(PlacerError, match=r"changed after it was placed(.|\n)*call it once"):
+    CHANGES[change](placed)
+    with pytest.raises(PlacerError, match="changed after it was placed"):
         pickle.dumps(placed)
-    expected = placed(x)
-    assert torch.equal(pickle.loads(pickle.dumps(placed))(x), expected)
 
 
 def test_a_pickled_module_whose_code_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

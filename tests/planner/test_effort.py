@@ -53,7 +53,7 @@ def test_all_remedies_of_a_misfit_take_few_runs(runs: Counter[str]) -> None:
     make = JudgingPlanner(program, [X])
     spec = _spec(int(0.7 * peak))
     plan = make(spec)
-    error = misfit_error(program, spec, [X], plan, make)
+    error = misfit_error(spec, plan, make)
     assert not plan.fits
     fitting = " ".join(tried.change for tried in error.tried if tried.fits)
     assert "microbatches" in fitting and "checkpoint" in fitting and "add " in fitting

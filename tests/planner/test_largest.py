@@ -31,7 +31,7 @@ def test_the_largest_piece_needs_what_a_plan_says_of_its_stage(device: str, opti
     )
     program = lower(model, (x,))
     make = JudgingPlanner(program, [x])
-    largest = find_largest_node(program, spec, [x], make)
+    largest = find_largest_node(spec, make)
     assert (largest.node, largest.with_loss) == ("_2", False)
     assert largest.nbytes == make(spec).stages[1].memory.peak
     if device == "cuda":
@@ -47,6 +47,6 @@ def test_the_last_piece_has_the_loss() -> None:
     )
     program = lower(model, (x,))
     make = JudgingPlanner(program, [x])
-    largest = find_largest_node(program, spec, [x], make)
+    largest = find_largest_node(spec, make)
     assert largest.nbytes == make(spec).stages[1].memory.peak
     assert "(1) with the loss, needs" in largest.describe()

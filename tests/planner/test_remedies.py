@@ -174,5 +174,5 @@ def test_replicas_may_divide_the_optimizers_state() -> None:
     make = JudgingPlanner(program, [x], processes=True)
     plan = make(spec)
     assert not plan.fits
-    (tried,) = [t for t in try_remedies(program, spec, plan, make) if "shard_state" in t.change]
+    (tried,) = [t for t in try_remedies(spec, plan, make) if "shard_state" in t.change]
     assert tried.fits and make(spec.model_copy(update={"shard_state": "optimizer"})).fits

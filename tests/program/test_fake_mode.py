@@ -16,7 +16,6 @@ from placer.program.shapes import LIST_RULES, SHAPE_RULES
 
 aten = torch.ops.aten
 _X, _ROW = (4, 6, 8), (8,)
-_MEANS = (4, 6, 1)
 _IMAGE, _C, _STRIDE = (2, 4, 6, 7), (4,), ([2, 1], [0, 1], [1, 2])
 _LIST = [_X, _ROW]
 CALLS: dict[Any, tuple[Any, ...]] = {
@@ -61,16 +60,7 @@ CALLS: dict[Any, tuple[Any, ...]] = {
     aten.native_batch_norm.default: (_IMAGE, _C, _C, _C, _C, True, 0.1, 1e-5),
     aten.cudnn_batch_norm_backward.default: (_IMAGE, _IMAGE, *(_C for _ in range(5)), 1e-5, (0,)),
     aten.addmm.default: (_ROW, (4, 6), (6, 8)),
-    aten.cat.default: ([_X, (4, 1, 8), _X], 1),
     aten.sum.dim_IntList: (_X, [0, -1], True),
-    aten.slice_backward.default: ((4, 2, 8), [4, 6, 8], 1, 1, 5, 2),
-    aten.select_backward.default: ((4, 8), [4, 6, 8], 1, -1),
-    aten.native_layer_norm.default: (_X, [8], _ROW, _ROW, 1e-5),
-    aten.native_layer_norm_backward.default: (
-        *(_X, _X, [8], _MEANS, _MEANS, _ROW, _ROW),
-        [True, True, True],
-    ),
-    aten._softmax_backward_data.default: (_X, _X, -1, torch.float32),
     aten._to_copy.default: (_X,),
     aten.zeros_like.default: (_X,),
     aten.add_.Tensor: (_X, _X),
@@ -104,24 +94,10 @@ CORNERS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.addmm.default, ((1,), (1, 6), (6, 1))),
     (aten.addmm.default, ((4, 8), (4, 6), (6, 8))),
     (aten.addmm.default, ((1,), (4, 6), (6, 8))),
-    (aten.cat.default, ([(0,), _X], 0)),
-    (aten.cat.default, ([(1, 1), (1, 1)], -1)),
-    (aten.cat.default, ([(4, 2, 3, 3), (4, 1, 3, 3)], -3)),
     (aten.sum.dim_IntList, (_X, [0, -1])),
     (aten.sum.dim_IntList, (_X, [])),
     (aten.sum.dim_IntList, (_X, None, True)),
     (aten.sum.dim_IntList, ((1, 6, 1), [1], True)),
-    (aten.native_layer_norm.default, (_X, [6, 8], (6, 8), (6, 8), 1e-5)),
-    (aten.native_layer_norm.default, (_X, [8], None, None, 1e-5)),
-    (aten.native_layer_norm.default, ((8,), [8], _ROW, None, 1e-5)),
-    (
-        aten.native_layer_norm_backward.default,
-        (_X, _X, [8], _MEANS, _MEANS, _ROW, _ROW, [True, False, True]),
-    ),
-    (
-        aten.native_layer_norm_backward.default,
-        (_X, _X, [8], _MEANS, _MEANS, None, None, [True, False, False]),
-    ),
     *(
         (aten.convolution.default, (x, weight, None, *_STRIDE, transposed, [0, 0], groups))
         for x, weight, transposed, groups in (
@@ -154,9 +130,6 @@ CORNERS: list[tuple[Any, tuple[Any, ...]]] = [
     *((op, ((4, 6), (4, 5))) for op in (aten.sub_.Tensor, aten.copy_.default)),
     (aten.mul_.Tensor, (_X, 2j)),
     (aten.add_.Tensor, ((0, 3), (0, 3))),
-    (aten.cat.default, ([(2, 3, 4, 5), (2, 1, 4, 5)], 1)),
-    (aten.cat.default, ([(2, 1, 4, 5), (2, 1, 4, 5)], 2)),
-    (aten.slice_backward.default, ((0, 3), [4, 3], 0, 2, 2, 1)),
     (aten._to_copy.default, ((0, 3),)),
     (aten._foreach_add_.List, (_LIST, [_X])),
     (aten._foreach_add_.List, (_LIST, [_X, _X])),

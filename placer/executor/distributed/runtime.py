@@ -216,9 +216,8 @@ class DistributedRuntime(Runtime):
                 share = self._take_share(call, leaves, grad=False)
                 results = self._execute(share, None, agreement)
             moments = self._moments_of_replicas()
-            self._share_written(
-                share.largest, moments
-            ).wait()  # freed before the result takes memory
+            # Freed before the result takes memory
+            self._share_written(share.largest, moments).wait()
             update_statistics(self.tree, moments)
             staged, result = self._gather(call, share, results, own_rows=False, grad=False)
             self._store(staged, result, call)

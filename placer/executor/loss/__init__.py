@@ -10,5 +10,3 @@ from placer.executor.loss.call import without_graph
 from placer.executor.loss.finder import CombinationFinder
 from placer.executor.loss.reduction import Normalizer, Reduction
 from placer.executor.loss.step import StepLoss
-
-__all__ = ["CombinationFinder", "Normalizer", "Reduction", "StepLoss", "without_graph"]

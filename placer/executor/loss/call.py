@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from placer.errors import PlacerError
 from placer.operands import tensors_of_tree
 from placer.program.call import describe_shapes
+from placer.program.objects import function_parts
 
 
 def without_graph() -> PlacerError:
@@ -68,20 +68,13 @@ def objects_of(function: Any, depth: int = 3) -> Iterator[Any]:
 
     A function of a closure is made of such objects too. Globals that it reads are not among them.
     """
-    match function:
-        case functools.partial():
-            parts = [function.func, *function.args, *function.keywords, *function.keywords.values()]
-        case MethodType():
-            parts = [function.__func__, function.__self__]
-        case FunctionType():
-            yield function.__code__
-            cells = function.__closure__ or ()
-            parts = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-            parts += [cell.cell_contents for cell in cells if cell != CellType()]
-        case _:
-            parts = []
-            yield function
-    for part in parts:
+    parts = function_parts(function)
+    if isinstance(function, FunctionType):
+        yield function.__code__
+    elif not parts:
+        yield function
+    for name, part in parts:
+        yield name  # an argument of another name is another one
         if depth:
             yield from objects_of(part, depth - 1)
         else:

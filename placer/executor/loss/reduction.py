@@ -86,29 +86,14 @@ _LABEL_LOSSES = (F.cross_entropy, F.nll_loss)
 _LABEL_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 # Means or sums over all elements of an output and a target of the same shape.
 _ELEMENT_LOSSES = (
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.kl_div,
-    F.poisson_nll_loss,
-    F.soft_margin_loss,
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss,
     F.multilabel_soft_margin_loss,
-)
+)  # fmt: skip
 _ELEMENT_MODULES = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.KLDivLoss,
-    nn.PoissonNLLLoss,
-    nn.SoftMarginLoss,
-    nn.MultiLabelSoftMarginLoss,
-)
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss,
+    nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.MultiLabelSoftMarginLoss,
+)  # fmt: skip
 
 
 def known_rule(loss_fn: Callable[..., Tensor]) -> LossRule | None:

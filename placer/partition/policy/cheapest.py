@@ -24,12 +24,7 @@ from functools import partial
 from typing import Any
 
 from placer.partition.policy.search import PolicySearch
-from placer.partition.policy.types import (
-    KEEP,
-    PartialPolicy,
-    Policy,
-    StageLimits,
-)
+from placer.partition.policy.types import KEEP, PartialPolicy, Policy, StageLimits
 from placer.regions import RegionKey
 
 _MAX_PARTIAL = 120
@@ -72,9 +67,8 @@ def choose_stage_policy(
     if limits.fits(chosen):
         select = partial(_within_both if within_host else _within_budget, limits=limits)
         cheapest = stage.search(choices, select)
-        if (
-            within_host
-        ):  # search without offloading too, as the first search may have dropped the best
+        # Search without offloading too, as the first search may have dropped the best
+        if within_host:
             without = [choice for choice in choices if not choice.offload]
             cheapest += [x for x in stage.search(without, select) if limits.fits(x)]
         chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, limits.peak(x)))
@@ -234,9 +228,7 @@ def keys_of(
     return keys
 
 
-def _joined(
-    runs: Sequence[tuple[tuple[int, ...], Policy]],
-) -> list[tuple[tuple[int, ...], Policy]]:
+def _joined(runs: Sequence[tuple[tuple[int, ...], Policy]]) -> list[tuple[tuple[int, ...], Policy]]:
     """``runs`` with neighbouring offloaded runs merged, as `keys_of` says."""
     joined: list[tuple[tuple[int, ...], Policy]] = []
     for nodes, policy in runs:

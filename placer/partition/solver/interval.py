@@ -1,8 +1,8 @@
 """Solves large problems, whose downsets are too many to enumerate: stages are intervals of one order.
 
 About 1,500 cuts are chosen first. Then the dynamic program of `placer.partition.chain` runs over the
-intervals whose loads are below the best so far. The crossing bytes of all intervals are computed with one
-difference array: an interval pays for a value if it has some, but not all, of its units.
+intervals whose loads are below the best so far. An interval pays for a value if it has some, but not all, of
+its units; these bytes are computed for all intervals at once (`placer.partition.rectangles`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.partition.rectangles import Rectangles
 from placer.partition.solver.problem import PartitionProblem, Vector
 
 Indices = NDArray[np.int64]
@@ -100,27 +101,14 @@ def _choose_cuts(problem: PartitionProblem, order: Indices, place: Indices) -> I
 
 def _crossing_bytes(problem: PartitionProblem, cuts: Indices, place: Indices) -> Vector:
     """``[x, y]``: the bytes of values that cross the boundaries of the stage from cut x to cut y."""
-    count = len(cuts)
-    size = count + 1
-    # (first, last, column, until, bytes) for stages with first <= x <= last and column <= y < until
-    added: list[tuple[int, int, int, int, float]] = []
+    count, found = len(cuts), Rectangles()
     interval_of = (np.searchsorted(cuts, place, side="right") - 1).tolist()
     for value in problem.values:
         own = sorted({interval_of[unit] for unit in value.units})
-        previous = -1
-        for interval in own:  # [x, y) has some unit if the first one at or after x is before y
-            added.append((previous + 1, interval, interval + 1, count, value.nbytes))
-            previous = interval
+        # In an interval: the stage from cut x to cut y has those from x to y - 1
+        found.add_if_any_inside(own, value.nbytes)
         if not value.external:
-            added.append((0, own[0], own[-1] + 1, count, -value.nbytes))
-    table = np.array(added, dtype=float).reshape(-1, 5)
-    first, last, column, until = table[:, :4].astype(np.int64).T
-    top, bottom, nbytes = first * size, (last + 1) * size, table[:, 4]
-    at = np.concatenate([top + column, bottom + column, top + until, bottom + until])
-    changes = np.concatenate([nbytes, -nbytes, -nbytes, nbytes])
-    steps: Vector = np.bincount(at, weights=changes, minlength=size * size).astype(
-        float, copy=False
-    )
-    steps = steps.reshape(size, size)
-    found: Vector = np.cumsum(np.cumsum(steps, axis=0), axis=1)[:count, :count]
-    return found
+            found.add(0, own[0], own[-1], -value.nbytes)
+    steps = found.steps(np.arange(count + 1), np.arange(count + 1))
+    inside: Vector = np.cumsum(np.cumsum(steps, axis=0), axis=1)[:count, : count - 1]
+    return np.concatenate([np.zeros((count, 1)), inside], axis=1)

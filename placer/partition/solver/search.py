@@ -8,13 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.solver.families import beam_rows, chain_rows, distinct
-from placer.partition.solver.lattice import (
-    Lattice,
-    Words,
-    build_lattice,
-    topological_order,
-    unpack,
-)
+from placer.partition.solver.lattice import Lattice, Words, build_lattice, topological_order, unpack
 from placer.partition.solver.problem import (
     PartitionProblem,
     is_within_budgets,

@@ -4,7 +4,6 @@
 score                  the formula for peaks, and the seconds of stages
 tables                 the terms of the formula, for all stages along an order at once
 order_bytes            the parts of these terms, independent of where stages begin and end
-rectangles             sums of such parts
 state                  parameters, buffers and optimizer state, summed for stages and for units
 optimizer              what an optimizer needs
 pending_gradients      gradients of skip connections that have been computed and not used yet

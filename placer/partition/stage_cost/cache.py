@@ -25,12 +25,7 @@ class TableCache:
         self._nbytes = 0
 
     def build(
-        self,
-        costs: CostTable,
-        order: Sequence[int],
-        cuts: Sequence[int],
-        *,
-        later: bool,
+        self, costs: CostTable, order: Sequence[int], cuts: Sequence[int], *, later: bool
     ) -> IntervalTables:
         """The result of `build_tables` for these arguments."""
         key = id(costs), tuple(order), tuple(cuts), later

@@ -36,9 +36,8 @@ class LiveThrough:
         self._result, self._storage = np.array(views, dtype=np.int64).reshape(-1, 2).T
         self._savers = np.array(savers, dtype=np.int64).reshape(-1, 2).T
         self._nbytes = np.array([costs.values[value].nbytes for value in numbers], dtype=float)
-        self._known: dict[
-            tuple[Span, int], float
-        ] = {}  # a search asks for the same ones many times
+        # A search asks for the same ones many times
+        self._known: dict[tuple[Span, int], float] = {}
 
     def unsaved(self, home: Span, later: int) -> float:
         """Bytes that stage ``home`` does not save, but keeps for readers from cut ``later`` on."""

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
+from placer.partition.rectangles import Rectangles, Table
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, pending_gradients
 from placer.partition.stage_cost.received import Received, find_needs
-from placer.partition.stage_cost.rectangles import Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 from placer.partition.stage_cost.state import StateRectangles, state_rectangles
 

@@ -51,11 +51,7 @@ class IntervalCorrection(NamedTuple):
 
 
 def pending_gradients(
-    costs: CostTable,
-    place: Sequence[int],
-    add: Add,
-    *,
-    live_from: LiveFrom | None = None,
+    costs: CostTable, place: Sequence[int], add: Add, *, live_from: LiveFrom | None = None
 ) -> list[IntervalCorrection]:
     """Fill a table for stages that have all senders; return the corrections for other stages.
 

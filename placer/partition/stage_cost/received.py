@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, StoredValue
+from placer.partition.rectangles import NEVER
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection
-from placer.partition.stage_cost.rectangles import NEVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,8 @@ def releases(value: Received, starts: Sequence[int]) -> Iterator[IntervalCorrect
     last = -1  # the last reader so far; the value may be used through a view that it returned
     views = iter([*need.lent, (NEVER, NEVER)])
     made, end = next(views)
-    lent = [
-        (-1, NEVER)
-    ]  # views up to a use, the latest last; from there those are dropped that are over
+    # Views up to a use, the latest last; from there those are dropped that are over
+    lent = [(-1, NEVER)]
     for use, following in pairwise([*uses, NEVER]):
         last = use if use in reading else last
         while made <= use:
@@ -114,10 +113,7 @@ def _joined(needs: Sequence[Need]) -> Need:
 
 
 def _need(
-    costs: CostTable,
-    value: StoredValue,
-    place: Sequence[int],
-    lent: Sequence[tuple[int, int]],
+    costs: CostTable, value: StoredValue, place: Sequence[int], lent: Sequence[tuple[int, int]]
 ) -> Need:
     def keeps(node: int) -> bool:
         key = costs.keys[node] if node < len(costs.keys) else None

@@ -74,11 +74,7 @@ class RegionLiveness:
     """
 
     def __init__(
-        self,
-        costs: CostTable,
-        place: NDArray[np.int64],
-        starts: Sequence[int],
-        width: int,
+        self, costs: CostTable, place: NDArray[np.int64], starts: Sequence[int], width: int
     ) -> None:
         self._starts = np.asarray(starts, dtype=np.int64)
         self._width = width

@@ -33,9 +33,9 @@ import numpy as np
 
 from placer.cost import CostTable
 from placer.machine.catalogue import DeviceKind
+from placer.partition.rectangles import Table
 from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.order_bytes import LOSS_NBYTES
-from placer.partition.stage_cost.rectangles import Table
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.schedule import Counts, InFlight
 
@@ -146,11 +146,7 @@ def replica_peak_bytes(
 
 
 def stage_seconds(
-    tables: IntervalTables,
-    kind: DeviceKind,
-    *,
-    own_host: bool = False,
-    overlapped: bool = False,
+    tables: IntervalTables, kind: DeviceKind, *, own_host: bool = False, overlapped: bool = False
 ) -> tuple[Table, Table]:
     """Forward and backward seconds of every interval on a device, without transfers between stages.
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, StateTensor
+from placer.partition.rectangles import Rectangles, Table
 from placer.partition.stage_cost.optimizer import OptimizerMemory
-from placer.partition.stage_cost.rectangles import Rectangles, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,8 @@ class StateRectangles:
 class UnitState:
     """Bytes of parameters, buffers and optimizer state of each unit of a model."""
 
-    static: (
-        Table  # what the unit is the first to read, and the optimizer state of what only it reads
-    )
+    # What the unit is the first to read, and the optimizer state of what only it reads
+    static: Table
     gradients: Table  # of the parameters that no other unit reads
 
 

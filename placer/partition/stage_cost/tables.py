@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable, Work
+from placer.partition.rectangles import NEVER, Rectangles, Table
 from placer.partition.stage_cost.order_bytes import (
     LOSS_NBYTES,
     OrderBytes,
@@ -23,7 +24,6 @@ from placer.partition.stage_cost.order_bytes import (
 )
 from placer.partition.stage_cost.pending_gradients import IntervalCorrection, largest_up_to
 from placer.partition.stage_cost.received import releases
-from placer.partition.stage_cost.rectangles import NEVER, Rectangles, Table
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 from placer.partition.stage_cost.state import StageState
 
