@@ -39,6 +39,9 @@ def device_name(value: Any) -> str:
     if match is None or match[1] not in DEVICE_TYPES:
         near = nearest_device(value)
         hint = f"did you mean {near!r}?" if near else "write a name such as 'cuda:0' or 'cpu'"
+        name, equals, memory = str(value).partition("=")
+        if equals and _DEVICE.fullmatch(name):  # as --device has it
+            hint = f'write {{"name": "{name}", "memory": "{memory}"}}'
         raise ValueError(f"{value!r} is not a device; {hint} (types: {', '.join(DEVICE_TYPES)})")
     if match[2] is None and match[1] != "cpu":
         return f"{match[1]}:0"
@@ -69,10 +72,10 @@ def device_kind_name(value: Any) -> str:
         return value  # the file is read when a plan is made
     if not isinstance(value, str) or value.lower() not in CATALOGUE:
         near = nearest(value.lower(), CATALOGUE) if isinstance(value, str) else None
-        hint = f"did you mean {near!r}? " if near else ""
+        hint = f"did you mean {near!r}? Or" if near else f"it has {', '.join(CATALOGUE)}; or"
         raise ValueError(
-            f"{value!r} is not a device kind in the catalogue; {hint}it has {', '.join(CATALOGUE)}; "
-            "or name a file that 'placer calibrate' wrote, or leave the kind out and give the memory"
+            f"{value!r} is not a device kind in the catalogue; {hint} name a file that "
+            "'placer calibrate' wrote, or leave the kind out and give the memory"
         )
     return value.lower()
 
