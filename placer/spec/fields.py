@@ -72,10 +72,10 @@ def device_kind_name(value: Any) -> str:
         return value  # the file is read when a plan is made
     if not isinstance(value, str) or value.lower() not in CATALOGUE:
         near = nearest(value.lower(), CATALOGUE) if isinstance(value, str) else None
-        hint = f"did you mean {near!r}? Or" if near else f"it has {', '.join(CATALOGUE)}; or"
+        hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
-            f"{value!r} is not a device kind in the catalogue; {hint} name a file that "
-            "'placer calibrate' wrote, or leave the kind out and give the memory"
+            f"{value!r} is not a device kind in the catalogue; {hint}it has {', '.join(CATALOGUE)}; "
+            "or name a file that 'placer calibrate' wrote, or leave the kind out and give the memory"
         )
     return value.lower()
 
