@@ -43,6 +43,15 @@ def find_callable(target: str) -> Callable[..., Any]:
     return wanted
 
 
+# In what torch says where it has no CUDA device.
+_NO_GPU = (
+    "NVIDIA driver",
+    "not compiled with CUDA enabled",
+    "No CUDA GPUs",
+    "invalid device ordinal",
+)
+
+
 def user_failure(target: str, doing: str, error: BaseException) -> ModelError:
     """The error for an exception that the user's code raised while ``doing`` something."""
     location = user_location(error) or target
@@ -64,6 +73,11 @@ def _remedy(error: BaseException) -> str:
     if missing:
         package = missing.partition(".")[0]
         return f"install {package!r} for {sys.executable}, or fix the import"
+    if any(text in str(error) for text in _NO_GPU):
+        return (
+            "nothing of a plan needs one: for a model that moves its layers to devices, give "
+            "--ignore-device-moves; 'placer import' writes them into a spec"
+        )
     return "the exception is from your own code: fix it there"
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from pydantic import BaseModel
 
 from placer.errors import SpecError
 from placer.spec import PlacementSpec, spec_schema
@@ -52,7 +53,7 @@ def _option(name: str, default: str | None) -> Any:
     if name in _AUTO:
         flags = f"{option}/--no-{name}"
         return Annotated[bool | None, typer.Option(flags, help=help_text, show_default=False)]
-    shown = default or ("" if field.default is None else str(field.default))
+    shown = default or ("" if field.default is None else str(_as_written(name)))
     if isinstance(field.default, bool):
         flags = f"{option}/--no-{name}"
         return Annotated[
@@ -63,6 +64,12 @@ def _option(name: str, default: str | None) -> Any:
         str | None,
         typer.Option(option, metavar=metavar, help=help_text, show_default=shown or False),
     ]
+
+
+def _as_written(name: str) -> Any:
+    """The default of a field as a spec has it."""
+    default = PlacementSpec.model_fields[name].default
+    return default.model_dump() if isinstance(default, BaseModel) else default
 
 
 def _choices(schema: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib
 import keyword
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -163,6 +164,8 @@ _GARBAGE_THRESHOLD = 200_000
 def main() -> None:
     """The entry point of the ``placer`` script."""
     gc.set_threshold(_GARBAGE_THRESHOLD)
+    logging.getLogger("placer").setLevel(logging.INFO)
+    logging.getLogger("placer").addHandler(logging.StreamHandler())
     try:
         app(prog_name="placer")
     except KeyboardInterrupt:  # before a command began

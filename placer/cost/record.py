@@ -246,7 +246,7 @@ class _Run(NodeRunner):
             raise CaptureError(
                 f"loss {loss.name}",
                 f"fails on results without data: {type(error).__name__}: {first_line(error)}",
-                "call it with a result of the model and a target of the shape that is given",
+                _remedy(loss),
             ) from error
 
     def end_forward(self, loss: Tensor) -> None:
@@ -284,3 +284,14 @@ class _Run(NodeRunner):
                 f"backward of a loss over all results fails: {type(error).__name__}: {error}",
                 'detach the results that have no derivative, or plan with "training": false',
             ) from error
+
+
+def _remedy(loss: Loss) -> str:
+    """What to do about a ``loss`` that fails."""
+    target = () if loss.spec is None else loss.spec.target
+    if not target:
+        return "call it with a result of the model and a target of the shape that is given"
+    return (
+        f'its target is {", ".join(target)}, by "loss" in the spec or --target: write the target '
+        "of these inputs"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 
 from placer._torch import following_hooks
 from placer.emit import SegmentCode
+
+_log = logging.getLogger("placer")
 
 # Random numbers are those that the uncompiled code draws.
 _OPTIONS: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
@@ -51,10 +53,9 @@ def compiled_forward(segment: SegmentCode, device: torch.device) -> Callable[...
 
 
 def _tell(segment: SegmentCode, device: torch.device, what: str = "") -> None:
-    """Say on stderr what is compiled, which may take minutes."""
+    """Log what is compiled, which may take minutes; commands print it on stderr."""
     names = dict.fromkeys((*segment.modules[:1], *segment.modules[-1:]) or segment.outputs[-1:])
-    text = f"placer: compiling {what}{' … '.join(names)} for {device} …"
-    print(text, file=sys.stderr, flush=True)
+    _log.info("compiling %s%s for %s …", what, " … ".join(names), device)
 
 
 def _tell_of_backward(segment: SegmentCode, device: torch.device, made: tuple[Any, ...]) -> None:

@@ -99,7 +99,9 @@ class StepReport:
             ]
             at = f"rank {each.rank}, replica {each.replica}, stage {each.stage} on {each.device}"
             lines.append(f"{at}: {', '.join(parts)}")
-        return "\n".join([*lines, "(in brackets: predicted)"])
+        times = self.predicted_seconds is not None
+        known = times or any(each.peak is not None for each in self.stages)
+        return "\n".join([*lines, *["(in brackets: predicted)"] * known])
 
 
 def _beside(found: float, predicted: float | None) -> str:

@@ -23,8 +23,9 @@ def plan_facts(plan: Plan) -> list[str]:
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else "an optimizer of its own"
     if (ranks := plan.state_layout.optimizer) > 1:
         optimizer += f", its state over {ranks} ranks"
+    shards = f" of {format_count(plan.shards, 'shard')}" if plan.shards > 1 else ""
     return [
-        format_count(len(plan.stages), "stage"),
+        format_count(len(plan.stages), "stage") + shards,
         format_count(plan.replicas, "replica"),
         f"{format_count(plan.microbatches, 'micro-batch', 'micro-batches')} ({plan.schedule})",
         plan.precision,

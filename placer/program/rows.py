@@ -388,7 +388,7 @@ class _Flow:
         if name == "as_strided" or computes_along(node, module, name, given):
             return True
         if name in ("getitem", "__getitem__"):
-            return self._picks_rows(node, dim)
+            return node.args[0] is first and self._picks_rows(node, dim)
         if name in _PICKING:
             along = argument(node, "dim", None, position=1)
             index = argument(node, "index", None, position=2)

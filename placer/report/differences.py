@@ -47,7 +47,8 @@ def differences(before: PlacementSpec | Plan, after: PlacementSpec | Plan) -> li
 
 
 def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
-    yield Change("model", before.fingerprint[:12], after.fingerprint[:12])
+    if before.rewrites == after.rewrites:  # which change the fingerprint of the same model
+        yield Change("model", before.fingerprint[:12], after.fingerprint[:12])
     for name in _FACTS:
         yield Change(name, str(getattr(before, name)), str(getattr(after, name)))
     losses = [_NONE if plan.loss is None else plan.loss.function for plan in (before, after)]
@@ -72,10 +73,15 @@ def _first_replica(plan: Plan) -> dict[str, DevicePeak]:
 
 def _devices(before: Mapping[str, DevicePeak], after: Mapping[str, DevicePeak]) -> Iterator[Change]:
     for name in dict.fromkeys((*before, *after)):
-        both = [each.get(name) for each in (before, after)]
-        yield _bytes(f"{name} needs", *(None if each is None else each.needed for each in both))
-        yield _bytes(f"tensors on {name}", *(None if each is None else each.peak for each in both))
-        yield _bytes(f"{name} has", *(None if each is None else each.budget for each in both))
+        one, other = before.get(name), after.get(name)
+        yield _bytes(
+            f"{name} needs",
+            None if one is None else one.needed,
+            None if other is None else other.needed,
+        )
+        if one is not None and other is not None:
+            yield _bytes(f"tensors on {name}", one.peak, other.peak)
+            yield _bytes(f"{name} has", one.budget, other.budget)
 
 
 def _bytes(what: str, before: int | None, after: int | None) -> Change:

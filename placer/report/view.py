@@ -10,6 +10,7 @@ from placer.errors import Tried
 from placer.plan.step_spans import step_spans
 from placer.plan.summary import describe_step, plan_facts
 from placer.plan.types import DevicePeak, HostPeak, Plan, StageMemory, Transfer, everything_fits
+from placer.quantities import format_seconds
 from placer.report.layers import stage_layers
 from placer.report.verdict import host_text, memory_rule, verdict
 from placer.timeline import MEMORY_KINDS, Span, end_of, idle_share
@@ -141,10 +142,28 @@ def view(
         devices=devices,
         transfers=transfers,
         skips=_skips(transfers),
-        notes=[*plan.notes, *filter(None, (memory_rule(judged), host_text(judged.host)))],
+        notes=[
+            *plan.notes,
+            *filter(None, (_launching(plan), memory_rule(judged), host_text(judged.host))),
+        ],
         simulated=simulation is not None,
         end=end_of(spans) or max((p.seconds for d in devices for p in d.memory[-1:]), default=0.0),
         remedies=remedies,
+    )
+
+
+def _launching(plan: Plan) -> str:
+    """A note, if the host takes longer to launch the operations of a micro-batch than devices to run them."""
+    running = sum((s.forward_seconds or 0) + (s.backward_seconds or 0) for s in plan.stages)
+    launching = sum(
+        (s.forward_launch_seconds or 0) + (s.backward_launch_seconds or 0) for s in plan.stages
+    )
+    if plan.step_seconds is None or launching <= running:
+        return ""
+    return (
+        f"Devices run the operations of a micro-batch in {format_seconds(running)}, but launching them takes "
+        f"{format_seconds(launching)}, which decides how long a step takes. Larger micro-batches cost no "
+        "more to launch."
     )
 
 

@@ -138,11 +138,15 @@ def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> Budget
         problem = f"the nearest, {name}, needs {describe_overflow(plan.tightest)}; "
     remedy = needed = lacks_room(wanted)
     if not remedy:
-        more = [*_offloading(nearest, make), *_more_devices(wanted, make)]
-        more.sort(key=lambda each: each.step_seconds or 0.0)
-        tried = [*more, *tried]
+        offloaded = _offloading(nearest, make)
+        make.purpose = "with more devices"
+        more = _more_devices(wanted, make)
+        make.purpose = ""
+        fitting = [each for each in (*offloaded, *more) if each.fits]
+        fitting.sort(key=lambda each: each.step_seconds or 0.0)
+        tried = [*fitting, *tried, *(each for each in more if not each.fits)]
         needed = "" if nearest is None else memory_needed(nearest.spec, make)
-        remedy = "; or ".join(filter(None, (*(each.change for each in more), needed)))
+        remedy = "; or ".join(filter(None, (*(each.change for each in fitting), needed)))
     return BudgetError(
         where,
         f"no strategy for {devices} fits: {problem}{largest.describe()}",
@@ -161,18 +165,23 @@ def _tried(rated: Rated) -> Tried:
 
 
 def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
-    """The fewest devices like the last one, twice as many at a time, with which something fits."""
-    devices = list(wanted.devices)
+    """The fewest devices like the last one, twice as many at a time, with which something fits.
+
+    Where nothing does, the most that were tried.
+    """
+    devices, short = list(wanted.devices), list[Tried]()
     while wanted.machine is None and not wanted.layers and 2 * len(devices) <= _MOST_DEVICES:
         devices += _like(devices, len(devices))
         found = find_strategy(wanted.with_devices(devices), make, with_nearest=False)
+        like = f"{len(devices)} devices like {wanted.devices[-1].name}"
         if found.best is not None and (plan := found.best.plan) is not None:
             added = [device.name for device in devices[len(wanted.devices) :]]
             names = ", ".join(added[:_NAMED]) + " …" * (len(added) > _NAMED)
-            like = f"{len(devices)} devices like {wanted.devices[-1].name}"
             change = f"give {like} (with {names}): {found.best.strategy.describe()}"
             return [_fitting(change, plan)]
-    return []
+        least = min(map(_tried, (*found.others, *found.unfit)), key=lambda each: each.peak)
+        short = [replace(least, change=f"{like}: {least.change}")]
+    return short
 
 
 def _offloading(nearest: Rated | None, make: JudgingPlanner) -> list[Tried]:

@@ -103,6 +103,7 @@ class JudgingPlanner:
         self._runs: dict[bytes, DryRun] = {}
         self._loss, self._losses = loss, dict[LossSpec | None, Loss]()
         self.watcher: Watcher | None = None
+        self.purpose = ""  # why plans are made now, for the watcher
         self._about = ""  # the spec that is planned, for the watcher
 
     @property
@@ -176,19 +177,22 @@ class JudgingPlanner:
     def _with_any_shards(self, spec: PlacementSpec) -> Plan:
         """The plan with the best number of shards; 1 if the model then fits as it is."""
         plans: list[Plan] = []
+        refused: list[str] = []
         for shards in range(1, len(spec.devices) + 1):
             if len(spec.devices) % shards:
                 continue
             space = spec.space.model_copy(update={"shards": shards})
             try:
                 plans.append(self._best(spec.model_copy(update={"space": space})))
-            except SpecError:
+            except SpecError as error:  # so many parts are too thin, or nothing can be cut
                 if shards == 1:
                     raise
-                continue  # so many parts are too thin, or nothing can be cut
+                refused.append(f'"space": {shards} is not possible: {error.problems[0][1]}.')
+                continue
             if shards == 1 and _is_plain(plans[0]):
                 break
-        return min(plans, key=partial(_rank, spec.objective))
+        best = min(plans, key=partial(_rank, spec.objective))
+        return replace(best, notes=(*best.notes, *refused)) if refused else best
 
     def elsewhere(self, spec: PlacementSpec, plan: Plan) -> str:
         """A sentence, if ``plan`` for ``spec`` fits, and in the other runtime it does not, or the reverse.
@@ -262,7 +266,7 @@ class JudgingPlanner:
 
     def _say(self, what: str) -> None:
         if self.watcher is not None:
-            self.watcher.doing(", ".join(filter(None, (self._about, what))))
+            self.watcher.doing(", ".join(filter(None, (self.purpose, self._about, what))))
 
     def _watched(self, spec: PlacementSpec, plan: Plan) -> Plan:
         if self.watcher is not None:

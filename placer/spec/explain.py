@@ -34,6 +34,11 @@ _KEYS = {
     "loss": ["function", "target"],
     "space": ["shards", "grid", "dims", "layers"],
 }
+_DTYPES = {
+    **dict.fromkeys(("float32", "float", "32-true"), "fp32"),
+    **dict.fromkeys(("float16", "half", "16-mixed"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
+}
 _EXAMPLES = {
     "loss": 'write a name such as "cross_entropy", or an object with "function" and "target"',
     "devices": 'write a list such as ["cuda:0", {"name": "cuda:1", "memory": "16GiB"}]',
@@ -114,7 +119,7 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
         hint = f"did you mean {near!r}?" if near else ""
         if found == near:
             hint = f"write {near} without quotes"
-        hint = hint or _EXAMPLES.get(where.split("/")[1], "")
+        hint = hint or _hint_for_word(found, words) or _EXAMPLES.get(where.split("/")[1], "")
         if len(words) == 1:
             only = words[0] if words[0].isdecimal() else repr(words[0])
             return where, f"{spell(found)} was found where {only} was expected", hint
@@ -141,6 +146,12 @@ def _hint_for_layer(pattern: str, found: Any, keys: Sequence[str]) -> str:
     if pattern in keys:
         return f'{pattern!r} is a key of the spec: write it outside of "layers"'
     return ""
+
+
+def _hint_for_word(found: Any, words: Sequence[str]) -> str:
+    """What to write for a precision that is spelt as torch's dtype; "" for other words."""
+    meant = _DTYPES.get(str(found).lower().removeprefix("torch."))
+    return f"write {meant!r}" if meant in words else ""
 
 
 def _hint(word: str, known: Sequence[str]) -> str:

@@ -39,6 +39,9 @@ def device_name(value: Any) -> str:
     if match is None or match[1] not in DEVICE_TYPES:
         near = nearest_device(value)
         hint = f"did you mean {near!r}?" if near else "write a name such as 'cuda:0' or 'cpu'"
+        name, equals, memory = str(value).partition("=")
+        if equals and _DEVICE.fullmatch(name):  # as --device has it
+            hint = f'write {{"name": "{name}", "memory": "{memory}"}}'
         raise ValueError(f"{value!r} is not a device; {hint} (types: {', '.join(DEVICE_TYPES)})")
     if match[2] is None and match[1] != "cpu":
         return f"{match[1]}:0"

@@ -37,8 +37,8 @@ def spec_in(text: SpecText, data: Any) -> PlacementSpec:
             raise SpecError(SpecError.UNNAMED, [("/", problem, remedy)])
         if "fingerprint" in data and "stages" in data:
             remedy = (
-                "'placer plan' takes a spec; 'simulate', 'verify' and 'report' take a plan "
-                "(in Python: placer.load_plan)"
+                "'plan' and 'what-if' take a spec; 'simulate', 'verify', 'explain', 'diff' and 'report' "
+                "take a plan (in Python: placer.load_plan)"
             )
             raise SpecError(text.source, [(text.source, "is a plan, not a spec", remedy)])
         return PlacementSpec.model_validate(data)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 Run = Callable[..., Any]
 X = ("--input", "8x64")
@@ -82,6 +83,11 @@ def test_a_spec_of_a_model_that_is_split_by_hand(placer: Run, folder: Path, tmp_
     assert spec == {"devices": ["cuda:0", "cuda:1"], "layers": layers}
     unknown = placer("import", "by_hand.py:ByHand", "-m", "moved=false")
     assert unknown.exit_code == 2 and "give --input, so that its forward" in unknown.stderr
+    if not torch.cuda.is_available():
+        moved = placer("plan", "by_hand.py:ByHand", "fits.json", "--input", "4x4")
+        assert (
+            moved.exit_code == 2 and "give --ignore-device-moves; 'placer import'" in moved.stderr
+        )
     path = tmp_path / "spec.json"
     given = ("by_hand.py:ByHand", "-m", "moved=false", "--input", "4x4")
     assert placer("import", *given, "-o", str(path)).exit_code == 0

@@ -270,3 +270,10 @@ def test_verify_compares_with_the_spec_s_loss(losses: Path) -> None:
     assert placer.verify(model, spec, x, loss_fn=counting, target=target).ok
     # In both models: the example, other values, those in a step, and other values in eval mode
     assert len(seen) == 8 and all(part is not None and part.equal(target) for part in seen)
+
+
+def test_a_target_of_other_inputs_is_named(losses: Path) -> None:
+    model, _ = segmenter()
+    spec = {"devices": ["cuda:0"], "loss": DICE}
+    with pytest.raises(placer.CaptureError, match="its target is 4x1x16x16x16:int64<24, by"):
+        placer.make_plan(model, spec, torch.empty(4, 1, 8, 8, 8, device="meta"))

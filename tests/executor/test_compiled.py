@@ -89,15 +89,19 @@ def test_a_size_is_compiled_once(compilations: CompileCounterWithBackend) -> Non
 
 
 def test_what_is_compiled_is_told(
-    compilations: CompileCounterWithBackend, capsys: pytest.CaptureFixture[str]
+    compilations: CompileCounterWithBackend,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before it begins, because it may take minutes; nothing is told of later calls."""
+    """In placer's log, before it begins, because it may take minutes; nothing is told of later calls."""
+    caplog.set_level("INFO", "placer")
     x = torch.randn(4, 8)
     placed = placer.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), TWO, x)
     for _ in range(2):
         placed(x).sum().backward()
-    assert capsys.readouterr().err.splitlines() == [
-        f"placer: compiling {what}{layer} for cpu …"
+    assert not capsys.readouterr().err
+    assert caplog.messages == [
+        f"compiling {what}{layer} for cpu …"
         for what, layers in (("", "01"), ("the backward of ", "10"))
         for layer in layers
     ]

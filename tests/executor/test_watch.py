@@ -60,6 +60,13 @@ def test_every_stage_of_every_replica_is_measured(replicas: int, tmp_path: Path)
     assert lanes[0] == lanes[1] and len(lanes[1]) == 8 * replicas
 
 
+def test_without_a_prediction_no_brackets_are_explained() -> None:
+    model, x = models.ConvNet().eval(), torch.randn(8, 1, 8, 8)
+    placed = placer.compile(model, {"devices": ["cuda:0", "cuda:1"]}, x, run_on="cpu")
+    placed.step(x, target=torch.zeros(8, 10), loss_fn=F.mse_loss, profile=True)
+    assert "(" not in str(placed.report())
+
+
 def test_an_optimizer_of_the_model_that_was_placed_is_warned_of_once() -> None:
     model, x = models.ConvNet().eval(), torch.randn(8, 1, 8, 8)
     placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}, x)

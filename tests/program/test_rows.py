@@ -71,6 +71,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
             "group norm": lambda y: nn.functional.group_norm(y.T[None], 2)[0].T,
             "lengths": lambda y: nn.functional.normalize(y, dim=0),
             "pooling": lambda y: nn.functional.max_pool1d(y.T, 3, 1, 1).T,
+            "in another order": lambda y: y[y[:, 0].argsort()],
             "largest": lambda y: y.topk(y.size(0), 0).values,
             "frequencies": lambda y: torch.fft.fft(y, dim=0).real,
         }.items()
@@ -153,6 +154,7 @@ SEPARATE: dict[str, Callable[[Tensor], Any]] = {
     ).view(-1, 2),
     "repeated": lambda y: y.repeat(2, 1).softmax(-1).view(2, -1, 6).mean(0),
     "pooled": lambda y: nn.functional.avg_pool1d(y, 2),
+    "looked up": lambda y: y * torch.ones(6, dtype=y.dtype).cumsum(0)[y.argmax(1)][:, None],
     "joined along an axis": lambda y: torch.cat([y, y], axis=1).reshape(y.size(0), 3, 4),
 }
 

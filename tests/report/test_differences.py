@@ -40,9 +40,19 @@ def test_devices_and_seconds_that_only_one_plan_has() -> None:
     before = replace(_plan(), step_seconds=2.0)
     after = replace(before, devices=before.devices[:1], step_seconds=1.5)
     found = {change.what: change for change in differences(before, after)}
-    assert set(found) == {"step", "cpu:1 needs", "tensors on cpu:1", "cpu:1 has"}
+    assert set(found) == {"step", "cpu:1 needs"}
     assert found["step"] == Change("step", "~ 2.00 s", "~ 1.50 s (-25 %)")
-    assert found["cpu:1 has"] == Change("cpu:1 has", "1.00 GiB", "—")
+    assert found["cpu:1 needs"].after == "—"
+
+
+def test_the_same_model_in_another_number_of_shards_is_no_other_model() -> None:
+    with torch.device("meta"):
+        model, x = nn.Conv2d(1, 1, 3, padding=1), torch.empty(1, 1, 16, 16)
+    devices = ["cpu:0", "cpu:1"]
+    plans = [placer.make_plan(model, {"devices": devices, "space": n}, x) for n in (1, 2)]
+    assert plans[0].fingerprint != plans[1].fingerprint
+    what = {change.what for change in differences(*plans)}
+    assert "shards" in what and "model" not in what
 
 
 def test_specs() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import placer
 from placer.plan.store import plan_from_json, plan_to_json
+from placer.plan.summary import plan_facts
 from placer.plan.types import Plan
 from placer.report import plan_table, simulation_table, verdict
 from placer.report.layers import compact_layers
@@ -41,6 +42,20 @@ def test_the_table_says_what_a_reader_asks() -> None:
     assert "BatchNorm <takes>" in text
     assert "fits: cuda:0 has the least headroom, 2.00 GiB" in text
     assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_the_headline_says_over_how_many_devices_a_stage_is_split() -> None:
+    assert plan_facts(dataclasses.replace(make_plan(), shards=2))[0] == "2 stages of 2 shards"
+
+
+def test_a_note_says_where_launching_takes_longer_than_computing() -> None:
+    plan = make_plan()
+    assert not any("launching" in note for note in view(plan).notes)
+    slow = [dataclasses.replace(stage, forward_launch_seconds=9.0) for stage in plan.stages]
+    (note,) = [
+        n for n in view(dataclasses.replace(plan, stages=tuple(slow))).notes if "launch" in n
+    ]
+    assert "in 6.00 s, but launching them takes 18.00 s" in note
 
 
 def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:

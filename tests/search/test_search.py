@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from placer.api import lower_call
 from placer.cost import batch_rows
 from placer.errors import PlacerError
 from placer.plan.types import Plan
+from placer.search.auto import choose_spec
 from placer.search.bounds import Bounds
 from placer.search.candidates import list_strategies
 from placer.search.fewer import as_fast_with_fewer
@@ -170,13 +172,30 @@ def test_where_nothing_fits_the_error_says_what_was_tried_and_what_would_do() ->
         convs = [nn.Conv3d(i, o, 3, padding=1) for i, o in ((1, 8), (8, 8), (8, 1))]
         model = nn.Sequential(convs[0], nn.ReLU(), convs[1], nn.ReLU(), convs[2])
         x = torch.empty(1, 1, 64, 64, 64)
+    spec = PlacementSpec.model_validate({"devices": _cards(1, "560MiB")})
+    _, make = _planner(model, x, spec, processes=False)
+    said: list[str] = []
+    make.watcher = SimpleNamespace(doing=said.append, planned=lambda spec, plan: None)
     with pytest.raises(
         placer.BudgetError, match="no strategy for 1 device fits: the nearest"
     ) as caught:
-        placer.auto_spec(model, x, devices=_cards(1, "560MiB"))
+        choose_spec(spec, make)
+    assert any(what.startswith("with more devices, 2 devices") for what in said)
+    assert not said[-1].startswith("with more devices")
     fitting = [tried for tried in caught.value.tried if tried.fits]
     assert fitting[0].change.startswith("give ") and fitting[0].step_seconds
     assert {"one device, recomputing"} <= {tried.change for tried in caught.value.tried}
+
+
+@captured_once()
+def test_where_no_number_of_devices_fits_the_most_that_were_tried_are_named() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()), torch.empty(1, 4096)
+    spec = PlacementSpec.model_validate({"devices": _cards(2, "600MiB")})
+    with pytest.raises(placer.BudgetError) as caught:
+        choose_spec(spec, _planner(model, x, spec, processes=False)[1])
+    assert "16 devices like cuda:1" in caught.value.tried[-1].change
+    assert not caught.value.tried[-1].fits
 
 
 @settings(max_examples=100)

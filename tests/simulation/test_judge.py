@@ -194,3 +194,11 @@ def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:
     for wanted in (spec(between), estimates):
         with pytest.raises(BudgetError, match="cuda:0"):
             api._plan_or_refuse(wanted, program, [X], job)
+
+
+def test_a_number_of_shards_that_auto_cannot_try_is_named() -> None:
+    with torch.device("meta"):
+        model, x = nn.Conv2d(1, 64, 3, padding=1), torch.empty(1, 1, 2, 2)
+    devices = [{"name": f"cpu:{i}", "memory": "2KiB"} for i in range(8)]
+    plan = placer.make_plan(model, {"devices": devices, "space": "auto"}, x)
+    assert '"space": 8 is not possible: input has 2x2 positions in space' in "\n".join(plan.notes)

@@ -13,6 +13,7 @@ import pytest
 
 from placer import PlacementSpec, SpecError, load_spec
 from placer.spec import DeviceSpec, schema_text, spec_schema
+from placer.spec.options import SpecFields
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,6 +125,9 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         ({"devices": ["cuda:01"]}, "/devices/0", "did you mean 'cuda:1'?"),
         ({"devices": ["gpu:3"]}, "/devices/0", "did you mean 'cuda:3'?"),
         ({"devices": ["cuda0"]}, "/devices/0", "did you mean 'cuda:0'?"),
+        ({"devices": ["cuda:0=8GiB"]}, "/devices/0", '{"name": "cuda:0", "memory": "8GiB"}'),
+        ({"devices": ["cuda:0"], "precision": "float16"}, "/precision", "write 'fp16'"),
+        ({"devices": ["cuda:0"], "precision": "torch.bfloat16"}, "/precision", "write 'bf16'"),
         ({"devices": [{"name": "cuda:0", "memory": 0}]}, "/devices/0/memory", "0 bytes"),
         ({"devices": [{"name": "cuda:0", "memory": 16}]}, "/devices/0/memory", "'16GiB'?"),
         ({"devices": [{"name": "cuda:0", "memory": "16GiBi"}]}, "/devices/0/memory", "'16GiB'?"),
@@ -266,3 +270,8 @@ def test_the_size_of_a_card_is_in_gib(text: str | int) -> None:
     assert device.memory == 2**34
     (decimal,) = load_spec({"devices": [{"name": "cuda:0", "memory": "16 GB"}]}).devices
     assert decimal.memory == 16 * 10**9
+
+
+def test_python_functions_take_the_fields_of_a_spec() -> None:
+    others = {"schema_uri", "devices", "loss"}
+    assert set(SpecFields.__annotations__) == set(PlacementSpec.model_fields) - others

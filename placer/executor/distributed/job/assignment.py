@@ -14,6 +14,7 @@ from placer.errors import DeviceError, PlacerError
 from placer.executor.device_map import SimulatedDeviceWarning, device_count, torch_type
 from placer.grid import Grid
 from placer.plan.types import Plan
+from placer.quantities import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +99,9 @@ def assign_rank(plan: Plan, job: Job) -> RankAssignment:
     if job.world_size != grid.size:
         raise PlacerError(
             "world size",
-            f"the job has {job.world_size} processes, the plan needs {grid.size}: {grid.replicas} "
-            f"replicas x {plan.num_devices} devices, one process each",
+            f"the job has {job.world_size} processes, the plan needs {grid.size}: "
+            f"{format_count(grid.replicas, 'replica')} x {format_count(plan.num_devices, 'device')}, one "
+            "process each",
             f"torchrun with {grid.size} processes in all (--nproc-per-node, --nnodes), or change "
             "devices and replicas of the spec",
         )
