@@ -172,7 +172,7 @@ def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
     devices, short = list(wanted.devices), list[Tried]()
     while wanted.machine is None and not wanted.layers and 2 * len(devices) <= _MOST_DEVICES:
         devices += _like(devices, len(devices))
-        found = find_strategy(wanted.with_devices(devices), make, with_nearest=False)
+        found = find_strategy(wanted.with_devices(devices), make, any_will_do=True)
         like = f"{len(devices)} devices like {wanted.devices[-1].name}"
         if found.best is not None and (plan := found.best.plan) is not None:
             added = [device.name for device in devices[len(wanted.devices) :]]

@@ -82,7 +82,7 @@ class Found:
 
 
 def find_strategy(
-    wanted: PlacementSpec, make: JudgingPlanner, *, with_nearest: bool = True
+    wanted: PlacementSpec, make: JudgingPlanner, *, any_will_do: bool = False
 ) -> Found:
     """The best strategy for a step of the model of ``make``, on any of the devices of ``wanted``.
 
@@ -91,18 +91,19 @@ def find_strategy(
     machine and on the same at its worst, and the one with the least largest loss wins.
 
     Where the least that every strategy can need is too much, the smallest is planned nevertheless, to say by
-    how much it misses (`Found.nearest`), unless not ``with_nearest``.
+    how much it misses (`Found.nearest`). If ``any_will_do`` it is not, and the first strategy that fits in a
+    dry run, the fastest by its estimate, is the best.
 
     Deterministic: neither a clock nor a random number decides. Raises ``SpecError`` if the memory of a device
     is not known, and ``CaptureError`` if the model does not run.
     """
     wanted = with_known_memory(wanted, "which strategies fit")
-    return _Search(wanted, make).run(with_nearest)
+    return _Search(wanted, make, any_will_do=any_will_do).run()
 
 
 class _Search:
-    def __init__(self, wanted: PlacementSpec, make: JudgingPlanner) -> None:
-        self._wanted, self._make = wanted, make
+    def __init__(self, wanted: PlacementSpec, make: JudgingPlanner, *, any_will_do: bool) -> None:
+        self._wanted, self._make, self._any_will_do = wanted, make, any_will_do
         self._links, self._pool = links_of(wanted), Pool(wanted.devices)
         self._bounds = Bounds(
             make.program,
@@ -121,7 +122,7 @@ class _Search:
         self._rated: dict[Strategy, Rated] = {}
         self._failure: PlacerError | None = None  # of the last one that could not be planned
 
-    def run(self, with_nearest: bool) -> Found:
+    def run(self) -> Found:
         unfit = self._list_families()
         if not self._left and not unfit:
             raise self._no_strategy()
@@ -132,7 +133,7 @@ class _Search:
                     self._estimate_next(family)
                 elif not number:
                     self._estimate_along_program_order(family)
-        smallest = [*unfit, *self._smallest()] if with_nearest and not self._rated else []
+        smallest = [] if self._any_will_do or self._rated else [*unfit, *self._smallest()]
         for rated in sorted(smallest, key=lambda rated: rated.bound.nbytes)[:1]:
             self._estimate(rated.strategy, rated.bound)
         if not self._rated and self._failure is not None:
@@ -337,6 +338,8 @@ class _Search:
                     continue
                 value = self._values_of([rated])[0][column]
                 good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]
+                if good and self._any_will_do:
+                    return list(judged.values())
                 better = {
                     r.strategy.complexity: least
                     for r in good

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from placer.cost import CostEstimates, Loss, find_loss
 from placer.errors import SpecError
 from placer.garbage import only_new_garbage
+from placer.grid import NodeLayout
 from placer.partition import MANY_STAGES, TableCache
 from placer.plan.summary import describe_runtime
 from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
@@ -29,6 +30,7 @@ from placer.space import MOST_CHUNKS, spec_rewrites
 from placer.spec import LossSpec, PlacementSpec
 from placer.spec.fields import ScheduleName
 from placer.spec.rewrite import Rewrite
+from placer.state_layout import ShardState
 from placer.timeline import HostUsage
 
 _REGION_FIELDS = "checkpoint", "offload"
@@ -137,34 +139,46 @@ class JudgingPlanner:
         if spec.space.shards == "auto":
             return self._with_any_shards(spec)
         if spec.chunks == "auto":
-            first = self._best(spec.model_copy(update={"chunks": 1}))
-            if _is_plain(first):
-                return first
-            chunked = self._best(spec.model_copy(update={"chunks": MOST_CHUNKS}))
-            return min(first, chunked, key=partial(_rank, spec.objective))
+            return self._choose(spec, "chunks", (1, MOST_CHUNKS), is_enough=_is_plain)
         if spec.schedule == "auto":
-            plans = [
-                self._best(spec.model_copy(update={"schedule": name}))
-                for name in self._schedules(spec)
-            ]
-            return min(plans, key=partial(_rank, spec.objective))
+            return self._choose(spec, "schedule", self._schedules(spec))
         if spec.node_layout == "auto":
-            first = self._best(spec.model_copy(update={"node_layout": "stages"}))
             nodes = self.processes and links_of(spec).network is not None
-            if not (nodes and first.grid.has_layouts):
-                return first
-            other = self._best(spec.model_copy(update={"node_layout": "replicas"}))
-            return min(first, other, key=partial(_rank, spec.objective))
+            return self._choose(
+                spec,
+                "node_layout",
+                get_args(NodeLayout),
+                is_enough=lambda plan: not (nodes and plan.grid.has_layouts),
+            )
         if spec.shard_state == "auto":
-            whole = self._best(spec.model_copy(update={"shard_state": "none"}))
-            if whole.fits or not (self.processes and whole.replicas * whole.shards > 1):
-                return whole
-            divided = self._best(spec.model_copy(update={"shard_state": "optimizer"}))
-            return min(whole, divided, key=partial(_rank, spec.objective))
+            return self._choose(
+                spec,
+                "shard_state",
+                get_args(ShardState),
+                is_enough=lambda plan: (
+                    plan.fits or not self.processes or plan.replicas * plan.shards == 1
+                ),
+            )
         plans = [self._plan(spec)]
         both = spec.checkpoint == spec.offload == "auto"
         if spec.training and both and not _is_plain(plans[0]):
             plans += [self._plan(spec.model_copy(update={field: ()})) for field in _REGION_FIELDS]
+        return min(plans, key=partial(_rank, spec.objective))
+
+    def _choose(
+        self,
+        spec: PlacementSpec,
+        field: str,
+        values: Sequence[Any],
+        *,
+        is_enough: Callable[[Plan], bool] = lambda _: False,
+    ) -> Plan:
+        """The best plan with one of ``values`` in ``field``; the others are not tried if a plan is enough."""
+        plans: list[Plan] = []
+        for value in values:
+            plans.append(self._best(spec.model_copy(update={field: value})))
+            if is_enough(plans[-1]):
+                break
         return min(plans, key=partial(_rank, spec.objective))
 
     def _schedules(self, spec: PlacementSpec) -> tuple[ScheduleName, ...]:
