@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -71,6 +74,8 @@ def run_forward(
     apart = set(map(id, objects_of(bound).values()))  # the caller's own: ``before`` has them
     passed = Snapshot(arguments_roots(bound, arguments), root="call", without=apart)
     flags = recorder.watch_flags(inputs)
+    own = (*inputs, *model.parameters(), *model.buffers())
+    known = set[str]().union(*map(vars, own))
     try:
         with forbid_python_random(recorder.generators):
             if isinstance(model, nn.TransformerEncoder):
@@ -84,6 +89,7 @@ def run_forward(
             shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]
         written_leaves = [writer.argument(leaf) for leaf in leaves]
         recorder.check()
+        _refuse_attributes(recorder, (*leaves, *own), known)
         unchanged = {id(number) for _, number in put.values()}
         changes = [
             change
@@ -117,6 +123,30 @@ def run_forward(
         left=left,
         numbers={node: each for node, (each, _) in put.items()},
     )
+
+
+def _refuse_attributes(recorder: Recorder, values: Sequence[Any], known: set[str]) -> None:
+    """Raise ``CaptureError`` if the model's code has set an attribute on a tensor of ``values``.
+
+    Programs make other tensors. ``known`` are the names of attributes that fake tensors have before.
+    """
+    ran = {id(code) for code in list(recorder.codes.values())}
+    codes = [code for code in recorder.reachable.codes if id(code) in ran]
+    names = set[str]().union(*map(stored_names, codes)) - known
+    for value in values:
+        for name in sorted(names & vars(value).keys()) if isinstance(value, Tensor) else ():
+            raise CaptureError(
+                type(recorder.fake_model).__name__,
+                f"its forward sets the attribute {name!r} on a tensor that the caller sees; it would be lost",
+                "return it, or keep it in an attribute of the model",
+            )
+
+
+@functools.cache
+def stored_names(code: CodeType) -> frozenset[str]:
+    """The names of attributes to which ``code`` assigns."""
+    found = dis.get_instructions(code)
+    return frozenset(str(x.argval) for x in found if x.opname == "STORE_ATTR")
 
 
 def _refuse_changed_again(recorder: Recorder, changes: Sequence[Change]) -> None:

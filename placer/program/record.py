@@ -6,13 +6,10 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
-import dis
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +32,7 @@ from placer.program.failure import (
 )
 from placer.program.fake import FakeConverter, fake_execution
 from placer.program.fingerprint import graph_lines, varying_lines
-from placer.program.forward import ForwardRun, run_forward
+from placer.program.forward import ForwardRun, run_forward, stored_names
 from placer.program.guards import PLAIN_VALUES, AttributeGuard, tensor_paths
 from placer.program.inside import Inside
 from placer.program.leaving import Left, written_tensor
@@ -187,7 +184,7 @@ def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]
 
     In a later call they may have others, which such a program would leave as they are.
     """
-    stored = set().union(*map(_stored_names, recorder.codes.values()))
+    stored = set().union(*map(stored_names, recorder.codes.values()))
     changed = {each.stored.path[:2] for each in left if each.stored.root == "model"}
     return {
         (path, name)
@@ -195,13 +192,6 @@ def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]
         for name in stored & vars(module).keys()
         if (path, name) not in changed and isinstance(vars(module)[name], PLAIN_VALUES)
     }
-
-
-@functools.cache
-def _stored_names(code: CodeType) -> frozenset[str]:
-    """The names of attributes to which ``code`` assigns."""
-    found = dis.get_instructions(code)
-    return frozenset(str(x.argval) for x in found if x.opname == "STORE_ATTR")
 
 
 def run_once(

@@ -435,3 +435,30 @@ class TiesInForward(Net):
 def test_parameters_that_forward_ties_are_refused() -> None:
     with pytest.raises(placer.CaptureError, match="tie parameters before forward"):
         compile_way(TiesInForward().double(), (torch.randn(4, 8, dtype=D),), "stages")
+
+
+class Tags(Net):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.first(x))
+        inner = x * 2
+        tensor = {"input": x, "result": y, "parameter": self.last.weight, "inner": inner}[
+            self.where
+        ]
+        tensor.tag = self.where  # type: ignore[attr-defined]
+        return y if self.where == "result" else y + inner.sum() * 0
+
+
+@pytest.mark.parametrize("where", ["input", "result", "parameter"])
+def test_attributes_of_tensors_that_the_caller_sees_are_refused(where: str) -> None:
+    with pytest.raises(placer.CaptureError, match=r"Tags: its forward sets the attribute 'tag'"):
+        compile_way(Tags(where).double(), (torch.randn(4, 8, dtype=D),), "stages")
+
+
+def test_attributes_of_other_tensors_are_not() -> None:
+    net = Tags("inner").double()
+    x = torch.randn(4, 8, dtype=D)
+    torch.testing.assert_close(compile_way(net, (x,), "stages")(x), net(x))
