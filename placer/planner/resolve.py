@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from placer.errors import SpecError
+from placer.grid import NodeLayout
 from placer.jsonfile import escape_token
 from placer.partition import PlanningOptions
 from placer.partition.policy.types import Policy
@@ -199,7 +200,7 @@ def planning_options(
         replicas=replicas,
         shards=spec.space.number,
         links=links_of(spec),
-        node_layout="stages" if spec.node_layout == "auto" else spec.node_layout,
+        node_layout=node_layout_of(spec),
         last_share=sizes[-1] / max(sizes[0], 1),
         optimizer=_optimizer(spec),
         training=spec.training,
@@ -208,6 +209,11 @@ def planning_options(
         offload_overlap=spec.offload_overlap,
         host_budget=host_budget,
     )
+
+
+def node_layout_of(spec: PlacementSpec) -> NodeLayout:
+    """The spec's, or for "auto" the default, with which estimates are made."""
+    return "stages" if spec.node_layout == "auto" else spec.node_layout
 
 
 def shard_state_of(spec: PlacementSpec) -> ShardState:

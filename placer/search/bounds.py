@@ -18,7 +18,7 @@ from placer.machine.links import Links
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.partition.types import whole_backwards
 from placer.planner.devices import device_slot, likely_kernels, links_of
-from placer.planner.resolve import microbatch_inputs
+from placer.planner.resolve import microbatch_inputs, node_layout_of
 from placer.precision import keeps_casts
 from placer.program import Program
 from placer.schedule import splits_backward
@@ -93,9 +93,8 @@ class Bounds:
         self._trained = whole.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
         self._chain = functools.lru_cache(maxsize=None)(self._make_chain)
-        layout = wanted.node_layout
         free = "node_layout" in free_fields(wanted) and processes and links.network is not None
-        self._layouts: Sequence[NodeLayout] = get_args(NodeLayout) if free else (layout,)
+        self._layouts = get_args(NodeLayout) if free else (node_layout_of(wanted),)
         # The most bytes that any device has for tensors
         self.room = max(float("inf") if slot.room is None else slot.room for slot in self._slots)
 

@@ -69,3 +69,9 @@ def test_specs() -> None:
     ]
     with pytest.raises(TypeError):
         differences(before, _plan())
+
+
+def test_how_ranks_are_numbered_and_what_they_share_is_told() -> None:
+    before = _plan(replicas=2)
+    after = replace(before, node_layout="replicas", shard_state="optimizer")
+    assert {change.what for change in differences(before, after)} == {"node_layout", "shard_state"}
