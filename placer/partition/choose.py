@@ -273,7 +273,7 @@ class _Search:
             if found is not None and self._in_program_order(order, found)[0] == order.units:
                 starts.append(found)
         starts = [c for c in starts if c.limit <= 1 and _is_chain(c)]
-        timed = [(StepClock(c, self._costs, options)(c.cuts), i) for i, c in enumerate(starts)]
+        timed = [(StepClock(c, self._costs, options)([c.cuts])[0], i) for i, c in enumerate(starts)]
         ends: list[tuple[float, int, Candidate]] = []
         for _, i in sorted(timed)[:_MOVED]:
             start = self.with_all_cuts(starts[i])
@@ -282,7 +282,7 @@ class _Search:
             cuts = move_boundaries(clock, start.cuts, costs.allowed(1.0))
             moved = rate_stages(costs, start.nodes, cuts)
             kept = moved if self._in_program_order(order, moved)[0] == order.units else start
-            ends.append((clock(kept.cuts), i, kept))
+            ends.append((clock([kept.cuts])[0], i, kept))
         return min(ends)[2] if ends else best
 
     def with_other_cuts(self, found: Candidate) -> Candidate:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from placer.cost import CostTable
 from placer.machine.devices import device_type
@@ -16,6 +20,8 @@ from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.plan.step_spans import lay_out_step
 from placer.plan.types import NO_MEMORY, StagePlan, Transfer
 from placer.timeline import end_of
+
+_Array = NDArray[Any]
 
 _NEAR = 12  # places of a boundary on either side that are tried, and so many in all of its range
 _MOST_CALLS, _MOST_ACTIONS = 300, 20_000  # of the clock, and laid out by it, for one placement
@@ -50,8 +56,9 @@ class StepClock:
     """The seconds of a step for other cuts along the order of ``candidate``, on its devices.
 
     They are those of `describe_partition` for one replica (in one process, launches of the others come in
-    addition, wherever the cuts are), but overlapping copies to the host are not laid out. A call takes time
-    in proportion to the values of the model and to the actions of a step.
+    addition, wherever the cuts are), but overlapping copies to the host are not laid out. Placements of which
+    the same stages send something to each other are laid out together, in arrays: that takes little longer
+    than one of them, time in proportion to the values of the model and to the actions of a step.
     """
 
     def __init__(self, candidate: Candidate, costs: CostTable, options: PlanningOptions) -> None:
@@ -79,12 +86,32 @@ class StepClock:
         launching = launch_seconds(self._tables, kind)
         return [*passes, *(passes if device_type(slot.name) == "cpu" else launching)]
 
-    def __call__(self, cuts: Sequence[int]) -> float:
-        """The seconds of a step with stages between ``cuts`` (indices into those of the tables)."""
+    def __call__(self, placements: Sequence[Sequence[int]]) -> list[float]:
+        """The seconds of a step of every placement: its cuts, as indices into those of the tables."""
+        if not placements:
+            return []
+        cuts = np.array(placements)
+        sent = self._sent(cuts)
+        alike = defaultdict[bytes, list[int]](list)
+        for i, nbytes in enumerate(sent):
+            alike[(nbytes > 0).tobytes()].append(i)
+        found = np.empty(len(cuts))
+        for group in alike.values():
+            found[group] = self._together(cuts[group].T, sent[group])
+        return found.tolist()
+
+    def _together(self, cuts: _Array, sent: _Array) -> _Array:
+        """Seconds of placements between which the same stages send something to each other.
+
+        ``cuts`` has one column per placement, and ``sent`` for each the bytes from every stage to every
+        other.
+        """
         options, trained = self._options, 1.0 if self._options.training else 0.0
+        latest: Callable[..., Any] = functools.partial(functools.reduce, np.maximum)
         stages = []
         for q, (x, y) in enumerate(itertools.pairwise(cuts)):
-            forward, backward, launch, launch_back = (float(t[x, y - 1]) for t in self._passes[q])
+            seconds: list[Any] = [table[x, y - 1] for table in self._passes[q]]
+            forward, backward, launch, launch_back = seconds
             stages.append(
                 StagePlan(
                     index=q,
@@ -100,36 +127,51 @@ class StepClock:
                     backward_launch_seconds=trained * launch_back,
                 )
             )
-        owned = self._tables.state.owned
-        parts = zip(self._slots, itertools.pairwise(cuts), strict=True)
-        optimizer = update_seconds(
-            options, ((slot, float(owned[x, y - 1])) for slot, (x, y) in parts)
-        )
-        return step_seconds(stages, self._transfers(cuts), options, optimizer)
-
-    def _transfers(self, cuts: Sequence[int]) -> list[Transfer]:
-        """What every stage sends to another, as one transfer for each pair of stages."""
-        count = len(cuts) - 1
-        ends = [self._tables.cuts[cut] for cut in cuts[1:-1]]
-        source = np.searchsorted(ends, self._makers, side="right")
-        target = np.searchsorted(ends, self._readers, side="right")
-        crossing = np.flatnonzero(source != target)
-        # A stage receives a value once
-        _, first = np.unique(self._makers[crossing] * count + target[crossing], return_index=True)
-        sent = crossing[first]
-        nbytes = np.zeros((count, count))
-        np.add.at(nbytes, (source[sent], target[sent]), self._nbytes[sent])
-        return [
+        transfers = [
             Transfer(
                 value=f"to {q}",
                 source=p,
                 target=q,
-                nbytes=int(nbytes[p, q]),
-                seconds=float(nbytes[p, q])
-                / min(self._slots[s].kind.link_bandwidth for s in (p, q)),
+                nbytes=int(sent[0, p, q]),
+                seconds=sent[:, p, q] / min(self._slots[s].kind.link_bandwidth for s in (p, q)),
             )
-            for p, q in zip(*np.nonzero(nbytes), strict=True)
+            for p, q in zip(*np.nonzero(sent[0]), strict=True)
         ]
+        spans = lay_out_step(
+            stages,
+            transfers,
+            [[slot.name for slot in self._slots]],
+            schedule=options.schedule,
+            microbatches=options.microbatches,
+            training=options.training,
+            processes=options.processes,
+            shards=options.shards,
+            latest=latest,
+        )
+        owned = self._tables.state.owned
+        updates = []
+        for each in cuts.T:
+            nbytes = [float(owned[x, y - 1]) for x, y in itertools.pairwise(each)]
+            updates.append(update_seconds(options, zip(self._slots, nbytes, strict=True)))
+        end: _Array = latest([span.end for span in spans])
+        return end + updates
+
+    def _sent(self, cuts: _Array) -> _Array:
+        """For every row of ``cuts``, the bytes that every stage sends to every other."""
+        count = cuts.shape[1] - 1
+        ends = np.array(self._tables.cuts)[cuts[:, 1:-1]]
+        source, target = (
+            (ends[:, None] <= places[:, None]).sum(axis=2)
+            for places in (self._makers, self._readers)
+        )
+        row, pair = np.nonzero(source != target)
+        shape = len(cuts), count, len(self._tables.nodes)
+        received = np.ravel_multi_index((row, target[row, pair], self._makers[pair]), shape)
+        _, first = np.unique(received, return_index=True)  # a stage receives a value once
+        row, pair = row[first], pair[first]
+        nbytes = np.zeros((len(cuts), count, count))
+        np.add.at(nbytes, (row, source[row, pair], target[row, pair]), self._nbytes[pair])
+        return nbytes
 
 
 def move_boundaries(
@@ -140,20 +182,25 @@ def move_boundaries(
     ``allowed[q][x, y]`` says whether stage q may be from cut x to cut y + 1. Every stage keeps some nodes.
     This is a local search: several cuts may be better elsewhere together.
     """
-    best, shortest, calls = tuple(cuts), clock(cuts), 0
-    most = min(_MOST_CALLS, _MOST_ACTIONS // (clock.microbatches * len(cuts)))
+    best, shortest = tuple(cuts), clock([cuts])[0]
+    left = min(_MOST_CALLS, _MOST_ACTIONS // (clock.microbatches * len(cuts)))
     while True:
         before = best
         for q in range(1, len(cuts) - 1):
-            for cut in _places(best[q - 1] + 1, best[q], best[q + 1]):
-                tried = (*best[:q], cut, *best[q + 1 :])
-                pairs = enumerate(itertools.pairwise(tried))
-                if calls < most and all(allowed[i][x, y - 1] for i, (x, y) in pairs):
-                    calls += 1
-                    step = clock(tried)
-                    if step < shortest * (1 - _LEAST_GAIN):
-                        best, shortest = tried, step
-        if best == before or calls >= most:
+            moved = [
+                (*best[:q], cut, *best[q + 1 :])
+                for cut in _places(best[q - 1] + 1, best[q], best[q + 1])
+            ]
+            tried = [
+                cuts
+                for cuts in moved
+                if all(allowed[i][x, y - 1] for i, (x, y) in enumerate(itertools.pairwise(cuts)))
+            ][:left]
+            left -= len(tried)
+            for step, cuts in zip(clock(tried), tried, strict=True):
+                if step < shortest * (1 - _LEAST_GAIN):
+                    best, shortest = cuts, step
+        if best == before or left <= 0:
             return best
 
 

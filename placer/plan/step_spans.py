@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from placer.plan.types import Plan, StagePlan, Transfer
@@ -65,8 +65,9 @@ def lay_out_step(
     microbatches: int,
     training: bool,
     processes: bool,
-    optimizer_seconds: float,
+    optimizer_seconds: float = 0.0,
     shards: int = 1,
+    latest: Callable[[Sequence[float]], float] = max,
 ) -> tuple[Span, ...]:
     """The spans of a step of ``stages`` in the order of ``schedule``.
 
@@ -76,7 +77,7 @@ def lay_out_step(
     one. Offloading that overlaps has a link per device and direction. Each half of a split backward takes
     half of its seconds. Processes sum gradients in buckets, all but the last of which overlap with the last
     backward of their stage. In one process, the weights are copied from the first replica and shard to the
-    others at the beginning, and gradients back after every backward.
+    others at the beginning, and gradients back after every backward. Seconds may be arrays (see `Operation`).
     """
     order = _order(
         schedule if training else "GPipe",
@@ -118,7 +119,7 @@ def lay_out_step(
 
     replicas = range(len(rows))
     first, *others = [[replica] for replica in replicas] if processes else [replicas]
-    spans = run(operations(first))
+    spans = run(operations(first), latest=latest)
     return spans + tuple(
         span._replace(on=same.on, task=same.task)
         for other in others
@@ -155,7 +156,8 @@ def _moved(transfers: Sequence[Transfer], devices: Sequence[str]) -> Sequence[_M
         sent.add(key)
         before = found.get((source, target), _Moved(source, target, 0, 0))
         found[source, target] = before._replace(
-            seconds=before.seconds + (transfer.seconds or 0), nbytes=before.nbytes + transfer.nbytes
+            seconds=before.seconds + _known(transfer.seconds),
+            nbytes=before.nbytes + transfer.nbytes,
         )
     return list(found.values())
 
@@ -291,6 +293,10 @@ def _copy(
 def _seconds(stage: StagePlan, action: Action) -> tuple[float, float]:
     """Seconds of ``action`` on the device, and in the process that launches it."""
     if action.kind == "F":
-        return stage.forward_seconds or 0, stage.forward_launch_seconds or 0
+        return _known(stage.forward_seconds), _known(stage.forward_launch_seconds)
     parts = 1 if action.kind == "B" else 2
-    return (stage.backward_seconds or 0) / parts, (stage.backward_launch_seconds or 0) / parts
+    return _known(stage.backward_seconds) / parts, _known(stage.backward_launch_seconds) / parts
+
+
+def _known(seconds: float | None) -> float:
+    return 0.0 if seconds is None else seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -18,7 +18,8 @@ class Operation:
     It starts when all operations ``after`` which it comes have ended, and not before the one that it runs
     ``beside`` has started. If a ``process`` launches it, that takes the process ``launch_seconds``: the
     operation does not start before its launch, nor end before that has ended. Seconds are numbers of any one
-    type: with fractions, all times are exact. ``nbytes`` is the size of a transfer or of a sum.
+    type: with fractions, all times are exact. With arrays, each element is a step of its own; `run` then
+    needs another ``latest``. ``nbytes`` is the size of a transfer or of a sum.
     """
 
     kind: SpanKind
@@ -49,7 +50,9 @@ class Span(NamedTuple):
     task: Task | None = None
 
 
-def run(operations: Iterable[Operation]) -> tuple[Span, ...]:
+def run(
+    operations: Iterable[Operation], *, latest: Callable[[Sequence[float]], float] = max
+) -> tuple[Span, ...]:
     """The spans of ``operations``, which are in the order in which they are launched.
 
     List scheduling (Graham 1966, doi:10.1002/j.1538-7305.1966.tb01709.x) with a list per device, link and
@@ -72,8 +75,8 @@ def run(operations: Iterable[Operation]) -> tuple[Span, ...]:
         if operation.process is not None:
             earliest.append(free.get(operation.process, 0))
             launched = free[operation.process] = earliest[-1] + operation.launch_seconds
-        start = max(earliest)
-        end = max(start + operation.seconds, launched)
+        start = latest(earliest)
+        end = latest([start + operation.seconds, launched])
         free.update(dict.fromkeys(operation.on, end))
         spans[operation] = Span(
             operation.kind,

@@ -19,8 +19,9 @@ from unet3d import unet3d
 from placer.cost import CostEstimates, CostTable
 from placer.machine.devices import device_kind
 from placer.partition import DeviceSlot, PlanningOptions, choose_partition, rate_partition
-from placer.partition.candidate import steady_step
-from placer.partition.steps import step_seconds
+from placer.partition.candidate import StageCosts, solve_order, steady_step
+from placer.partition.stage_cost.tables import build_tables
+from placer.partition.steps import StepClock, step_seconds
 from placer.partition.units import program_order, unit_graph
 from placer.plan.types import Transfer
 from placer.planner.devices import device_slot
@@ -90,6 +91,24 @@ def test_no_cuts_have_a_shorter_step(
     assert chosen.optimality.value == chosen.seconds >= chosen.optimality.lower_bound > 0
 
 
+@pytest.mark.parametrize("processes", [False, True])
+def test_many_placements_are_laid_out_as_one_by_one(*, processes: bool) -> None:
+    """They differ in which stages send to which: the model has skip connections."""
+    case = Case(*_unet(), processes, _spec(3, 4, "1F1B"))
+    tables = build_tables(case.costs, case.nodes, case.ends)
+    found = solve_order(
+        StageCosts(tables, case.slots, [None] * len(case.nodes), case.options), case.nodes
+    )
+    assert found is not None
+    clock = StepClock(found, case.costs, case.options)
+    placements = case.all_cuts()[::9]
+    together = clock(placements)
+    assert len(set(together)) > 1
+    assert together == [clock([cuts])[0] for cuts in placements]
+    assert together == pytest.approx([case.seconds(cuts) for cuts in placements], rel=1e-9)
+    assert clock([]) == []
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_searchs_closed_form_is_the_layout(seed: int) -> None:
     """GPipe with backwards in proportion to forwards, and the CPUs of one process; 1F1B is no longer than it.
@@ -116,7 +135,8 @@ def test_the_searchs_closed_form_is_the_layout(seed: int) -> None:
             for i, (name, seconds) in enumerate(zip(names, forward, strict=True))
         ]
         transfers = [
-            Transfer(value=f"x{i}", source=i, target=i + 1, nbytes=8) for i in range(count - 1)
+            Transfer(value=f"x{i}", source=i, target=i + 1, nbytes=8, seconds=Fraction(0))
+            for i in range(count - 1)
         ]
         options = PlanningOptions(schedule=schedule, microbatches=microbatches, processes=processes)
         slots = [

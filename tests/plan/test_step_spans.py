@@ -33,7 +33,7 @@ def stages_of(count: int, *, devices: int = 0, **fields: Any) -> tuple[Any, ...]
     )
 
 
-def plan_of(count: int, *, seconds: float = 0.0, devices: int = 0, **fields: Any) -> Plan:
+def plan_of(count: int, *, seconds: float = 0, devices: int = 0, **fields: Any) -> Plan:
     """A chain of such stages, each handing a value to the next that takes ``seconds`` to get there."""
     launching = {key: fields.pop(key) for key in list(fields) if key.endswith("launch_seconds")}
     transfers = tuple(
@@ -52,10 +52,9 @@ def drawing(spans: tuple[Span, ...], device: str) -> str:
 
 def seconds_of(plan: Plan, forward: Fraction, backward: Fraction) -> Fraction:
     """The seconds of a step whose passes take so long, and whose transfers take no time."""
-    stages = tuple(
-        dataclasses.replace(s, forward_seconds=forward, backward_seconds=backward)
-        for s in plan.stages
-    )
+    exact = {"forward_seconds": forward, "backward_seconds": backward}
+    exact |= dict.fromkeys(["forward_launch_seconds", "backward_launch_seconds"], Fraction(0))
+    stages = tuple(dataclasses.replace(s, **exact) for s in plan.stages)
     return end_of(step_spans(dataclasses.replace(plan, stages=stages)))
 
 
