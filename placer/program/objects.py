@@ -34,6 +34,7 @@ _ATOMS = (
 )
 # Functions that are bound to objects; the parts of a function of Python are `function_parts`.
 BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
+_PLAIN = frozenset({str, bool, int, float, type(None), Tensor, nn.Parameter})  # the most frequent
 _NO_OBJECTS = (*_ATOMS, *BOUND, FunctionType, functools.partial)
 _ITERABLES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
 _MOST = 50_000  # objects in one walk; a model whose attributes reach more is not searched further
@@ -45,7 +46,7 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]]:
     The items of sets have no keys: None stands for each. A bound method has its owner, a ``partial`` its
     arguments, unless they are modules.
     """
-    if isinstance(value, _ATOMS):
+    if type(value) in _PLAIN or isinstance(value, _ATOMS):
         return ()
     if isinstance(value, dict):
         return list(dict.items(value))
