@@ -27,7 +27,7 @@ from placer.planner.devices import kind_problems, machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
 from placer.program import Program, flatten_call, is_mark, lower, rewritten, unmarked
-from placer.search.auto import Answer, choose_spec, plan_of
+from placer.search.auto import Answer, choose_spec, plan_of, with_known_devices
 from placer.search.largest import Case, Largest, find_largest
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
@@ -249,6 +249,7 @@ def _auto(
     if loss is not None:
         over_batch = {} if not whole_batch or "schedule" in options else {"schedule": "GPipe"}
         spec = spec.model_copy(update={"loss": loss.spec, **over_batch})
+    with_known_devices(spec)  # `choose_spec` does it too, after the model is recorded
     program, leaves = lower_call(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
     return choose_spec(spec, make)

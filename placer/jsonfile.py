@@ -25,6 +25,8 @@ def read_text(path: Path, endings: Collection[str] = (".json",)) -> str:
         beside = path.parent.iterdir() if path.parent.is_dir() else ()
         near = nearest(path.name, [p.name for p in beside if p.suffix in endings])
         hint = f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
+        if ".py:" in path.name:
+            hint = "is this the model? On the command line, it comes before the file"
         raise JSONError(str(path), "no such file", hint) from None
     except IsADirectoryError:
         raise JSONError(str(path), "cannot be read: it is a folder", "name a file in it") from None
@@ -70,3 +72,14 @@ def json_pointer(path: Iterable[int | str], data: Any) -> str:
 def escape_token(part: str) -> str:
     """``part`` as a reference token of a JSON pointer."""
     return part.replace("~", "~0").replace("/", "~1")
+
+
+def spell(value: Any) -> str:
+    """``value`` as JSON has it, shortened to 60 characters; text is in single quotes.
+
+    >>> spell(True), spell(["cuda:0"])
+    ('true', '["cuda:0"]')
+    """
+    is_text = isinstance(value, str)
+    text = repr(value) if is_text else json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -103,9 +103,11 @@ def auto(
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
     from placer.report import plan_table, write_html
-    from placer.search.auto import choose_spec
+    from placer.search.auto import choose_spec, with_known_devices
     from placer.simulation.judge import JudgingPlanner
 
+    with errors_name_options(devices):
+        with_known_devices(wanted)  # `choose_spec` does it too, after the model is recorded
     program, leaves = loaded.record(console, wanted)
     make = JudgingPlanner(program, leaves, processes=processes)
     try:

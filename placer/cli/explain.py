@@ -11,8 +11,10 @@ EXAMPLE = "placer explain plan.json"
 def explain(plan: Saved) -> None:
     """Explain why each stage of a saved plan ends where it does, and what the next best place would cost."""
     from placer.plan.store import load_plan
+    from placer.plan.summary import plan_facts, summarize_stage
 
     found = load_plan(plan)
     console = human_console(as_json=False)
-    console.print(repr(found), markup=False, highlight=False, soft_wrap=True)
+    lines = [" · ".join(plan_facts(found)), *map(summarize_stage, found.stages)]
+    console.print("\n".join(lines), markup=False, highlight=False)
     console.print("\n" + found.explain(), markup=False, highlight=False, soft_wrap=True)

@@ -82,9 +82,12 @@ def fit(
     loaded = options_for(1).load(console)
     from placer.cli.loaded_model import make_arguments
     from placer.report.sizes import sizes_table
+    from placer.search.auto import with_known_devices
     from placer.search.largest import Case, SizeTried, find_largest
     from placer.simulation.judge import JudgingPlanner
 
+    with errors_name_options(devices):
+        with_known_devices(wanted_for(1))
     with (
         progress(console, "looking for the largest input", compare=False) as told,
         errors_name_options(devices),

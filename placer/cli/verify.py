@@ -76,24 +76,29 @@ def verify(
     loaded = model_options.load(console, allocate=True, double=double, seed=seed)
     from placer.verification import verify as compare
 
-    with progress(console, "calling the placed model and the plain model") as told:
-        result = compare(
-            loaded.model,
-            wanted,
-            loaded.args,
-            loaded.kwargs,
-            run_on=run_on or _substitute_device(wanted),
-            seed=seed,
-            tolerance=tolerance,
-            ignore_device_moves=model_options.ignore_device_moves,
-            each_situation=told.doing,
-        )
+    try:
+        with progress(console, "calling the placed model and the plain model") as told:
+            result = compare(
+                loaded.model,
+                wanted,
+                loaded.args,
+                loaded.kwargs,
+                run_on=run_on or _substitute_device(wanted),
+                seed=seed,
+                tolerance=tolerance,
+                ignore_device_moves=model_options.ignore_device_moves,
+                each_situation=told.doing,
+            )
+    except PlacerError as error:
+        if double and "must have the same dtype" in error.problem:
+            error.remedy = "leave out --double: the model makes tensors of another type itself"
+        raise
     console.print(_table(result))
     console.print()
     for line in (*_different(result), *result.remarks):
         console.print(line, markup=False, soft_wrap=True)
     style = "bold green" if result.ok else "bold red"
-    console.print(result.summary, style=style, markup=False, soft_wrap=True)
+    console.print(result.summary, style=style, markup=False)
     if as_json:
         print_json(to_json(result))
     if not result.ok:

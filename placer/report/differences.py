@@ -58,16 +58,21 @@ def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
     yield Change("stages", str(len(before.stages)), str(len(after.stages)))
     sent = [sum(transfer.nbytes for transfer in plan.sent) for plan in (before, after)]
     yield _bytes("sent per micro-batch", *sent)
-    yield from _devices(_first_replica(before), _first_replica(after))
+    shown = _first_replica(before) | _first_replica(after)
+    yield from _devices(_devices_named(before, shown), _devices_named(after, shown))
     yield from _moved(layers_of(before), layers_of(after))
     for field, verb in (("checkpoint", "recomputed"), ("offload", "offloaded")):
         one, other = getattr(before, field), getattr(after, field)
         yield Change(verb, _without(one, other), _without(other, one))
 
 
-def _first_replica(plan: Plan) -> dict[str, DevicePeak]:
-    """The devices of the first replica, by name; the others have the same bytes."""
-    names = {name for stage in plan.stages for name in plan.devices_of(stage, 0)}
+def _first_replica(plan: Plan) -> set[str]:
+    """The names of the devices of the first replica; those of the others have the same bytes."""
+    return {name for stage in plan.stages for name in plan.devices_of(stage, 0)}
+
+
+def _devices_named(plan: Plan, names: set[str]) -> dict[str, DevicePeak]:
+    """The devices of ``plan``, of any replica, that are among ``names``."""
     return {device.device: device for device in plan.devices if device.device in names}
 
 

@@ -48,12 +48,21 @@ def choose_spec(wanted: PlacementSpec, make: JudgingPlanner) -> Answer:
     memory of a device is not known, or its kind where time decides, and ``BudgetError`` if nothing fits, with
     what was tried.
     """
-    wanted = with_known_memory(with_all_devices(wanted), "which strategies fit")
-    _check_kinds_known(wanted)
+    wanted = with_known_devices(wanted)
     found = find_strategy(wanted, make)
     if found.best is None:
         raise _misfit(wanted, make, found)
     return answer_of(found, make, len(wanted.devices))
+
+
+def with_known_devices(wanted: PlacementSpec) -> PlacementSpec:
+    """``wanted`` with the memory of all its devices. Raises ``SpecError`` as `choose_spec` does.
+
+    It needs no model, so it can be asked before one is recorded.
+    """
+    known = with_known_memory(with_all_devices(wanted), "which strategies fit")
+    _check_kinds_known(known)
+    return known
 
 
 def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from placer.errors import SpecError
-from placer.jsonfile import escape_token
+from placer.jsonfile import escape_token, spell
 from placer.spec.check import Problem
-from placer.spec.explain import spell
 from placer.spec.fields import device_name
 from placer.spec.types import PlacementSpec
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from placer.errors import KeyProblem, nearest
-from placer.jsonfile import json_pointer
+from placer.jsonfile import json_pointer, spell
 from placer.spec.check import Problem
 
 _JSON_WORDS = {
@@ -21,7 +21,6 @@ _JSON_WORDS = {
     "a valid dictionary or instance of DeviceSpec": "a device name or an object",
     "a valid dictionary or instance of LossSpec": "the name of a loss or an object",
 }
-_JSON_SINGLES = {None: "null", True: "true", False: "false"}
 _YES_AND_NO = {
     **dict.fromkeys(("yes", "on", "true", "1"), "true"),
     **dict.fromkeys(("no", "off", "false", "0"), "false"),
@@ -157,10 +156,3 @@ def _hint_for_word(found: Any, words: Sequence[str]) -> str:
 def _hint(word: str, known: Sequence[str]) -> str:
     near = nearest(word, known)
     return _DID_YOU_MEAN.format(near) if near else f"the keys are {', '.join(known)}"
-
-
-def spell(value: Any) -> str:
-    """``repr(value)``, shortened to 60 characters; null, true and false as in JSON."""
-    text = _JSON_SINGLES.get(value) if value is None or isinstance(value, bool) else repr(value)
-    assert text is not None
-    return text if len(text) <= 60 else f"{text[:57]}..."

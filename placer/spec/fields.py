@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
 from placer.errors import PlacerError, nearest
+from placer.jsonfile import spell
 from placer.machine.catalogue import CATALOGUE
 from placer.machine.kindfile import is_kind_file
 from placer.machine.machine import find_machine
@@ -42,7 +44,9 @@ def device_name(value: Any) -> str:
         name, equals, memory = str(value).partition("=")
         if equals and _DEVICE.fullmatch(name):  # as --device has it
             hint = f'write {{"name": "{name}", "memory": "{memory}"}}'
-        raise ValueError(f"{value!r} is not a device; {hint} (types: {', '.join(DEVICE_TYPES)})")
+        raise ValueError(
+            f"{spell(value)} is not a device; {hint} (types: {', '.join(DEVICE_TYPES)})"
+        )
     if match[2] is None and match[1] != "cpu":
         return f"{match[1]}:0"
     return str(value)
@@ -71,13 +75,19 @@ def device_kind_name(value: Any) -> str:
     if isinstance(value, str) and is_kind_file(value):
         return value  # the file is read when a plan is made
     if not isinstance(value, str) or value.lower() not in CATALOGUE:
-        near = nearest(value.lower(), CATALOGUE) if isinstance(value, str) else None
+        near = _nearest_kind(value.lower()) if isinstance(value, str) else None
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
             f"{value!r} is not a device kind in the catalogue; {hint}it has {', '.join(CATALOGUE)}; "
             "or name a file that 'placer calibrate' wrote, or leave the kind out and give the memory"
         )
     return value.lower()
+
+
+def _nearest_kind(name: str) -> str | None:
+    """The kind whose name begins with ``name``, as rtx3060-12gb with rtx3060; otherwise the most similar."""
+    longer = [kind for kind in CATALOGUE if name and kind.startswith(name)]
+    return min(longer, key=len, default=None) or nearest(name, CATALOGUE)
 
 
 def _machine_name(value: Any) -> str:
@@ -117,7 +127,7 @@ def _count(value: Any) -> int | str:
         wanted = "a whole number from 1 up, or 'auto'"
         if isinstance(value, str) and value.isdecimal():
             wanted = f"{value} without quotes"
-        raise ValueError(f"{value!r} is not a count; write {wanted}")
+        raise ValueError(f"{spell(value)} is not a count; write {wanted}")
     if value > MOST:
         raise ValueError(f"more than {MOST} were found; write a smaller number, or 'auto'")
     return value
@@ -128,7 +138,8 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
         return "auto"
     if not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
         example = [value if isinstance(value, str) and value else "encoder.*"]
-        raise ValueError(f"{value!r} is not a list of layer patterns; write {example} or 'auto'")
+        hint = f"write {json.dumps(example)} or 'auto'"
+        raise ValueError(f"{spell(value)} is not a list of layer patterns; {hint}")
     return tuple(value)
 
 

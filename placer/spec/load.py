@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from placer.errors import KeyProblem, PlacerError, SpecError
+from placer.jsonfile import spell
 from placer.spec.check import Problem
-from placer.spec.explain import spell
 from placer.spec.text import SpecText
 from placer.spec.types import PlacementSpec
 

@@ -173,3 +173,29 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
     assert "Traceback" not in result.stderr and "Aborted" not in result.stderr
     result = placer(*PLAN, *X, "--json")
     assert json.loads(result.stdout)["exit_code"] == 130
+
+
+@pytest.mark.parametrize("command", [("auto", *X), ("fit", "--input", "{rows}x64")])
+def test_a_missing_kind_is_told_before_the_model_is_recorded(
+    placer: Run, command: tuple[str, ...]
+) -> None:
+    name, *inputs = command
+    result = placer(name, "net.py:Net", *inputs, "-d", "cuda:0=1GiB")
+    assert result.exit_code == 2 and "--kind" in result.stderr
+    assert (
+        "recording" not in result.stderr and "looking for" not in result.stderr.split("error:")[0]
+    )
+
+
+def test_model_and_spec_in_the_wrong_order(placer: Run) -> None:
+    result = placer("plan", "fits.json", "net.py:Net", *X)
+    assert result.exit_code == 2
+    assert "is this the model? On the command line, it comes before the file" in result.stderr
+
+
+def test_double_of_a_model_that_makes_float32_itself(placer: Run, folder: Path) -> None:
+    text = "import torch\n\nclass Mixed(torch.nn.Linear):\n    def forward(self, x):\n"
+    text += "        return super().forward(torch.zeros(8, 64))\n\ndef net():\n    return Mixed(64, 2)\n"
+    (folder / "mixed.py").write_text(text, encoding="utf-8")
+    result = placer("verify", "mixed.py:net", "fits.json", *X, "--double")
+    assert result.exit_code == 2 and "leave out --double" in result.stderr

@@ -75,3 +75,11 @@ def test_how_ranks_are_numbered_and_what_they_share_is_told() -> None:
     before = _plan(replicas=2)
     after = replace(before, node_layout="replicas", shard_state="optimizer")
     assert {change.what for change in differences(before, after)} == {"node_layout", "shard_state"}
+
+
+def test_a_device_of_a_further_replica_in_only_one_plan() -> None:
+    stages = _plan()
+    replicas = _plan(devices=["cpu:0"], layers={}, replicas=2)
+    found = {change.what: change for change in differences(replicas, stages)}
+    assert replicas.devices[1].device == "cpu:1"
+    assert "—" not in found["cpu:1 needs"].before

@@ -275,3 +275,17 @@ def test_the_size_of_a_card_is_in_gib(text: str | int) -> None:
 def test_python_functions_take_the_fields_of_a_spec() -> None:
     others = {"schema_uri", "devices", "loss"}
     assert set(SpecFields.__annotations__) == set(PlacementSpec.model_fields) - others
+
+
+def test_values_are_told_in_the_words_of_json() -> None:
+    wrong = {"devices": ["cuda:0"], "layers": {"a": ["cuda:0"]}, "checkpoint": True}
+    with pytest.raises(SpecError) as caught:
+        load_spec(wrong)
+    text = str(caught.value)
+    assert '["cuda:0"] is not a device' in text
+    assert "true is not a list of layer patterns" in text and 'write ["encoder.*"] or' in text
+
+
+def test_the_beginning_of_a_kind_suggests_it() -> None:
+    with pytest.raises(SpecError, match="did you mean 'rtx3060-12gb'"):
+        load_spec({"devices": [{"name": "cuda:0", "kind": "rtx3060"}]})

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,7 +21,13 @@ _CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by `refuse_unsummed_
 
 
 def check_inference(leaves: Sequence[Tensor], *, training: bool) -> None:
-    """Raise ``PlacerError`` if ``placed(x)`` would have to return a result with gradients."""
+    """Raise ``PlacerError`` if ``placed(x)`` would have to return a result with gradients or tangents."""
+    if any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves):
+        raise PlacerError(
+            "inputs",
+            "one of them has a tangent, but with one process per device placed(x) returns results without",
+            "compute forward-mode derivatives in one process",
+        )
     if not torch.is_grad_enabled():
         return
     if training:
