@@ -127,12 +127,7 @@ class _Search:
         if not self._left and not unfit:
             raise self._no_strategy()
         many = len(self._wanted.devices) > MANY_STAGES
-        for number in range(_ROUNDS):
-            for family in sorted(self._left, key=_costs):
-                if not many or family.shards or family.chunks or family.offload:
-                    self._estimate_next(family)
-                elif not number:
-                    self._estimate_along_program_order(family)
+        self._estimate_families(many=many)
         smallest = [] if self._any_will_do or self._rated else [*unfit, *self._smallest()]
         for rated in sorted(smallest, key=lambda rated: rated.bound.nbytes)[:1]:
             self._estimate(rated.strategy, rated.bound)
@@ -183,6 +178,22 @@ class _Search:
             for family, (strategy, bound) in smallest.items()
             if family not in self._left and (spec := strategy.spec(self._wanted, self._pool))
         ]
+
+    def _estimate_families(self, *, many: bool) -> None:
+        for number in range(_ROUNDS):
+            for family in sorted(self._left, key=_costs):
+                if not many or family.shards or family.chunks or family.offload:
+                    self._estimate_next(family)
+                elif not number:
+                    self._estimate_along_program_order(family)
+                if self._any_will_do and not many and self._one_is_known_to_fit():
+                    return
+
+    def _one_is_known_to_fit(self) -> bool:
+        """Whether a strategy fits in a dry run. If one does by its estimate alone, it gets one."""
+        if any(rated.fits and not rated.judged for rated in self._rated.values()):
+            self._judge()
+        return any(rated.fits and rated.judged for rated in self._rated.values())
 
     def _values(self, strategy: Strategy, seconds: float, nbytes: float) -> tuple[float, ...]:
         """What the objective minimises, then what decides among equals."""
@@ -328,7 +339,7 @@ class _Search:
 
         That is one which is worse than a judged one, unless it is simpler and as good.
         """
-        judged: dict[Strategy, Rated] = {}
+        judged = {strategy: rated for strategy, rated in self._rated.items() if rated.judged}
         for column in range(2 if self._links.network is not None else 1):
             near = [rated for rated in self._rated.values() if rated.is_near]
             for rated in sorted(
