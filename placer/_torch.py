@@ -174,6 +174,14 @@ def refresh_weight_list(module: nn.Module) -> None:
         module._init_flat_weights()
 
 
+def copy_attributes(
+    source: Tensor, target: Tensor, convert: Callable[[Any], Any] = lambda value: value
+) -> None:
+    """Set on ``target`` what a user has set on ``source``, such as ``weight.is_expert``, converted."""
+    for name in vars(source).keys() - vars(target).keys():  # a fake tensor has its own
+        vars(target)[name] = convert(vars(source)[name])
+
+
 def mark_parameter(tensor: Tensor) -> None:
     """Make ``isinstance(tensor, nn.Parameter)`` true, as ``nn.Parameter`` does for other classes."""
     tensor._is_param = True

@@ -488,6 +488,30 @@ def references(draw: Random) -> Case:
     return Case(References(draw).to(D), lambda n: (rows(n),))
 
 
+def tensor_attributes(draw: Random) -> Case:
+    """Attributes on parameters and buffers, which libraries set to know them again; some change."""
+    kind, whole = draw.choice(["number", "flag", "tensor", "buffer"]), draw.random() < 0.5
+
+    def act(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        if whole and x.sum() > 1e9:
+            return y
+        if kind == "number":
+            return y * self.linear.weight.scale
+        if kind == "tensor":
+            return y + self.linear.bias.shift
+        if kind == "buffer":
+            return y * self.state * getattr(self.state, "times", 1)
+        return y * 2 if any(getattr(p, "is_expert", False) for p in self.parameters()) else y
+
+    part = Part(act)
+    part.register_buffer("state", torch.ones(WIDTH, dtype=D))
+    held = {"number": part.linear.weight, "tensor": part.linear.bias, "buffer": part.state}
+    values = {"number": ("scale", 2.0), "tensor": ("shift", rows(1)[0]), "buffer": ("times", 3)}
+    model = Chain(draw, part).to(D)
+    setattr(held.get(kind, part.linear.bias), *values.get(kind, ("is_expert", True)))
+    return Case(model, lambda n: (rows(n),))
+
+
 KINDS: dict[str, Callable[[Random], Case]] = {
     made.__name__: made
     for made in (
@@ -505,5 +529,6 @@ KINDS: dict[str, Callable[[Random], Case]] = {
         shared_arguments,
         results,
         references,
+        tensor_attributes,
     )
 }

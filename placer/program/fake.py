@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch import (
+    copy_attributes,
     mark_parameter,
     storage_key,
     unoptimized,
@@ -66,6 +67,7 @@ class FakeConverter:
             fake = self._make(original)
             self._fakes[id(original)] = fake
             self._originals[id(fake)] = original
+            copy_attributes(original, fake, self.tree)
         return fake
 
     def inputs(self, originals: Sequence[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from placer._torch import storage_key, without_torch_function
@@ -27,7 +28,7 @@ from placer.program.leaving import Left, StoreFailure, flag_of, write_changes, w
 from placer.program.objects import spell
 from placer.program.python_random import forbid_python_random
 from placer.program.recorder import Recorder
-from placer.program.restore import Change, Snapshot
+from placer.program.restore import MISSING, Change, Snapshot
 from placer.program.result import ResultFormat, flatten_result
 from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import StateInput, table_at
@@ -75,7 +76,7 @@ def run_forward(
     passed = Snapshot(arguments_roots(bound, arguments), root="call", without=apart)
     flags = recorder.watch_flags(inputs)
     own = (*inputs, *model.parameters(), *model.buffers())
-    known = set[str]().union(*map(vars, own))
+    known = {id(tensor): dict(vars(tensor)) for tensor in own}
     try:
         with forbid_python_random(recorder.generators):
             if isinstance(model, nn.TransformerEncoder):
@@ -125,16 +126,21 @@ def run_forward(
     )
 
 
-def _refuse_attributes(recorder: Recorder, values: Sequence[Any], known: set[str]) -> None:
+def _refuse_attributes(
+    recorder: Recorder, values: Sequence[Any], known: Mapping[int, Mapping[str, Any]]
+) -> None:
     """Raise ``CaptureError`` if the model's code has set an attribute on a tensor of ``values``.
 
-    Programs make other tensors. ``known`` are the names of attributes that fake tensors have before.
+    Programs make other tensors. ``known`` are the attributes that inputs and state had before, by id.
     """
     ran = {id(code) for code in list(recorder.codes.values())}
     codes = [code for code in recorder.reachable.codes if id(code) in ran]
-    names = set[str]().union(*map(stored_names, codes)) - known
-    for value in values:
-        for name in sorted(names & vars(value).keys()) if isinstance(value, Tensor) else ():
+    (fake,) = recorder.setup.converter.copies([torch.empty(0)])
+    names = set[str]().union(*map(stored_names, codes)) - vars(fake).keys()
+    for value in values if names else ():
+        before = known.get(id(value), {})
+        now = vars(value) if isinstance(value, Tensor) else {}
+        for name in sorted(n for n in names & now.keys() if now[n] is not before.get(n, MISSING)):
             raise CaptureError(
                 type(recorder.fake_model).__name__,
                 f"its forward sets the attribute {name!r} on a tensor that the caller sees; it would be lost",

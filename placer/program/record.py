@@ -20,7 +20,7 @@ from placer._torch import storage_key
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.backward import HookRun
-from placer.program.call import objects_of
+from placer.program.call import objects_of, placeholder_names
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -117,7 +117,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         graph = writer.finish(results, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
-    recorder.attributes |= _set_alike(recorder, left)
+    recorder.attributes |= _set_alike(recorder, left) | _with_attributes(recorder)
     names = {node.name for node in graph.nodes}
     made = set(map(id, recorder.made_tensors))
     held = [each.tensor for each in state if each.tensor is not None]
@@ -191,6 +191,26 @@ def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]
         for path, module in recorder.fake_model.named_modules()
         for name in stored & vars(module).keys()
         if (path, name) not in changed and isinstance(vars(module)[name], PLAIN_VALUES)
+    }
+
+
+def _with_attributes(recorder: Recorder) -> set[tuple[str, str]]:
+    """The parameters and buffers of which forward may read an attribute that the user has set on them."""
+    codes = recorder.codes.values()
+    named = {name for code in codes for name in (*code.co_names, *code.co_consts)}
+    bound = recorder.setup.bound
+    for argument, tensor in zip(placeholder_names(bound), bound.tensors, strict=True):
+        for name in sorted(named & vars(tensor).keys()):
+            raise CaptureError(
+                argument,
+                f"has an attribute {name!r}, which forward may read: a program has the tensor only",
+                "give forward an argument for it",
+            )
+    return {
+        (path, name)
+        for path, module in recorder.model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and not named.isdisjoint(vars(tensor))
     }
 
 
