@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +43,8 @@ PRIVATE_NAMES = (
     "torch.nn.Module._apply",
     "torch._C._create_function_from_graph",
     "torch._C._set_grad_enabled",
+    "torch.nn.utils.parametrize._cache",
+    "torch.nn.utils.parametrize._cache_enabled",
     "torch.random.default_generator",  # torch.manual_seed and its like look it up there
     "torch.library._scoped_library",
     "torch._C.DispatchKey.CompositeImplicitAutograd",
@@ -166,6 +169,11 @@ def clone_shallow(
     if isinstance(clone, nn.RNNBase):
         clone._flat_weights = [getattr(clone, name) for name in clone._flat_weights_names]
     return clone
+
+
+def is_in_cache_of_parametrizations(module: nn.Module) -> bool:
+    """Are we in ``parametrize.cached()``, and does ``module`` have parametrizations?"""
+    return bool(parametrize._cache_enabled) and parametrize.is_parametrized(module)
 
 
 def refresh_weight_list(module: nn.Module) -> None:

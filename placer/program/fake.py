@@ -29,7 +29,11 @@ from placer._torch import (
     without_modes,
     without_torch_function,
 )
-from placer._torch_patches import override_conversion, override_script_functions
+from placer._torch_patches import (
+    override_conversion,
+    override_script_functions,
+    uncached_parametrizations,
+)
 from placer.errors import CaptureError
 from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
@@ -194,6 +198,7 @@ def fake_execution() -> Iterator[None]:
         with (
             override_conversion(_convert_fakes),
             override_script_functions(_call_script_function),
+            uncached_parametrizations(),
             keep_random(),
         ):
             yield
