@@ -488,6 +488,35 @@ def references(draw: Random) -> Case:
     return Case(References(draw).to(D), lambda n: (rows(n),))
 
 
+def gradient_modes(draw: Random) -> Case:
+    """Parts that are computed with gradients even where the caller has disabled them, or without."""
+    kind = draw.choice(["enabled", "set", "part", "nested", "asked", "without"])
+
+    def act(self: Any, x: Tensor, y: Tensor) -> Any:
+        if kind == "set":
+            with torch.set_grad_enabled(self.training):
+                scaled = self.scale(y)
+            return scaled + y
+        if kind == "without":
+            with torch.no_grad():
+                start = self.scale(y)
+            return start + y
+        with torch.enable_grad():
+            if kind == "part":
+                return y, self.scale(x.detach()).square()
+            if kind == "nested":
+                with torch.no_grad():
+                    y = y + self.linear(x)
+            if kind == "asked" and torch.is_grad_enabled():
+                y = y * 2
+            return self.scale(x) * y
+
+    part = Part(act)
+    part.scale = nn.Linear(WIDTH, WIDTH)
+    first = [_layer(draw) for _ in range(draw.randint(0, 2))]
+    return Case(nn.Sequential(*first, part).to(D), lambda n: (rows(n),))
+
+
 def tensor_attributes(draw: Random) -> Case:
     """Attributes on parameters and buffers, which libraries set to know them again; some change."""
     kind, whole = draw.choice(["number", "flag", "tensor", "buffer"]), draw.random() < 0.5
@@ -529,6 +558,7 @@ KINDS: dict[str, Callable[[Random], Case]] = {
         shared_arguments,
         results,
         references,
+        gradient_modes,
         tensor_attributes,
     )
 }

@@ -6,7 +6,7 @@ import torch
 
 from placer._torch import copy_attributes, is_transformed
 from placer.executor.place import Place
-from placer.executor.transfer import attach_copy, copy_to
+from placer.executor.transfer import attach_copy, copy_to, is_differentiable
 
 
 class ParameterCopies:
@@ -32,7 +32,8 @@ class ParameterCopies:
         if key not in self._copies:
             self._copies[key] = copy_to(place, primary.detach())
         found = self._copies[key]
-        if primary.requires_grad and torch.is_grad_enabled():
-            found = attach_copy(primary, found, home, place)
+        if is_differentiable(primary):
+            with torch.enable_grad():  # forward may enable gradients in a part of it
+                found = attach_copy(primary, found, home, place)
         copy_attributes(primary, found)
         return found

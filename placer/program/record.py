@@ -220,7 +220,12 @@ def run_once(
     """Run and record the model once; ``before`` has its state. The model keeps what forward changes."""
     recorder = Recorder(setup)
     try:
-        return _run(recorder, setup, inputs, before, locate_draws=locate_draws)
+        run = _run(recorder, setup, inputs, before, locate_draws=locate_draws)
+        if recorder.enabled_grad and not (setup.grad or setup.disabled):
+            before.restore()
+            setup = replace(setup, disabled=True)
+            return run_once(setup, inputs, before, locate_draws=locate_draws)
+        return run
     except TraceFailure as failure:
         method = setup.bound.method
         if method == "forward" or failure.layer:
@@ -241,7 +246,7 @@ def _run(
     recorder.locate_draws = locate_draws
     given = setup.converter.copies(inputs)
     try:
-        with recording_modes(setup.converter), recorder.watching():
+        with recording_modes(setup.converter, grad=not setup.disabled), recorder.watching():
             return run_forward(recorder, setup.bound, given, setup.numbers, before)
     except (TraceFailure, CaptureError):
         raise
@@ -538,11 +543,11 @@ def replaced_state(
 
 
 @contextmanager
-def recording_modes(converter: FakeConverter) -> Iterator[None]:
-    """The modes of a recording: gradients on, even inside ``torch.no_grad``, and fake CPU tensors."""
+def recording_modes(converter: FakeConverter, *, grad: bool = True) -> Iterator[None]:
+    """The modes of a recording: gradients on or off whatever the caller's mode, and fake CPU tensors."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(converter.mode)
         stack.enter_context(fake_execution())
         stack.enter_context(converter.isolated_caches())
