@@ -488,6 +488,36 @@ def references(draw: Random) -> Case:
     return Case(References(draw).to(D), lambda n: (rows(n),))
 
 
+def returned_as_they_are(draw: Random) -> Case:
+    """Inputs, parameters, buffers, and one tensor in several places, as results and in attributes."""
+    kinds = draw.sample(["input", "parameter", "buffer", "twice", "written", "stored"], 3)
+
+    def act(self: Any, x: Tensor, y: Tensor, cache: Tensor) -> Any:
+        if "written" in kinds:
+            cache[:, 0] = y[:, 0].detach()
+        if "stored" in kinds:
+            self.latest = cache
+        held = {
+            "input": cache,
+            "parameter": self.linear.weight,
+            "buffer": self.state,
+            "twice": {"y": y, "last": [y]},
+            "written": cache,
+        }
+        return y, {kind: held[kind] for kind in kinds if kind in held}
+
+    part = Part(act)
+    part.register_buffer("state", torch.ones(WIDTH))
+
+    class Ends(Chain):
+        def forward(self, x: Tensor, cache: Tensor) -> Any:
+            return self.part(super().forward(x), cache)
+
+    model = Ends(draw)
+    model.part = part
+    return Case(model.to(D), lambda n: (rows(n), rows(n)))
+
+
 def gradient_modes(draw: Random) -> Case:
     """Parts that are computed with gradients even where the caller has disabled them, or without."""
     kind = draw.choice(["enabled", "set", "part", "nested", "asked", "without"])
@@ -559,6 +589,7 @@ KINDS: dict[str, Callable[[Random], Case]] = {
         results,
         references,
         gradient_modes,
+        returned_as_they_are,
         tensor_attributes,
     )
 }

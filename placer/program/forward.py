@@ -88,7 +88,8 @@ def run_forward(
         leaves, form = flatten_result(result, lambda leaf: isinstance(leaf, RecordedNumber))
         with without_torch_function():
             shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]
-        written_leaves = [writer.argument(leaf) for leaf in leaves]
+        for leaf in leaves:
+            writer.argument(leaf)  # it can be written down
         recorder.check()
         _refuse_attributes(recorder, (*leaves, *own), known)
         unchanged = {id(number) for _, number in put.values()}
@@ -111,6 +112,8 @@ def run_forward(
             if tensor.is_leaf and tensor.requires_grad != flags[id(tensor)]:
                 left.append(flag_of("input", (index,), tensor.requires_grad))
         left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags_set)
+        # At the end, so that an input that is written and returned is one value.
+        written_leaves = [writer.argument(leaf) for leaf in leaves]
         recorder.run_backward((leaves, [change.value for change in changes]), inputs)
     finally:
         with without_torch_function():
