@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from placer._torch import storage_key, without_torch_function
 from placer.errors import CaptureError
+from placer.operands import tensors_of_tree
 from placer.program.call import (
     BoundCall,
     arguments_roots,
@@ -25,6 +26,7 @@ from placer.program.call import (
 )
 from placer.program.failure import TraceFailure, locate_function
 from placer.program.leaving import Left, StoreFailure, flag_of, write_changes, written_tensor
+from placer.program.new_names import refusing_unknown_names
 from placer.program.objects import spell
 from placer.program.python_random import forbid_python_random
 from placer.program.recorder import Recorder
@@ -78,7 +80,7 @@ def run_forward(
     own = (*inputs, *model.parameters(), *model.buffers())
     known = {id(tensor): dict(vars(tensor)) for tensor in own}
     try:
-        with forbid_python_random(recorder.generators):
+        with refusing_unknown_names(recorder.reachable), forbid_python_random(recorder.generators):
             if isinstance(model, nn.TransformerEncoder):
                 result = recorder.call_encoder(type(model).forward, model, args, kwargs)
             else:
@@ -114,6 +116,7 @@ def run_forward(
         left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags_set)
         # At the end, so that an input that is written and returned is one value.
         written_leaves = [writer.argument(leaf) for leaf in leaves]
+        _refuse_leaves(recorder, (leaves, [change.value for change in changes]), own)
         recorder.run_backward((leaves, [change.value for change in changes]), inputs)
     finally:
         with without_torch_function():
@@ -127,6 +130,21 @@ def run_forward(
         left=left,
         numbers={node: each for node, (each, _) in put.items()},
     )
+
+
+def _refuse_leaves(recorder: Recorder, kept: Any, own: Sequence[Tensor]) -> None:
+    """Raise ``TraceFailure`` if forward gives away a tensor that it has made and that gets a gradient.
+
+    The caller would get a copy, without the gradient. ``own`` are inputs and state.
+    """
+    known = set(map(id, own))
+    for tensor in tensors_of_tree(kept):
+        own_leaf = tensor.is_leaf and tensor.requires_grad and id(tensor) not in known
+        if own_leaf and recorder.writer.makes(tensor):
+            layer = recorder.writer.layer_of.get(recorder.writer.node_of(tensor).name, "")
+            reason = "it keeps a tensor that it makes and that requires gradients"
+            location = locate_function(type(recorder.fake_model.get_submodule(layer)).forward)
+            raise TraceFailure(layer, reason, location)
 
 
 def _refuse_attributes(

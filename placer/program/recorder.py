@@ -92,7 +92,7 @@ _READS = (
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__",
     "__index__", "__contains__",
 )  # fmt: skip
-_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad", "retain_grad")
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 _REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = "its Python code depends on the value of a tensor"

@@ -154,7 +154,7 @@ def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> bool:
     changes = list(before.changes())
     for change in changes:
         tensors = tensors_of_tree(change.value)
-        if not tensors or any(tensor in recorder.reached for tensor in tensors):
+        if not tensors or any(x in recorder.reached or x.requires_grad for x in tensors):
             recorder.changing.add(path)
             recorder.changed_inside[change.place] = change
         else:
