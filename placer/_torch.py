@@ -182,6 +182,11 @@ def refresh_weight_list(module: nn.Module) -> None:
         module._init_flat_weights()
 
 
+def is_own_leaf(tensor: Tensor) -> bool:
+    """Does ``tensor`` collect a gradient of its own, as ``torch.zeros(4, requires_grad=True)`` does?"""
+    return tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
+
+
 def copy_attributes(
     source: Tensor, target: Tensor, convert: Callable[[Any], Any] = lambda value: value
 ) -> None:
