@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +43,8 @@ PRIVATE_NAMES = (
     "torch.nn.Module._apply",
     "torch._C._create_function_from_graph",
     "torch._C._set_grad_enabled",
+    "torch.nn.utils.parametrize._cache",
+    "torch.nn.utils.parametrize._cache_enabled",
     "torch.random.default_generator",  # torch.manual_seed and its like look it up there
     "torch.library._scoped_library",
     "torch._C.DispatchKey.CompositeImplicitAutograd",
@@ -168,10 +171,28 @@ def clone_shallow(
     return clone
 
 
+def is_in_cache_of_parametrizations(module: nn.Module) -> bool:
+    """Are we in ``parametrize.cached()``, and does ``module`` have parametrizations?"""
+    return bool(parametrize._cache_enabled) and parametrize.is_parametrized(module)
+
+
 def refresh_weight_list(module: nn.Module) -> None:
     """Make the list of weights that an RNN has besides its parameters anew, after these were replaced."""
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
+
+
+def is_own_leaf(tensor: Tensor) -> bool:
+    """Does ``tensor`` collect a gradient of its own, as ``torch.zeros(4, requires_grad=True)`` does?"""
+    return tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
+
+
+def copy_attributes(
+    source: Tensor, target: Tensor, convert: Callable[[Any], Any] = lambda value: value
+) -> None:
+    """Set on ``target`` what a user has set on ``source``, such as ``weight.is_expert``, converted."""
+    for name in vars(source).keys() - vars(target).keys():  # a fake tensor has its own
+        vars(target)[name] = convert(vars(source)[name])
 
 
 def mark_parameter(tensor: Tensor) -> None:

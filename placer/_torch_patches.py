@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 
 @contextmanager
@@ -24,6 +25,14 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """In this block, ``torch.nn.utils.parametrize.cached()`` around it has no effect."""
+    enabled = _replaced(parametrize, "_cache_enabled", 0)
+    with enabled, _replaced(parametrize, "_cache", {}):
+        yield
 
 
 @contextmanager

@@ -488,6 +488,89 @@ def references(draw: Random) -> Case:
     return Case(References(draw).to(D), lambda n: (rows(n),))
 
 
+def returned_as_they_are(draw: Random) -> Case:
+    """Inputs, parameters, buffers, and one tensor in several places, as results and in attributes."""
+    kinds = draw.sample(["input", "parameter", "buffer", "twice", "written", "stored"], 3)
+
+    def act(self: Any, x: Tensor, y: Tensor, cache: Tensor) -> Any:
+        if "written" in kinds:
+            cache[:, 0] = y[:, 0].detach()
+        if "stored" in kinds:
+            self.latest = cache
+        held = {
+            "input": cache,
+            "parameter": self.linear.weight,
+            "buffer": self.state,
+            "twice": {"y": y, "last": [y]},
+            "written": cache,
+        }
+        return y, {kind: held[kind] for kind in kinds if kind in held}
+
+    part = Part(act)
+    part.register_buffer("state", torch.ones(WIDTH))
+
+    class Ends(Chain):
+        def forward(self, x: Tensor, cache: Tensor) -> Any:
+            return self.part(super().forward(x), cache)
+
+    model = Ends(draw)
+    model.part = part
+    return Case(model.to(D), lambda n: (rows(n), rows(n)))
+
+
+def gradient_modes(draw: Random) -> Case:
+    """Parts that are computed with gradients even where the caller has disabled them, or without."""
+    kind = draw.choice(["enabled", "set", "part", "nested", "asked", "without"])
+
+    def act(self: Any, x: Tensor, y: Tensor) -> Any:
+        if kind == "set":
+            with torch.set_grad_enabled(self.training):
+                scaled = self.scale(y)
+            return scaled + y
+        if kind == "without":
+            with torch.no_grad():
+                start = self.scale(y)
+            return start + y
+        with torch.enable_grad():
+            if kind == "part":
+                return y, self.scale(x.detach()).square()
+            if kind == "nested":
+                with torch.no_grad():
+                    y = y + self.linear(x)
+            if kind == "asked" and torch.is_grad_enabled():
+                y = y * 2
+            return self.scale(x) * y
+
+    part = Part(act)
+    part.scale = nn.Linear(WIDTH, WIDTH)
+    first = [_layer(draw) for _ in range(draw.randint(0, 2))]
+    return Case(nn.Sequential(*first, part).to(D), lambda n: (rows(n),))
+
+
+def tensor_attributes(draw: Random) -> Case:
+    """Attributes on parameters and buffers, which libraries set to know them again; some change."""
+    kind, whole = draw.choice(["number", "flag", "tensor", "buffer"]), draw.random() < 0.5
+
+    def act(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        if whole and x.sum() > 1e9:
+            return y
+        if kind == "number":
+            return y * self.linear.weight.scale
+        if kind == "tensor":
+            return y + self.linear.bias.shift
+        if kind == "buffer":
+            return y * self.state * getattr(self.state, "times", 1)
+        return y * 2 if any(getattr(p, "is_expert", False) for p in self.parameters()) else y
+
+    part = Part(act)
+    part.register_buffer("state", torch.ones(WIDTH, dtype=D))
+    held = {"number": part.linear.weight, "tensor": part.linear.bias, "buffer": part.state}
+    values = {"number": ("scale", 2.0), "tensor": ("shift", rows(1)[0]), "buffer": ("times", 3)}
+    model = Chain(draw, part).to(D)
+    setattr(held.get(kind, part.linear.bias), *values.get(kind, ("is_expert", True)))
+    return Case(model, lambda n: (rows(n),))
+
+
 KINDS: dict[str, Callable[[Random], Case]] = {
     made.__name__: made
     for made in (
@@ -505,5 +588,8 @@ KINDS: dict[str, Callable[[Random], Case]] = {
         shared_arguments,
         results,
         references,
+        gradient_modes,
+        returned_as_they_are,
+        tensor_attributes,
     )
 }

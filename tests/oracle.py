@@ -170,6 +170,7 @@ def seen(module: nn.Module, plain: nn.Module, output: Any, args: Any) -> dict[st
     add = partial(_add_seen, found)
     add("output", output)
     add("argument", args)
+    found |= _identities(module, output, args)
     for path, part in plain.named_modules():
         ours = module.get_submodule(path)
         found[f"mode of {path}"] = ours.training
@@ -178,6 +179,18 @@ def seen(module: nn.Module, plain: nn.Module, output: Any, args: Any) -> dict[st
     for name, parameter in module.named_parameters():
         found[f"requires_grad of {name}"] = parameter.requires_grad
     found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+    return found
+
+
+def _identities(module: nn.Module, output: Any, args: Any) -> dict[str, Any]:
+    """Which tensors of the result are inputs, parameters, buffers, or each other."""
+    named = {f"argument {i}": x for i, x in enumerate(tree_leaves(args))}
+    named |= dict(module.named_parameters()) | dict(module.named_buffers())
+    found = {}
+    for index, leaf in enumerate(tree_leaves(output)):
+        is_tensor = isinstance(leaf, Tensor)
+        found[f"result {index} is"] = [n for n, x in named.items() if is_tensor and x is leaf]
+        named[f"result {index}"] = leaf
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer._torch import copy_gradient_hooks, refresh_weight_list
+from placer._torch import copy_attributes, copy_gradient_hooks, refresh_weight_list
 from placer.errors import PlacerError
 
 
@@ -92,14 +92,14 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def tensor_like(original: Tensor, data: Tensor) -> Tensor:
-    """``data`` as a parameter like ``original``, with its attributes and hooks, or as a plain tensor."""
+    """``data`` as a parameter like ``original``, or as a plain tensor; with its attributes and hooks."""
+    made = data.requires_grad_(original.requires_grad)
     if isinstance(original, nn.Parameter):
         made = nn.Parameter(data, requires_grad=original.requires_grad)
-        made.__dict__.update(original.__dict__)
         if made.requires_grad:
             copy_gradient_hooks(original, made)
-        return made
-    return data.requires_grad_(original.requires_grad)
+    copy_attributes(original, made)
+    return made
 
 
 def _replace(model: nn.Module, made: Mapping[int, tuple[Tensor, Tensor]]) -> None:

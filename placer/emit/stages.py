@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,16 +50,18 @@ def emit_stages(program: Program, plan: Plan, *, together: bool = True) -> Stage
         stages = _emit_all(program, plan, shard_of)
         _latest[source] = made_from, stages
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    owners = _owners(program, stage_of)
     return StagedModel(
         stages=stages,
         graph_inputs=tuple(_placeholders(program.graph)),
         written_inputs=frozenset(program.written_inputs),
         result=_result(program.graph),
+        returned_state=_returned_state(program.graph, owners),
         rows=program.captured.results,
         stored=program.captured.stored,
         replaced=program.captured.replaced,
         state=program.captured.state,
-        state_stage=_owners(program, stage_of),
+        state_stage=owners,
         constants=dict(program.captured.constants),
         constant_paths=program.captured.constant_paths,
         call=program.call,
@@ -127,6 +129,11 @@ def _check_order(index: int, own: Sequence[fx.Node]) -> None:
                 "restore the order of the stage's nodes, or plan again",
             )
         later.discard(node.name)
+
+
+def _returned_state(graph: fx.Graph, state: Container[str]) -> dict[str, str]:
+    nodes = [node for node in graph.output_node().all_input_nodes if node.op == "get_attr"]
+    return {node.name: str(node.target) for node in nodes if node.target in state}
 
 
 def _result(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from placer.program import CallFormat, Conditions, Path, Rows, StateInput, Stored
 from placer.space import Layout
@@ -70,6 +72,9 @@ class StagedModel:
     graph_inputs: tuple[str, ...]
     written_inputs: frozenset[str]
     result: tuple[tuple[str, Any], ...]
+    returned_state: Mapping[
+        str, str
+    ]  # values of the result -> the parameter or buffer that each is
     rows: tuple[Rows, ...]
     stored: tuple[Stored, ...]
     replaced: tuple[str, ...]  # buffers that get new tensors before a call
@@ -87,6 +92,31 @@ class StagedModel:
     def stored_leaves(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Those of the result's ``leaves`` that forward stores."""
         return leaves[len(self.call.result.names) :]
+
+    def same_objects(
+        self, leaves: Sequence[Any], inputs: Sequence[Any], model: nn.Module
+    ) -> list[Any]:
+        """``leaves`` of the result and of what is stored, with the very tensors that forward would give.
+
+        Those are the call's ``inputs`` among them, parameters and buffers of ``model``, and a tensor that
+        occurs several times; if they are on the devices of ``leaves``.
+        """
+        known: dict[Any, Any] = dict(zip(self.graph_inputs, inputs, strict=False))
+        known |= {value: attrgetter(name)(model) for value, name in self.returned_state.items()}
+        written: set[int] = set()  # positions of what will be copied into inputs
+        position = len(self.call.result.names)
+        for each in self.stored:
+            if (each.root, each.kind) == ("input", "write"):
+                written.add(position)
+                known[self.result[position][1]] = inputs[each.path[0]]
+            position += each.count
+        found = []
+        for index, ((kind, name), leaf) in enumerate(zip(self.result, leaves, strict=True)):
+            same = leaf
+            if kind == "value" and isinstance(leaf, torch.Tensor) and index not in written:
+                same = known.setdefault(name, leaf)
+            found.append(same if same is leaf or same.device == leaf.device else leaf)
+        return found
 
     def example_inputs(self) -> list[torch.Tensor]:
         """Tensors on ``meta`` like the inputs that the model was captured with."""

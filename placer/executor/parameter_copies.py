@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from placer._torch import is_transformed
+from placer._torch import copy_attributes, is_transformed
 from placer.executor.place import Place
-from placer.executor.transfer import attach_copy, copy_to
+from placer.executor.transfer import attach_copy, copy_to, is_differentiable
 
 
 class ParameterCopies:
@@ -31,6 +31,9 @@ class ParameterCopies:
         key = (id(primary), place)
         if key not in self._copies:
             self._copies[key] = copy_to(place, primary.detach())
-        if primary.requires_grad and torch.is_grad_enabled():
-            return attach_copy(primary, self._copies[key], home, place)
-        return self._copies[key]
+        found = self._copies[key]
+        if is_differentiable(primary):
+            with torch.enable_grad():  # forward may enable gradients in a part of it
+                found = attach_copy(primary, found, home, place)
+        copy_attributes(primary, found)
+        return found

@@ -212,6 +212,7 @@ class Runtime:
                     self._write_back(runs)
         staged = run.replica.staged
         joined = join_results(staged, results, batch.sizes)
+        joined = staged.same_objects(joined, call.leaves, self.tree)
         self._store(staged, joined, call)
         return unflatten_output(staged.call, joined)
 

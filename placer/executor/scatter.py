@@ -14,7 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_unflatten
 
 from placer.emit import StagedModel
 from placer.errors import CaptureError, PlacerError
-from placer.operands import leaves_with_paths
+from placer.operands import leaves_with_paths, tensors_of_tree
 from placer.program import Batched, CallFormat, Rows, is_mark, marked_dims, rows_of
 from placer.schedule import split_batch
 
@@ -201,7 +201,14 @@ def join_results(
     names = [f"result {name}".rstrip() for name in staged.call.result.names]
     names += [name for each in staged.stored for name in each.leaf_names]
     columns = zip(names, zip(*slices, strict=True), staged.rows, strict=True)
-    return [_join(name, column, rows, sizes) for name, column, rows in columns]
+    joined = []
+    for name, column, rows in columns:  # forward may have enabled gradients
+        grad = torch.is_grad_enabled() or any(
+            tensor.requires_grad for tensor in tensors_of_tree(column)
+        )
+        with torch.set_grad_enabled(grad):
+            joined.append(_join(name, column, rows, sizes))
+    return joined
 
 
 def _join(name: str, column: tuple[Any, ...], rows: Rows, sizes: Sequence[int]) -> Any:

@@ -23,6 +23,11 @@ def copy_to(place: Place, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(place.device, copy=True)
 
 
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Does ``tensor`` require gradients, and can what is computed of it?"""
+    return tensor.requires_grad and not torch.is_inference_mode_enabled()
+
+
 class PendingGradients:
     """Gradients of one value, kept where its readers computed them until the value's own backward.
 
@@ -150,13 +155,14 @@ def transfer(value: Any, source: Place, target: Place, *, defer_gradients: bool 
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            if not (leaf.requires_grad and torch.is_grad_enabled()) or is_transformed():
+            if not is_differentiable(leaf) or is_transformed():
                 return copy_to(target, leaf)
             pending = None
             if defer_gradients and has_backward(leaf):
                 pending = PendingGradients(source, leaf)
                 leaf.register_hook(pending.add_to)
-            copied = _Transfer.apply(leaf, source, target, pending)
+            with torch.enable_grad():  # forward may enable gradients in a part of it
+                copied = _Transfer.apply(leaf, source, target, pending)
             if pending is not None:
                 run_at_once(copied.grad_fn)
             return copied

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from placer._torch import clone_shallow
+from placer._torch import clone_shallow, is_in_cache_of_parametrizations
+from placer.errors import PlacerError
 
 
 def build_tree(
@@ -70,6 +71,12 @@ def _clone(
     def tensors(kept: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         return {k: None if t is None else read(f"{path}.{k}", t) for k, t in kept.items()}
 
+    if is_in_cache_of_parametrizations(module):
+        raise PlacerError(
+            path,
+            "replicas or stages have copies of it, which the cache of parametrize.cached() does not know",
+            "call the placed model outside of parametrize.cached(), or use 1 replica",
+        )
     clone = clone_shallow(module, tensors({**module._parameters}), tensors({**module._buffers}))
     for name, child in module._modules.items():
         if child is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from placer._torch import HOOK_TABLES
+from placer._torch import HOOK_TABLES, copy_attributes
 from placer.errors import CaptureError
 from placer.program.hook_table import HookTable, hook_tables
 from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
@@ -60,6 +60,9 @@ def copy_module(
     except Exception:
         _keep_uncopyable(model, owned, known)
         copied, made = _deepcopy(model, known | twins, tables)
+    for tensor in (value for value in values if isinstance(value, Tensor)):
+        if isinstance(twin := made.get(id(tensor)), Tensor):  # torch copies no attributes
+            copy_attributes(tensor, twin)
     _rebind(copied, made, set(map(id, known.values())), owned)
     return copied
 

@@ -22,13 +22,18 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch import (
+    copy_attributes,
     mark_parameter,
     storage_key,
     unoptimized,
     without_modes,
     without_torch_function,
 )
-from placer._torch_patches import override_conversion, override_script_functions
+from placer._torch_patches import (
+    override_conversion,
+    override_script_functions,
+    uncached_parametrizations,
+)
 from placer.errors import CaptureError
 from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
@@ -66,6 +71,7 @@ class FakeConverter:
             fake = self._make(original)
             self._fakes[id(original)] = fake
             self._originals[id(fake)] = original
+            copy_attributes(original, fake, self.tree)
         return fake
 
     def inputs(self, originals: Sequence[Tensor]) -> list[Tensor]:
@@ -192,6 +198,7 @@ def fake_execution() -> Iterator[None]:
         with (
             override_conversion(_convert_fakes),
             override_script_functions(_call_script_function),
+            uncached_parametrizations(),
             keep_random(),
         ):
             yield

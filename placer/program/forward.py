@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from placer._torch import storage_key, without_torch_function
 from placer.errors import CaptureError
+from placer.operands import tensors_of_tree
 from placer.program.call import (
     BoundCall,
     arguments_roots,
@@ -24,10 +26,11 @@ from placer.program.call import (
 )
 from placer.program.failure import TraceFailure, locate_function
 from placer.program.leaving import Left, StoreFailure, flag_of, write_changes, written_tensor
+from placer.program.new_names import refusing_unknown_names
 from placer.program.objects import spell
 from placer.program.python_random import forbid_python_random
 from placer.program.recorder import Recorder
-from placer.program.restore import Change, Snapshot
+from placer.program.restore import MISSING, Change, Snapshot
 from placer.program.result import ResultFormat, flatten_result
 from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import StateInput, table_at
@@ -75,9 +78,9 @@ def run_forward(
     passed = Snapshot(arguments_roots(bound, arguments), root="call", without=apart)
     flags = recorder.watch_flags(inputs)
     own = (*inputs, *model.parameters(), *model.buffers())
-    known = set[str]().union(*map(vars, own))
+    known = {id(tensor): dict(vars(tensor)) for tensor in own}
     try:
-        with forbid_python_random(recorder.generators):
+        with refusing_unknown_names(recorder.reachable), forbid_python_random(recorder.generators):
             if isinstance(model, nn.TransformerEncoder):
                 result = recorder.call_encoder(type(model).forward, model, args, kwargs)
             else:
@@ -87,7 +90,8 @@ def run_forward(
         leaves, form = flatten_result(result, lambda leaf: isinstance(leaf, RecordedNumber))
         with without_torch_function():
             shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]
-        written_leaves = [writer.argument(leaf) for leaf in leaves]
+        for leaf in leaves:
+            writer.argument(leaf)  # it can be written down
         recorder.check()
         _refuse_attributes(recorder, (*leaves, *own), known)
         unchanged = {id(number) for _, number in put.values()}
@@ -110,6 +114,9 @@ def run_forward(
             if tensor.is_leaf and tensor.requires_grad != flags[id(tensor)]:
                 left.append(flag_of("input", (index,), tensor.requires_grad))
         left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags_set)
+        # At the end, so that an input that is written and returned is one value.
+        written_leaves = [writer.argument(leaf) for leaf in leaves]
+        _refuse_leaves(recorder, (leaves, [change.value for change in changes]), own)
         recorder.run_backward((leaves, [change.value for change in changes]), inputs)
     finally:
         with without_torch_function():
@@ -125,16 +132,36 @@ def run_forward(
     )
 
 
-def _refuse_attributes(recorder: Recorder, values: Sequence[Any], known: set[str]) -> None:
+def _refuse_leaves(recorder: Recorder, kept: Any, own: Sequence[Tensor]) -> None:
+    """Raise ``TraceFailure`` if forward gives away a tensor that it has made and that gets a gradient.
+
+    The caller would get a copy, without the gradient. ``own`` are inputs and state.
+    """
+    known = set(map(id, own))
+    for tensor in tensors_of_tree(kept):
+        own_leaf = tensor.is_leaf and tensor.requires_grad and id(tensor) not in known
+        if own_leaf and recorder.writer.makes(tensor):
+            layer = recorder.writer.layer_of.get(recorder.writer.node_of(tensor).name, "")
+            reason = "it keeps a tensor that it makes and that requires gradients"
+            location = locate_function(type(recorder.fake_model.get_submodule(layer)).forward)
+            raise TraceFailure(layer, reason, location)
+
+
+def _refuse_attributes(
+    recorder: Recorder, values: Sequence[Any], known: Mapping[int, Mapping[str, Any]]
+) -> None:
     """Raise ``CaptureError`` if the model's code has set an attribute on a tensor of ``values``.
 
-    Programs make other tensors. ``known`` are the names of attributes that fake tensors have before.
+    Programs make other tensors. ``known`` are the attributes that inputs and state had before, by id.
     """
     ran = {id(code) for code in list(recorder.codes.values())}
     codes = [code for code in recorder.reachable.codes if id(code) in ran]
-    names = set[str]().union(*map(stored_names, codes)) - known
-    for value in values:
-        for name in sorted(names & vars(value).keys()) if isinstance(value, Tensor) else ():
+    (fake,) = recorder.setup.converter.copies([torch.empty(0)])
+    names = set[str]().union(*map(stored_names, codes)) - vars(fake).keys()
+    for value in values if names else ():
+        before = known.get(id(value), {})
+        now = vars(value) if isinstance(value, Tensor) else {}
+        for name in sorted(n for n in names & now.keys() if now[n] is not before.get(n, MISSING)):
             raise CaptureError(
                 type(recorder.fake_model).__name__,
                 f"its forward sets the attribute {name!r} on a tensor that the caller sees; it would be lost",

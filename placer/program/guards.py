@@ -124,8 +124,14 @@ def tensor_paths(
     """
     modules = dict(model.named_modules())
     watched = [((p, n), _attribute(modules.get(p), n)) for p, n in sorted(names)]
+    on_tensors = [
+        ((*path, key), value)
+        for path, tensor in watched
+        if isinstance(tensor, Tensor)
+        for key, value in vars(tensor).items()
+    ]
     found: dict[int, Path] = {}
-    for path, value in walk([*watched, *module_parts(model)] if tensors else ()):
+    for path, value in walk([*watched, *on_tensors, *module_parts(model)] if tensors else ()):
         found.setdefault(id(value), path)
     return {name: found[id(tensor)] for name, tensor in tensors.items() if id(tensor) in found}
 
@@ -134,7 +140,8 @@ def find_tensor(model: nn.Module, path: Path) -> Tensor | None:
     """The tensor that is now at ``path`` (as of `tensor_paths`), or None."""
     module, name, *keys = path
     try:
-        value = at(getattr(model.get_submodule(module), name), keys)
+        value = getattr(model.get_submodule(module), name)
+        value = at(vars(value) if keys and isinstance(value, Tensor) else value, keys)
     except (AttributeError, LookupError):
         return None
     return value if isinstance(value, Tensor) else None
@@ -306,7 +313,9 @@ class Freezer:
         if isinstance(value, Tensor):
             number = self._numbers.setdefault(id(value), len(self._numbers))
             values = values_of(value) if values_read and not value.is_meta else None
-            return kind, value.shape, value.dtype, number, values
+            held = vars(value) if depth == DEPTH else {}  # what the user has set on it
+            attributes = {name: self._attribute(x) for name, x in held.items()}
+            return kind, value.shape, value.dtype, number, values, attributes
         if isinstance(value, np.ndarray):
             return kind, value.shape, value.dtype, value.tobytes()
         if isinstance(value, set | frozenset):
@@ -329,6 +338,10 @@ class Freezer:
             (key, type(item) if key in numbers else self._freeze(item, depth, values_read))
             for key, item in parts
         ]
+
+    def _attribute(self, value: Any) -> Any:
+        """The form of an attribute of a tensor."""
+        return _Same(value) if isinstance(value, Tensor) else self._freeze(value, DEPTH - 2, False)
 
 
 def values_of(tensor: Tensor) -> Any:

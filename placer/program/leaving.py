@@ -55,8 +55,14 @@ def write_changes(
     ``StoreFailure``.
     """
     found = []
-    changes = sorted(  # what is added to a list, before another list takes its place
-        changes, key=lambda x: (-len(x.path), x.root, spell(x.path), x.kind in ("set", "delete"))
+
+    def is_entry(change: Change) -> bool:
+        return change.kind in ("set", "delete")
+
+    # What is added to a list, before another list takes its place; entries of a dict as they were added
+    changes = sorted(
+        changes,
+        key=lambda x: (-len(x.path), x.root, is_entry(x), spell(x.path[: -is_entry(x) or None])),
     )
     hooks = [c for c in changes if c.root == "model" and c.path[1] in _TABLES]
     for change in changes:

@@ -19,6 +19,7 @@ import sysconfig
 import threading
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -89,6 +90,8 @@ class Reference:
                 held = self.value
             elif isinstance(self.holder, CellType):
                 held = self.holder.cell_contents
+            elif isinstance(self.holder, ContextVar):
+                held = self.holder.get()
             elif isinstance(self.holder, type):
                 held = vars(self.holder)[self.key]
                 held = getattr(held, "__func__", held)
@@ -125,6 +128,8 @@ class Reference:
             table[self.keys[-1]] = value
         elif isinstance(self.holder, CellType):
             self.holder.cell_contents = value
+        elif isinstance(self.holder, ContextVar):
+            self.holder.set(value)
         elif isinstance(self.holder, type):
             setattr(self.holder, self.key, self.wrap(value))
         elif isinstance(self.holder, FunctionType):
@@ -151,7 +156,8 @@ class ReachableState:
     ``containers`` those of dicts, lists and sets, and of objects in variables, ``objects`` those of variables
     that are objects, ``codes`` the code of functions, and ``classes`` the classes that each function names or
     belongs to, by its code. ``generators`` are those of random numbers, of Python and numpy, ``iterators``
-    those of variables that hold an iterator.
+    those of variables that hold an iterator. ``spaces`` are the modules' tables of
+    global variables, and the classes.
     """
 
     cached: list[Reference] = field(default_factory=list)
@@ -162,6 +168,7 @@ class ReachableState:
     classes: list[tuple[CodeType, type]] = field(default_factory=list)
     generators: list[Reference] = field(default_factory=list)
     iterators: list[Reference] = field(default_factory=list)
+    spaces: list[Any] = field(default_factory=list)
 
     def extend(self, other: ReachableState) -> None:
         """Add everything in ``other``."""
@@ -173,6 +180,7 @@ class ReachableState:
         self.classes += other.classes
         self.generators += other.generators
         self.iterators += other.iterators
+        self.spaces += other.spaces
 
     def read_by(self, codes: Collection[CodeType]) -> list[Reference]:
         """The variables that functions with these ``codes`` name.
@@ -299,6 +307,8 @@ class _Search:
     def _class(self, cls: type) -> None:
         if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES:
             return
+        if not _is_unrelated(sys.modules.get(cls.__module__)):
+            self.found.spaces.append(cls)
         for base in (*cls.__mro__[1:], type(cls)):
             self.add(base)
         for name, value in list(vars(cls).items()):
@@ -333,6 +343,7 @@ class _Search:
         space = function.__globals__
         # Cached functions may also be read in other ways, such as globals()[name]
         if self._is_new(space):
+            self.found.spaces.append(space)
             for name, value in list(space.items()):
                 if type(value) is CACHED:
                     self.look(space, name, value)
@@ -353,7 +364,9 @@ class _Search:
             self.found.classes.append((code, value if isinstance(value, type) else type(value)))
         if isinstance(holder, enum.EnumMeta):
             return
-        if is_iterator(value):
+        if isinstance(value, ContextVar):
+            self.variable(value, value.name, Reference(value, "", None).read(), code)
+        elif is_iterator(value):
             self.found.iterators.append(reference)
         elif isinstance(value, enum.Enum) or type(value) in (*_CONTAINERS, tuple):
             self.found.variables.append(reference)

@@ -20,7 +20,7 @@ from placer._torch import storage_key
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.backward import HookRun
-from placer.program.call import objects_of
+from placer.program.call import objects_of, placeholder_names
 from placer.program.failure import (
     ForwardFailure,
     TraceFailure,
@@ -117,7 +117,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         graph = writer.finish(results, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
-    recorder.attributes |= _set_alike(recorder, left)
+    recorder.attributes |= _set_alike(recorder, left) | _with_attributes(recorder)
     names = {node.name for node in graph.nodes}
     made = set(map(id, recorder.made_tensors))
     held = [each.tensor for each in state if each.tensor is not None]
@@ -194,13 +194,38 @@ def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]
     }
 
 
+def _with_attributes(recorder: Recorder) -> set[tuple[str, str]]:
+    """The parameters and buffers of which forward may read an attribute that the user has set on them."""
+    codes = recorder.codes.values()
+    named = {name for code in codes for name in (*code.co_names, *code.co_consts)}
+    bound = recorder.setup.bound
+    for argument, tensor in zip(placeholder_names(bound), bound.tensors, strict=True):
+        for name in sorted(named & vars(tensor).keys()):
+            raise CaptureError(
+                argument,
+                f"has an attribute {name!r}, which forward may read: a program has the tensor only",
+                "give forward an argument for it",
+            )
+    return {
+        (path, name)
+        for path, module in recorder.model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and not named.isdisjoint(vars(tensor))
+    }
+
+
 def run_once(
     setup: Setup, inputs: Sequence[Tensor], before: Snapshot, *, locate_draws: bool = True
 ) -> ForwardRun:
     """Run and record the model once; ``before`` has its state. The model keeps what forward changes."""
     recorder = Recorder(setup)
     try:
-        return _run(recorder, setup, inputs, before, locate_draws=locate_draws)
+        run = _run(recorder, setup, inputs, before, locate_draws=locate_draws)
+        if recorder.enabled_grad and not (setup.grad or setup.disabled):
+            before.restore()
+            setup = replace(setup, disabled=True)
+            return run_once(setup, inputs, before, locate_draws=locate_draws)
+        return run
     except TraceFailure as failure:
         method = setup.bound.method
         if method == "forward" or failure.layer:
@@ -221,7 +246,7 @@ def _run(
     recorder.locate_draws = locate_draws
     given = setup.converter.copies(inputs)
     try:
-        with recording_modes(setup.converter), recorder.watching():
+        with recording_modes(setup.converter, grad=not setup.disabled), recorder.watching():
             return run_forward(recorder, setup.bound, given, setup.numbers, before)
     except (TraceFailure, CaptureError):
         raise
@@ -518,11 +543,11 @@ def replaced_state(
 
 
 @contextmanager
-def recording_modes(converter: FakeConverter) -> Iterator[None]:
-    """The modes of a recording: gradients on, even inside ``torch.no_grad``, and fake CPU tensors."""
+def recording_modes(converter: FakeConverter, *, grad: bool = True) -> Iterator[None]:
+    """The modes of a recording: gradients on or off whatever the caller's mode, and fake CPU tensors."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(converter.mode)
         stack.enter_context(fake_execution())
         stack.enter_context(converter.isolated_caches())

@@ -92,7 +92,7 @@ _READS = (
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__",
     "__index__", "__contains__",
 )  # fmt: skip
-_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad")
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad", "retain_grad")
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 _REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = "its Python code depends on the value of a tensor"
@@ -105,7 +105,8 @@ class Setup:
     Modules whose paths are in ``whole`` become single nodes, as do the layers of ``torch.nn``; where they
     read values of tensors, they get ``guess``. ``grad`` is the answer to ``torch.is_grad_enabled()`` in the
     model's code. Sequences that forward packs are assumed to end ``shorter`` steps before their end.
-    ``is_split``: the batch will be.
+    ``is_split``: the batch will be. ``disabled``: gradients are disabled while it is recorded, too, because
+    forward enables them in a part of it.
     """
 
     converter: FakeConverter
@@ -119,6 +120,7 @@ class Setup:
     numbers: tuple[StateInput, ...] = ()  # numbers that are inputs of the graph
     shorter: int = 0
     is_split: bool = False
+    disabled: bool = False
 
 
 class Recorder(TorchFunctionMode):
@@ -129,8 +131,9 @@ class Recorder(TorchFunctionMode):
         converter, model, fake_model = setup.converter, setup.model, setup.fake_model
         self.setup, self.model, self.fake_model = setup, model, fake_model
         self.packs = False  # does forward pack sequences?
-        self.grad_mode = True  # whether forward has left gradients enabled at this point
+        self.grad_mode = not setup.disabled  # has forward left gradients enabled at this point?
         self.asked_grad = False
+        self.enabled_grad = False  # has forward enabled them, which they may not be in a call?
         self.asked_flags = False  # has code asked whether a tensor requires gradients?
         self.devices = NamedDevices(ignored=setup.ignore_device_moves)
         self.reachable = converter.reachable
@@ -237,7 +240,7 @@ class Recorder(TorchFunctionMode):
         if self.asked_flags:
             tensors = *inputs, *self.model.parameters()
             return self.setup.grad, *(tensor.requires_grad for tensor in tensors)
-        return (self.setup.grad,) if self.asked_grad else ()
+        return (self.setup.grad,) if self.asked_grad or self.enabled_grad else ()
 
     def reads_number(self, placeholder: fx.Node) -> bool:
         """Does Python code look at a number that is an input, or at one computed from it?"""
@@ -255,6 +258,9 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is SET_GRAD_ENABLED:
+            self.enabled_grad |= (
+                args[0] and (self.grad_mode or self.setup.disabled) and not self.paused
+            )
             self.grad_mode = args[0]
         if self.paused:
             if func is torch.Tensor.register_hook and self.setup.is_split:
@@ -559,7 +565,7 @@ class Recorder(TorchFunctionMode):
     def grad_enabled(self) -> bool:
         """Note that the model asks whether gradients are enabled; recording always enables them."""
         self.asked_grad = True
-        return self.setup.grad
+        return self.setup.grad or self.setup.disabled
 
     def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         """Run a function under reentrant checkpointing; the modules that it calls are single nodes."""
@@ -574,7 +580,7 @@ class Recorder(TorchFunctionMode):
         value, name = func(tensor), func.__self__.__name__
         if name == "requires_grad" and not runs_library(sys._getframe(3)):
             self.asked_flags = True
-            return value and (self.setup.grad or tensor.is_leaf)
+            return value and (self.setup.grad or self.setup.disabled or tensor.is_leaf)
         if name == "shape":
             return self.sizes.shape(tensor, value)
         if isinstance(value, Tensor) and name not in ("grad", "_base"):

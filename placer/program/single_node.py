@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from placer._torch import without_torch_function
+from placer._torch import is_own_leaf, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
 from placer.program.fake import GuessData
@@ -154,7 +154,7 @@ def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> bool:
     changes = list(before.changes())
     for change in changes:
         tensors = tensors_of_tree(change.value)
-        if not tensors or any(tensor in recorder.reached for tensor in tensors):
+        if not tensors or any(x in recorder.reached or is_own_leaf(x) for x in tensors):
             recorder.changing.add(path)
             recorder.changed_inside[change.place] = change
         else:

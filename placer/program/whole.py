@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from placer._torch import HOOK_TABLES
+from placer._torch import HOOK_TABLES, is_own_leaf
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.backward import BackwardHooks
@@ -241,8 +241,9 @@ def _refuse_changes(setup: Setup, changes: Sequence[Change], reached: Reached, r
     """Raise ``CaptureError`` for a change that a caller could see.
 
     What the code keeps for itself is none, but for lists and counts that every slice of a batch changes. Nor
-    are tensors that do not depend on the inputs, as a grid of anchors: the node makes them in its own copy
-    of the model. Buffers and tensors that were there, as a count of the calls, may depend on what they were.
+    are tensors that do not depend on the inputs, as a grid of anchors, if they collect no gradient: the node
+    makes them in its own copy of the model. Buffers and tensors that were there, as a count of the calls,
+    may depend on what they were.
     """
     for change in changes:
         tensors = tensors_of_tree(change.value)
@@ -251,7 +252,8 @@ def _refuse_changes(setup: Setup, changes: Sequence[Change], reached: Reached, r
         in_code = change.root == "code" and not tensors and not (setup.is_split and counts)
         before = change.before if isinstance(change.before, Tensor) else None
         again = before is not None and getattr(change.value, "shape", None) == before.shape
-        constant = bool(tensors) and not again and not any(tensor in reached for tensor in tensors)
+        matter = again or any(x in reached or is_own_leaf(x) for x in tensors)
+        constant = bool(tensors) and not matter
         if not (hooks or in_code or constant):
             raise CaptureError(
                 type(setup.model).__name__,

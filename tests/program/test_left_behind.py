@@ -25,6 +25,25 @@ import placer
 D = torch.float64
 
 
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        batch["out"] = self.layer(batch["x"])
+        batch["early"] = batch["out"] * 2
+        result: Tensor = batch["early"] + 1
+        return result
+
+
+def test_entries_of_a_dict_are_in_the_order_in_which_forward_adds_them() -> None:
+    placed = placer.compile(Adds(), {"devices": ["cpu:0"]}, ({"x": torch.ones(2, 4)},))
+    batch = {"x": torch.ones(2, 4)}
+    placed(batch)
+    assert list(batch) == ["x", "out", "early"]
+
+
 class Net(nn.Module):
     """A model whose subclasses keep something of ``x`` before they return the result."""
 

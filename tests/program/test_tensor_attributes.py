@@ -1,0 +1,92 @@
+"""Attributes that users set on parameters, buffers and inputs."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from kinds import KINDS
+from oracle import assert_close
+from torch import Tensor, nn
+
+import placer
+
+D = torch.float64
+X = torch.randn(6, 4, dtype=D)
+TWO: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"]}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, dtype=D), nn.Linear(4, 4, dtype=D)
+        self.a.weight.scale = 2.0
+        self.register_buffer("mask", torch.ones(4))
+        self.mask.kind = "causal"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x) * self.a.weight.scale)
+        return y + x if getattr(x, "is_residual", False) else y
+
+
+def test_the_placed_parameters_and_buffers_have_them() -> None:
+    placed = placer.compile(Scaled(), TWO, X)
+    assert placed.a.weight.scale == 2.0
+    assert placed.mask.kind == "causal"
+
+
+@pytest.mark.parametrize("more", [{}, {"replicas": 2, "microbatches": 2}], ids=str)
+def test_one_that_changes_is_followed(more: dict[str, Any]) -> None:
+    model = Scaled()
+    placed = placer.compile(model, TWO | more, X)
+    for scale in (2.0, 3.0):
+        model.a.weight.scale = placed.a.weight.scale = scale
+        assert_close(placed(X), model(X), "output")
+
+
+class Shifted(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.bias.shift = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.b.bias.shift
+
+
+def test_a_tensor_that_is_replaced_is_followed() -> None:
+    model = Shifted()
+    placed = placer.compile(model, TWO, X)
+    for shift in (torch.zeros(4), torch.full((4,), 3.0)):
+        model.b.bias.shift = placed.b.bias.shift = shift
+        assert_close(placed(X), model(X), "output")
+
+
+class Sets(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.weight.scale = 3.0
+        return super().forward(x)
+
+
+def test_one_that_forward_changes_is_refused() -> None:
+    with pytest.raises(placer.CaptureError, match="sets the attribute 'scale' on a tensor"):
+        placer.compile(Sets(), TWO, X)
+
+
+def test_one_of_an_input_is_refused_if_forward_reads_it() -> None:
+    model, x = Scaled(), X.clone()
+    x.is_residual = True
+    with pytest.raises(placer.CaptureError, match="x: has an attribute 'is_residual'"):
+        placer.compile(model, TWO, x)
+    x = X.clone()
+    x.name_of_file = "one.png"
+    assert_close(placer.compile(model, TWO, x)(x), model(X), "output")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_verify_compares_them(seed: int) -> None:
+    case = KINDS["tensor_attributes"](Random(seed))
+    found = placer.verify(case.model, TWO, copy.deepcopy(case.example(6)))
+    assert found.ok, found
