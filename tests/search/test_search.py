@@ -187,6 +187,17 @@ def test_where_nothing_fits_the_error_says_what_was_tried_and_what_would_do() ->
     assert {"one device, recomputing"} <= {tried.change for tried in caught.value.tried}
 
 
+def test_the_first_that_fits_in_a_dry_run_ends_a_search_that_asks_for_any() -> None:
+    with torch.device("meta"):
+        model, x = unet3d(width=4, depth=2), torch.empty(4, 1, 16, 16, 16)
+    spec = PlacementSpec.model_validate({"devices": _cards(2)})
+    _, make = _planner(model, x, spec, processes=False)
+    assert find_strategy(spec, make).others
+    found = find_strategy(spec, make, any_will_do=True)
+    assert found.best is not None and found.best.fits and found.best.judged
+    assert found.others == ()
+
+
 @captured_once()
 def test_where_no_number_of_devices_fits_the_most_that_were_tried_are_named() -> None:
     with torch.device("meta"):
