@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from placer._torch import storage_key, without_torch_function
+from placer._torch import storage_key, without_modes, without_torch_function
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.call import (
@@ -156,7 +156,8 @@ def _refuse_attributes(
     """
     ran = {id(code) for code in list(recorder.codes.values())}
     codes = [code for code in recorder.reachable.codes if id(code) in ran]
-    (fake,) = recorder.setup.converter.copies([torch.empty(0)])
+    with without_modes(), without_torch_function():  # it is no operation of forward
+        (fake,) = recorder.setup.converter.copies([torch.empty(0)])
     names = set[str]().union(*map(stored_names, codes)) - vars(fake).keys()
     for value in values if names else ():
         before = known.get(id(value), {})

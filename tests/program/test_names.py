@@ -36,6 +36,16 @@ def test_a_graph_recorded_again_has_the_same_names() -> None:
     assert first.nodes == second.nodes
 
 
+def test_a_graph_has_what_forward_does_and_nothing_else() -> None:
+    program = lower(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.zeros(2, 4),))
+    assert [node.op for node in program.graph.nodes] == [
+        "placeholder",
+        "call_module",
+        "call_module",
+        "output",
+    ]
+
+
 def test_a_plan_made_from_the_first_recording_serves_the_second() -> None:
     _CACHE.clear()
     model, x = WorksOutOnce(), torch.zeros(2, 4)
