@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
 Case = Callable[["Inner", Tensor], Tensor]
 SCALE = torch.ones(8)
 SETTINGS = {"scale": 2.0}
+FACTOR = ContextVar("factor", default=2.0)
 
 
 class Inner(nn.Module):
@@ -33,6 +35,7 @@ class Inner(nn.Module):
         super().__init__()
         self.linear, self.tied, self.rnn = nn.Linear(8, 8), nn.Linear(8, 8), nn.GRU(8, 8)
         self.tied.weight = self.linear.weight
+        self.linear.weight.factor = SETTINGS["scale"]
         self.block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
         self.drop, self.case = nn.Dropout(), case
         forward = self.tied.forward
@@ -104,6 +107,32 @@ def called_with(net: Inner, x: Tensor) -> Tensor:
     return torch.func.functional_call(net.linear, state, (x,))
 
 
+def retaining(net: Inner, x: Tensor) -> Tensor:
+    hidden = net.linear(x)
+    hidden.retain_grad()
+    return hidden * 2
+
+
+def perturbed(net: Inner, x: Tensor) -> Tensor:
+    net.noise = torch.zeros(8, requires_grad=True)
+    return net.linear(x + net.noise)
+
+
+def enabling(net: Inner, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return net.linear(x)
+
+
+def with_a_new_global(net: Inner, x: Tensor) -> Tensor:
+    globals()["LAST"] = x
+    return net.linear(x)
+
+
+def with_a_new_attribute(net: Inner, x: Tensor) -> Tensor:
+    type(net).last = x
+    return net.linear(x)
+
+
 def scripted(net: Inner, x: Tensor) -> Tensor:
     return net.linear(_tripled(x))
 
@@ -131,7 +160,13 @@ ROWS: dict[str, list[Case]] = {
         through_numpy,
     ],
     "seeding, or differentiating, inside `forward`": [seeded, differentiated],
-    "`if torch.is_grad_enabled()`, `torch.is_autocast_enabled()`, `x.requires_grad`": [
+    "`retain_grad()`, or a tensor of its own with a gradient that it keeps or returns": [
+        retaining,
+        perturbed,
+    ],
+    "`torch.enable_grad()`, `if torch.is_grad_enabled()`, `torch.is_autocast_enabled()`, "
+    "`x.requires_grad`": [
+        enabling,
         lambda net, x: net.linear(x) if torch.is_grad_enabled() else x,
         lambda net, x: net.linear(x).to(x.dtype) if torch.is_autocast_enabled("cpu") else x,
         lambda net, x: net.linear(x) if x.requires_grad else x,
@@ -140,9 +175,17 @@ ROWS: dict[str, list[Case]] = {
         lambda net, x: net.linear(x) * torch.from_numpy(np.arange(8.0, dtype=np.float32)),
         lambda net, x: net.linear(x) * torch.tensor([1.0, 2.0] * 4),
     ],
-    "tensors, numbers and flags in global variables, closures or objects": [
+    "tensors, numbers and flags in global variables, `ContextVar`s, closures or objects": [
         lambda net, x: net.linear(x) * SCALE,
         lambda net, x: net.linear(x) * SETTINGS["scale"],
+        lambda net, x: net.linear(x) * FACTOR.get(),
+    ],
+    "attributes of parameters and buffers (`weight.is_expert`)": [
+        lambda net, x: net.linear(x) * net.linear.weight.factor
+    ],
+    "a new global variable or attribute of a class, or one set by `globals()`": [
+        with_a_new_global,
+        with_a_new_attribute,
     ],
     "packed sequences, tied parameters, `functional_call`": [
         padded,
@@ -222,6 +265,8 @@ def uses_the_present(case: Case) -> None:
     for _ in range(2):
         SCALE.add_(1)
         SETTINGS["scale"] += 1
+        FACTOR.set(FACTOR.get() + 1)
+        placed.get_parameter("1.linear.weight").factor = SETTINGS["scale"]
         assert_equal(placed, case)
 
 
@@ -254,7 +299,9 @@ def is_an_error(case: Case) -> None:
     given = model(case)
     if "scripted" in case.__code__.co_names:
         given[1].scripted = torch.jit.script(nn.Linear(8, 8))
-    with pytest.raises(CaptureError, match=r"TorchScript|test_any_model.py:"):
+    with pytest.raises(
+        CaptureError, match=r"TorchScript|test_any_model.py:|is set by forward, but does not exist"
+    ):
         placer.compile(given, {"devices": ["cpu"]}, torch.randn(4, 8))
 
 
