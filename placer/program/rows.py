@@ -109,8 +109,8 @@ def find_rows(
         if flow.rows[node].depends and node.op != "call_module":
             changed.update(written.get(node.name, ()))
         counts = flow.rows[node].dim is None and flow.rows[node].combination != "same"
-        if flow.rows[node].depends or counts:
-            flow.write(node, written_inputs.get(node.name, ()))
+        if node.name in written_inputs and (flow.rows[node].depends or counts):
+            flow.write(node, written_inputs[node.name])
     return RowFlow(
         rows={node.name: rows for node, rows in flow.rows.items()}, mixing=tuple(flow.mixing)
     )
