@@ -72,9 +72,8 @@ class StagedModel:
     graph_inputs: tuple[str, ...]
     written_inputs: frozenset[str]
     result: tuple[tuple[str, Any], ...]
-    returned_state: Mapping[
-        str, str
-    ]  # values of the result -> the parameter or buffer that each is
+    # For values of the result that are a parameter or buffer, its name
+    returned_state: Mapping[str, str]
     rows: tuple[Rows, ...]
     stored: tuple[Stored, ...]
     replaced: tuple[str, ...]  # buffers that get new tensors before a call

@@ -19,7 +19,6 @@ from placer.partition.stage_cost.score import launch_seconds, stage_seconds
 from placer.partition.types import DeviceSlot, PlanningOptions
 from placer.plan.step_spans import lay_out_step
 from placer.plan.types import NO_MEMORY, StagePlan, Transfer
-from placer.timeline import end_of
 
 _Array = NDArray[Any]
 
@@ -35,8 +34,9 @@ def step_seconds(
     optimizer_seconds: float,
     *,
     replicas: int = 1,
+    latest: Callable[[Sequence[float]], float] = max,
 ) -> float:
-    """The seconds of a step of ``stages``, laid out in time."""
+    """The seconds of a step of ``stages``, laid out in time. They may be arrays (see `Operation`)."""
     laid_out = 1 if options.processes else replicas  # with a process each, all take equally long
     spans = lay_out_step(
         stages,
@@ -48,8 +48,9 @@ def step_seconds(
         processes=options.processes,
         optimizer_seconds=optimizer_seconds,
         shards=options.shards,
+        latest=latest,
     )
-    return end_of(spans)
+    return latest([span.end for span in spans])
 
 
 class StepClock:
@@ -101,13 +102,12 @@ class StepClock:
         return found.tolist()
 
     def _together(self, cuts: _Array, sent: _Array) -> _Array:
-        """Seconds of placements between which the same stages send something to each other.
+        """The seconds of a step of placements of which the same stages send something to each other.
 
-        ``cuts`` has one column per placement, and ``sent`` for each the bytes from every stage to every
+        ``cuts`` has a column for each placement, and ``sent`` a matrix: the bytes from every stage to every
         other.
         """
         options, trained = self._options, 1.0 if self._options.training else 0.0
-        latest: Callable[..., Any] = functools.partial(functools.reduce, np.maximum)
         stages = []
         for q, (x, y) in enumerate(itertools.pairwise(cuts)):
             seconds: list[Any] = [table[x, y - 1] for table in self._passes[q]]
@@ -137,24 +137,15 @@ class StepClock:
             )
             for p, q in zip(*np.nonzero(sent[0]), strict=True)
         ]
-        spans = lay_out_step(
-            stages,
-            transfers,
-            [[slot.name for slot in self._slots]],
-            schedule=options.schedule,
-            microbatches=options.microbatches,
-            training=options.training,
-            processes=options.processes,
-            shards=options.shards,
-            latest=latest,
-        )
+        latest = functools.partial(functools.reduce, np.maximum)
+        step: _Array = np.array(step_seconds(stages, transfers, options, 0.0, latest=latest))
         owned = self._tables.state.owned
         updates = []
         for each in cuts.T:
             nbytes = [float(owned[x, y - 1]) for x, y in itertools.pairwise(each)]
             updates.append(update_seconds(options, zip(self._slots, nbytes, strict=True)))
-        end: _Array = latest([span.end for span in spans])
-        return end + updates
+        step += updates
+        return step
 
     def _sent(self, cuts: _Array) -> _Array:
         """For every row of ``cuts``, the bytes that every stage sends to every other."""

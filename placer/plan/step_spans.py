@@ -65,7 +65,7 @@ def lay_out_step(
     microbatches: int,
     training: bool,
     processes: bool,
-    optimizer_seconds: float = 0.0,
+    optimizer_seconds: float,
     shards: int = 1,
     latest: Callable[[Sequence[float]], float] = max,
 ) -> tuple[Span, ...]:

@@ -56,14 +56,13 @@ def write_changes(
     """
     found = []
 
-    def is_entry(change: Change) -> bool:
-        return change.kind in ("set", "delete")
+    def place(change: Change) -> tuple[Any, ...]:
+        is_entry = change.kind in ("set", "delete")
+        path = change.path[:-1] if is_entry else change.path
+        return -len(change.path), change.root, is_entry, spell(path)
 
     # What is added to a list, before another list takes its place; entries of a dict as they were added
-    changes = sorted(
-        changes,
-        key=lambda x: (-len(x.path), x.root, is_entry(x), spell(x.path[: -is_entry(x) or None])),
-    )
+    changes = sorted(changes, key=place)
     hooks = [c for c in changes if c.root == "model" and c.path[1] in _TABLES]
     for change in changes:
         layer = change.path[0] if change.root == "model" else ""

@@ -34,7 +34,7 @@ _ATOMS = (
 )
 # Functions that are bound to objects; the parts of a function of Python are `function_parts`.
 BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
-_PLAIN = frozenset({str, bool, int, float, type(None), Tensor, nn.Parameter})  # the most frequent
+_PLAIN = frozenset({str, bool, int, float, type(None), Tensor, nn.Parameter})  # looked up faster
 _NO_OBJECTS = (*_ATOMS, *BOUND, FunctionType, functools.partial)
 _ITERABLES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
 _MOST = 50_000  # objects in one walk; a model whose attributes reach more is not searched further

@@ -195,7 +195,10 @@ def _set_alike(recorder: Recorder, left: Sequence[Left]) -> set[tuple[str, str]]
 
 
 def _with_attributes(recorder: Recorder) -> set[tuple[str, str]]:
-    """The parameters and buffers of which forward may read an attribute that the user has set on them."""
+    """The parameters and buffers of which forward may read an attribute that the user has set on them.
+
+    Raises ``CaptureError`` if it may read one of an input.
+    """
     codes = recorder.codes.values()
     named = {name for code in codes for name in (*code.co_names, *code.co_consts)}
     bound = recorder.setup.bound
@@ -203,7 +206,7 @@ def _with_attributes(recorder: Recorder) -> set[tuple[str, str]]:
         for name in sorted(named & vars(tensor).keys()):
             raise CaptureError(
                 argument,
-                f"has an attribute {name!r}, which forward may read: a program has the tensor only",
+                f"has an attribute {name!r}, which forward may read: the captured graph gets the tensor only",
                 "give forward an argument for it",
             )
     return {
