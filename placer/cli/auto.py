@@ -23,7 +23,7 @@ from placer.cli.options import (
     Processes,
     to_file,
 )
-from placer.cli.output import human_console, origin_of, print_json, write_or_print
+from placer.cli.output import human_console, print_json, write_or_print
 from placer.cli.progress import progress
 from placer.errors import BudgetError, PlacerError
 from placer.spec import PlacementSpec
@@ -34,7 +34,8 @@ Devices = Annotated[
         "--device",
         "-d",
         metavar="NAME[=MEMORY]",
-        help="A device that may be used, such as cuda:0=16GiB; repeatable.",
+        help="A device that may be used, such as cuda:0=16GiB; repeatable, or several with commas.",
+        callback=lambda texts: [part for text in texts for part in text.split(",")],
         **REPEATABLE,
     ),
 ]
@@ -100,6 +101,7 @@ def auto(
     console = human_console(as_json=as_json or output is None)
     loaded = model_options.load(console)
     from placer.cli.misfit import print_tried, with_comparisons
+    from placer.cli.origin import with_origin
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
     from placer.report import plan_table, write_html
@@ -118,6 +120,7 @@ def auto(
             found = choose_spec(wanted, make)
             made = with_comparisons(found.plan, found.spec, make)
             made = replace(made, alternatives=made.alternatives[:alternatives])
+            made = with_origin(made, model_options, describe_shapes(leaves), found.spec)
     except BudgetError as error:
         print_tried(console, error, as_json=as_json)
     console.print(plan_table(made))
@@ -125,8 +128,7 @@ def auto(
         save_plan(made, plan_output)
         console.print(f"plan written to {plan_output}")
     if html is not None:
-        origin = origin_of(model_options.model, describe_shapes(leaves), found.spec)
-        write_html(made, html, simulation=make.simulate(made), origin=origin)
+        write_html(made, html, simulation=make.simulate(made))
         console.print(f"page written to {html}")
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from dataclasses import asdict
 from functools import partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from placer.errors import BudgetError, Location, PlacerError, SpecError
 from placer.files import writing
-
-if TYPE_CHECKING:
-    from placer.report import Origin
-    from placer.spec import PlacementSpec
 
 EXIT_DIFFERENT, EXIT_USAGE, EXIT_NO_FIT = 1, 2, 3
 _WIDTH = 100  # columns if the output is not a terminal
@@ -36,20 +31,6 @@ def human_console(*, as_json: bool) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
     return console
-
-
-def origin_of(model: str = "", inputs: str = "", spec: PlacementSpec | None = None) -> Origin:
-    """What a page says of the command that writes it, and of what the plan was made of."""
-    from placer.report import Origin
-
-    kinds = dict.fromkeys(device.kind for device in spec.devices if device.kind) if spec else ()
-    return Origin(
-        model=model,
-        inputs=inputs,
-        kinds=", ".join(kinds),
-        command=shlex.join(["placer", *sys.argv[1:]]),
-        spec=spec.to_json() if spec else "",
-    )
 
 
 def print_json(data: Any) -> None:

@@ -19,7 +19,7 @@ from placer.cli.options import (
     Spec,
     to_file,
 )
-from placer.cli.output import human_console, origin_of, print_json
+from placer.cli.output import human_console, print_json
 from placer.cli.progress import progress
 
 Output = Annotated[Path | None, to_file("PLAN", "Save the plan here (JSON).")]
@@ -60,6 +60,7 @@ def plan(
     loaded = model_options.load(console)
     from placer.cli.measured import check_kind_file, with_kind, with_kind_file
     from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
+    from placer.cli.origin import with_origin
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
     from placer.report import plan_table, write_html, write_trace
@@ -73,6 +74,7 @@ def plan(
     with progress(console, "planning", make):
         made = plan_of(wanted, make)
         made = with_comparisons(made, wanted, make)
+    made = with_origin(made, model_options, describe_shapes(leaves), wanted)
     console.print(plan_table(made))
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)
@@ -87,9 +89,8 @@ def plan(
         with progress(console, "running a training step without data"):
             simulated = make.simulate(made)
     if html is not None:
-        origin = origin_of(model_options.model, describe_shapes(leaves), wanted)
         remedies = () if error is None else error.tried
-        write_html(made, html, simulation=simulated, origin=origin, remedies=remedies)
+        write_html(made, html, simulation=simulated, remedies=remedies)
         console.print(f"page written to {html}")
     if trace is not None:
         write_trace(made, trace, simulation=simulated)

@@ -31,7 +31,7 @@ class Progress:
     def __init__(self, title: str, *, compare: bool = True) -> None:
         self._title, self._compare = title, compare
         self._what, self._planned = "", 0
-        self._best: tuple[tuple[bool, int, float], str] | None = None
+        self._best: tuple[tuple[bool, int, bool, float], str] | None = None
         self._start = time.monotonic()
 
     def doing(self, what: str) -> None:
@@ -41,14 +41,18 @@ class Progress:
     def found(self, what: str) -> None:
         """Something has been found out."""
         self._planned += 1
-        self._best = (False, 0, 0.0), f"{self._best[1]}, {what}" if self._best else what
+        self._best = (False, 0, False, 0.0), f"{self._best[1]}, {what}" if self._best else what
 
-    def planned(self, spec: PlacementSpec, plan: Plan) -> None:
-        """Count a plan, and keep the best: what fits, then what is over by the fewest bytes, then time."""
+    def planned(self, spec: PlacementSpec, plan: Plan, *, judged: bool = True) -> None:
+        """Count a plan, and keep the best: what fits, then what is over by the fewest bytes, then time.
+
+        What was ``judged`` to fit is better than what fits by estimate.
+        """
         self._planned += 1
-        key = not plan.fits, plan.overflow_bytes, plan.rank_time
+        key = not plan.fits, plan.overflow_bytes, not judged, plan.rank_time
         if self._compare and (self._best is None or key < self._best[0]):
-            self._best = key, f"{format_count(len(spec.devices), 'device')}, {_verdict(plan)}"
+            verdict = _verdict(plan) if judged else f"by estimate {_verdict(plan)}"
+            self._best = key, f"{format_count(len(spec.devices), 'device')}, {verdict}"
 
     @property
     def state(self) -> str:

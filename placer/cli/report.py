@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from placer.cli.options import Saved, to_file
-from placer.cli.output import human_console, origin_of
+from placer.cli.output import human_console
 
 Output = Annotated[Path, to_file("PAGE", "The HTML file.")]
 Simulation = Annotated[
@@ -38,7 +38,7 @@ def report(
     check_writable(output)
     simulated = None if simulation is None else read_json(simulation)
     try:
-        write_html(saved, output, simulation=simulated, origin=origin_of())
+        write_html(saved, output, simulation=simulated)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise PlacerError(
             str(simulation), "does not hold simulated peaks", "give what 'simulate --json' printed"

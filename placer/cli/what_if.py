@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from placer.cli.fields import errors_name_options, spec_fields
-from placer.cli.options import AsJson, Kind, ModelOptions, Processes, Spec
+from placer.cli.options import AsJson, Kind, ModelOptions, Processes
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import PlacerError
@@ -28,14 +29,18 @@ Fields = Annotated[
         *("precision", "optimizer", "batch_norm", "objective"),
     ),
 ]
+Spec = Annotated[
+    Path | None,
+    typer.Argument(metavar="[SPEC]", help="Placement spec. Without it, MODEL is a saved plan."),
+]
 
-EXAMPLE = "placer what-if net.py:Net spec.json --input 8x64 --microbatches 4"
+EXAMPLE = "placer what-if plan.json --microbatches 4"
 
 
 def what_if(
     model_options: ModelOptions,
-    spec: Spec,
     fields: Fields,
+    spec: Spec = None,
     devices: Devices = None,
     processes: Processes = False,
     kind: Kind = None,
@@ -43,18 +48,30 @@ def what_if(
 ) -> None:
     """Plan a model with a spec, and with a changed one, and show what is different.
 
-    Options that are fields of a spec are the changes. The exit code is 3 if the changed one does not fit.
+    Give MODEL and SPEC with their options, or only a plan that 'plan -o' or 'auto --plan' saved. Options that
+    are fields of a spec are the changes. The exit code is 3 if the changed one does not fit.
     """
     from placer.spec import PlacementSpec, load_spec
     from placer.spec.rows import shifted_rows
 
-    before = load_spec(spec)
+    if spec is not None:
+        before = load_spec(spec)
+    elif not model_options.model.endswith(".json"):
+        raise PlacerError("SPEC", "is missing", "give MODEL and SPEC, or only a saved plan (.json)")
+    else:
+        from placer.cli.origin import made_of
+        from placer.plan.store import load_plan
+
+        saved = load_plan(model_options.model)
+        model_options, before = made_of(saved, model_options)
+        processes |= saved.processes
     changed = before.model_dump(exclude_defaults=True, by_alias=True) | fields
     if devices is not None:
         first = before.devices[0]
         names = [row[0] for row in shifted_rows([first.name], devices)]
         changed["devices"] = [first.model_copy(update={"name": name}) for name in names]
         changed["layers"] = {p: name for p, name in before.layers.items() if name in names}
+        changed.pop("stages", None)
     if not fields and devices is None:
         raise PlacerError("options", "change nothing", "give one, such as --microbatches 4")
     with errors_name_options([device.name for device in before.devices]):
@@ -74,7 +91,10 @@ def what_if(
         plans = [make(with_kind(each, kind)) for each in (before, after)]
     changes = differences(*plans)
     headers = ("", "as it is", "changed")
-    console.print(Table(headers=headers, rows=changes, names=headers, words=headers[1:]))
+    if changes:
+        console.print(Table(headers=headers, rows=changes, names=headers, words=headers[1:]))
+    else:
+        console.print("no difference")
     console.print("\n".join(["", *verdict(plans[1])]), markup=False, soft_wrap=True)
     if as_json:
         texts = [change._asdict() for change in changes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -98,10 +99,17 @@ class StepReport:
                 if found is not None
             ]
             at = f"rank {each.rank}, replica {each.replica}, stage {each.stage} on {each.device}"
-            lines.append(f"{at}: {', '.join(parts)}")
+            lines += [f"{at}:", *_wrapped(parts)]
         times = self.predicted_seconds is not None
         known = times or any(each.peak is not None for each in self.stages)
         return "\n".join([*lines, *["(in brackets: predicted)"] * known])
+
+
+def _wrapped(parts: Iterable[str]) -> list[str]:
+    """Indented lines of at most 80 columns with ``parts``, none of which is broken."""
+    unbroken = ", ".join(part.replace(" ", "\xa0") for part in parts)
+    lines = textwrap.wrap(unbroken, 80, initial_indent="  ", subsequent_indent="  ")
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _beside(found: float, predicted: float | None) -> str:

@@ -231,6 +231,22 @@ class Alternative:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The command that made a plan, as text, and what it made it of.
+
+    ``options`` are the values of the options that name ``model`` and its inputs, which are described in
+    ``inputs``. ``spec`` is JSON. ``kinds`` are those of the devices.
+    """
+
+    command: str
+    model: str
+    options: Mapping[str, str | bool | list[str]]
+    inputs: str
+    spec: str
+    kinds: tuple[str, ...]
+
+
 def everything_fits(devices: Iterable[DevicePeak], host: HostPeak | None) -> bool:
     """Is every device within its budget, and the host, if anything is offloaded?"""
     return all(device.fits for device in devices) and (host is None or host.fits)
@@ -324,6 +340,8 @@ class Plan:
     # If it was chosen by `auto`: how it trains, and the best of each other way
     strategy: str = ""
     alternatives: tuple[Alternative, ...] = ()
+    # If a command made it
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         from placer.plan.summary import summarize_plan

@@ -7,10 +7,9 @@ from placer.report.html import plan_frame, spec_table, write_html
 from placer.report.text import plan_table, simulation_table
 from placer.report.trace import write_trace
 from placer.report.verdict import needs_text, verdict
-from placer.report.view import Origin, with_simulation
+from placer.report.view import with_simulation
 
 __all__ = [
-    "Origin",
     "needs_text",
     "plan_frame",
     "plan_table",

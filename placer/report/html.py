@@ -21,7 +21,7 @@ from placer.plan.types import Plan, Transfer
 from placer.quantities import format_bytes, format_seconds
 from placer.report.layers import compact_layers, some_names
 from placer.report.text import crossing
-from placer.report.view import DeviceGroup, Origin, View, span_style, view
+from placer.report.view import DeviceGroup, View, span_style, view
 from placer.timeline import MEMORY_KINDS, Span, StepPosition, memory_kind
 from placer.versions import found_release
 
@@ -65,11 +65,10 @@ def write_html(
     path: str | Path,
     *,
     simulation: SimulationReport | Mapping[str, Any] | None = None,
-    origin: Origin | None = None,
     remedies: Sequence[Tried] = (),
 ) -> None:
     """Write the page of ``plan`` to ``path``; see `page`. Raises ``PlanError`` when that is not possible."""
-    text = page(plan, simulation=simulation, origin=origin, remedies=remedies)
+    text = page(plan, simulation=simulation, remedies=remedies)
     with writing(Path(path), PlanError):
         Path(path).write_text(text, encoding="utf-8")
 
@@ -78,16 +77,14 @@ def page(
     plan: Plan,
     *,
     simulation: SimulationReport | Mapping[str, Any] | None = None,
-    origin: Origin | None = None,
     remedies: Sequence[Tried] = (),
 ) -> str:
     """The page of ``plan`` as HTML text, of at most 400 kB; the same plan gives the same text.
 
     ``simulation`` is a report, or the JSON that ``placer simulate --json`` prints; only the former has the
-    memory over time. ``origin`` says what the plan was made of, ``remedies`` which changes were tried because
-    it does not fit.
+    memory over time. ``remedies`` are the changes that were tried because the plan does not fit.
     """
-    shown = view(plan, simulation, origin=origin, remedies=remedies)
+    shown = view(plan, simulation, remedies=remedies)
     return _environment(shown).get_template("page.html.j2").render(_variables(shown))
 
 

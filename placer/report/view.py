@@ -25,17 +25,6 @@ _PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 _AT_PEAK = ("phase", "node", "layer", "largest")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """What a plan was made of, as texts; "" is not known. ``spec`` is JSON."""
-
-    model: str = ""
-    inputs: str = ""
-    kinds: str = ""
-    command: str = ""
-    spec: str = ""
-
-
 class Lane(NamedTuple):
     """What a device does in a step, and the share of the step in which it computes."""
 
@@ -95,7 +84,6 @@ class View:
     """
 
     plan: Plan
-    origin: Origin
     verdict: Sequence[str]
     state: Literal["good", "slow", "bad"]
     headline: Sequence[str]
@@ -116,7 +104,6 @@ def view(
     plan: Plan,
     simulation: SimulationReport | Mapping[str, Any] | None = None,
     *,
-    origin: Origin | None = None,
     remedies: Sequence[Tried] = (),
 ) -> View:
     """What there is to show of ``plan``; ``simulation`` is a report, or what ``simulate --json`` prints.
@@ -131,7 +118,6 @@ def view(
     transfers = sorted(plan.sent, key=lambda t: (-t.nbytes, t.source, t.target, t.value))
     return View(
         plan=judged,
-        origin=origin or Origin(),
         verdict=verdict(judged),
         state=state if judged.fits else "bad",
         headline=[*plan_facts(plan), *([] if idle is None else [f"bubble {idle:.0%}"])],

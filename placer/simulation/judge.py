@@ -65,8 +65,8 @@ class Watcher(Protocol):
     def doing(self, what: str) -> None:
         """What is done now."""
 
-    def planned(self, spec: PlacementSpec, plan: Plan) -> None:
-        """A spec was planned, and the plan judged."""
+    def planned(self, spec: PlacementSpec, plan: Plan, *, judged: bool) -> None:
+        """A spec was planned, and if ``judged`` it is known whether the plan fits, not estimated."""
 
 
 class JudgingPlanner:
@@ -251,7 +251,7 @@ class JudgingPlanner:
     @only_new_garbage()
     def rough_estimate(self, spec: PlacementSpec) -> Plan:
         """`estimate` from costs that are scaled from known ones, without running the model again."""
-        return self._watched(spec, self._build(spec, rough=True)())
+        return self._watched(spec, self._build(spec, rough=True)(), judged=False)
 
     @only_new_garbage()
     def rough_plan(self, spec: PlacementSpec) -> Plan:
@@ -282,9 +282,9 @@ class JudgingPlanner:
         if self.watcher is not None:
             self.watcher.doing(", ".join(filter(None, (self.purpose, self._about, what))))
 
-    def _watched(self, spec: PlacementSpec, plan: Plan) -> Plan:
+    def _watched(self, spec: PlacementSpec, plan: Plan, *, judged: bool = True) -> Plan:
         if self.watcher is not None:
-            self.watcher.planned(spec, plan)
+            self.watcher.planned(spec, plan, judged=judged)
         return plan
 
     @only_new_garbage()

@@ -37,7 +37,7 @@ def spec_in(text: SpecText, data: Any) -> PlacementSpec:
             raise SpecError(SpecError.UNNAMED, [("/", problem, remedy)])
         if "fingerprint" in data and "stages" in data:
             remedy = (
-                "'plan' and 'what-if' take a spec; 'simulate', 'verify', 'explain', 'diff' and 'report' "
+                "'plan' takes a spec; 'simulate', 'verify', 'explain', 'diff', 'report' and 'what-if PLAN' "
                 "take a plan (in Python: placer.load_plan)"
             )
             raise SpecError(text.source, [(text.source, "is a plan, not a spec", remedy)])

@@ -219,11 +219,19 @@ def test_auto_writes_a_spec_that_fits(placer: Run, tmp_path: Path) -> None:
 
 def test_auto_prints_the_spec_without_a_file(placer: Run) -> None:
     result = placer(
-        "auto", "net.py:Net", *X, "-d", "cuda:0=1GiB", "--kind", "h100", "--reserve", "0"
+        "auto",
+        "net.py:Net",
+        *X,
+        "-d",
+        "cuda:0=1GiB,cuda:1=1GiB",
+        "--kind",
+        "h100",
+        "--reserve",
+        "0",
     )
     assert result.exit_code == 0
     spec = load_spec(json.loads(result.stdout))
-    assert [d.kind for d in spec.devices] == ["h100"]
+    assert [(d.name, d.kind) for d in spec.devices] == [("cuda:0", "h100")]  # one is faster
     assert "fits:" in result.stderr
 
 

@@ -27,7 +27,8 @@ def test_it_counts_what_was_tried_and_keeps_the_best() -> None:
     told.doing("2 devices, looking for stages")
     best = "2 devices, does not fit by 3.00 GiB"
     assert told.state == (f"looking: 2 devices, looking for stages; tried 1, best so far: {best}")
-    told.planned(SPEC, make_plan())
+    told.planned(SPEC, make_plan(), judged=False)
+    assert "best so far: 2 devices, by estimate fits, 6.00 s a step" in told.state
     told.planned(SPEC, dataclasses.replace(make_plan(), rank_time=9.0))
     assert told.state.endswith(
         "tried 3, best so far: 2 devices, fits, 6.00 s a step, 2.00 GiB headroom"
@@ -55,8 +56,8 @@ def test_a_planner_tells_what_it_does() -> None:
         def doing(self, what: str) -> None:
             said.append(what)
 
-        def planned(self, spec: PlacementSpec, plan: object) -> None:
-            said.append("planned")
+        def planned(self, spec: PlacementSpec, plan: object, *, judged: bool) -> None:
+            said.append(f"planned, judged: {judged}")
 
     make.watcher = Watcher()
     make(SPEC.model_copy(update={"microbatches": 2}))
@@ -64,5 +65,5 @@ def test_a_planner_tells_what_it_does() -> None:
     assert said == [
         f"{about}, looking for stages",
         f"{about}, running a step without data",
-        "planned",
+        "planned, judged: True",
     ]

@@ -138,3 +138,17 @@ def test_a_changed_spec_is_compared_with_the_spec(placer: Run) -> None:
     assert placer("what-if", "net.py:Net", "tight.json", *X, "--precision", "fp32").exit_code == 3
     assert "change nothing" in placer(*given).stderr
     assert "did you mean '1F1B'?" in placer(*given, "--schedule", "1f1").stderr
+
+
+def test_a_plan_file_is_enough_to_ask_what_if(placer: Run) -> None:
+    made = ("plan", "net.py:Net", "pinned.json", *X, "-o", "asked.json")
+    assert placer(*made).exit_code == 0
+    whole = placer("what-if", "net.py:Net", "pinned.json", *X, "--microbatches", "1")
+    assert placer("what-if", "asked.json", "--microbatches", "1").stdout == whole.stdout
+    twice = placer("what-if", "asked.json", *X, "--microbatches", "1")
+    assert twice.exit_code == 2 and "leave them out, or give MODEL and SPEC" in twice.stderr
+    page = placer("report", "asked.json", "-o", "asked.html")
+    assert page.exit_code == 0 and "net.py:Net" in Path("asked.html").read_text(encoding="utf-8")
+    no_spec = placer("what-if", "net.py:Net", *X, "--microbatches", "1")
+    assert no_spec.exit_code == 2 and "SPEC: is missing" in no_spec.stderr
+    assert placer("what-if", "asked.json", "--microbatches", "2").stdout.startswith("no diff")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import models
@@ -48,7 +49,10 @@ def test_every_stage_of_every_replica_is_measured(replicas: int, tmp_path: Path)
     assert report.predicted_seconds == pytest.approx(without_optimizer)
     slowest = report.slowest
     assert all(sum(slowest.seconds[:2]) >= sum(each.seconds[:2]) for each in report.stages)
-    assert f"slowest: rank 0, stage {slowest.stage} on {slowest.device}" in str(report)
+    text = str(report)
+    assert f"slowest: rank 0, stage {slowest.stage} on {slowest.device}" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert not re.search(r"\w+ [\d.]+$", text, re.MULTILINE)  # no unit is parted from its number
     write_trace(placed.plan, tmp_path / "trace.json", measured=report)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = [

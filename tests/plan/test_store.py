@@ -268,7 +268,7 @@ def test_a_plan_given_as_a_spec_says_how_to_read_it(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is a plan, not a spec") as caught:
         load_spec(tmp_path / "plan.json")
     assert len(caught.value.problems) == 1
-    assert "'plan' and 'what-if' take a spec; 'simulate', " in str(caught.value)
+    assert "'plan' takes a spec; 'simulate', " in str(caught.value)
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:

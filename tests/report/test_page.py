@@ -12,8 +12,8 @@ import pytest
 from plans import make_plan
 
 from placer.errors import PlanError, Tried
-from placer.plan.types import Plan
-from placer.report import Origin, write_html
+from placer.plan.types import Origin, Plan
+from placer.report import write_html
 from placer.report.html import page
 
 
@@ -39,6 +39,16 @@ class _Checker(HTMLParser):
             self.shown += data
 
 
+ORIGIN = Origin(
+    command="placer plan",
+    model="net.py:Net",
+    options={},
+    inputs="4x8",
+    spec='{"a": 1}',
+    kinds=("h100",),
+)
+
+
 def shown(text: str) -> str:
     """The words of a page."""
     checker = _Checker()
@@ -52,11 +62,8 @@ def test_nothing_is_fetched() -> None:
 
 
 def test_it_tells_the_plan(tmp_path: Path) -> None:
-    origin = Origin(
-        model="net.py:Net", inputs="4x8", kinds="h100", command="placer plan", spec='{"a": 1}'
-    )
-    plan: Plan = make_plan()
-    write_html(plan, tmp_path / "r.html", origin=origin)
+    plan: Plan = dataclasses.replace(make_plan(), origin=ORIGIN)
+    write_html(plan, tmp_path / "r.html")
     text = shown((tmp_path / "r.html").read_text(encoding="utf-8"))
     for words in (
         "✓ Fits: cuda:0 has the least headroom, 2.00 GiB",
@@ -184,7 +191,8 @@ def test_names_are_escaped(name: str) -> None:
     stages = tuple(dataclasses.replace(s, layers=(name,)) for s in plan.stages)
     layers = dict.fromkeys(plan.node_layers, name)
     plan = dataclasses.replace(plan, notes=(name,), stages=stages, node_layers=layers)
-    text = page(plan, origin=Origin(model=name, spec=name))
+    origin = dataclasses.replace(ORIGIN, model=name, spec=name)
+    text = page(dataclasses.replace(plan, origin=origin))
     assert name not in text
     shown(text)
 
