@@ -1,8 +1,4 @@
-"""The ``placer`` command, also as ``python -m placer``: Ctrl-C is one line from the first import on.
-
-A package that placer needs and that is not installed is an error in a line, too; ``placer doctor`` lists
-them.
-"""
+"""The ``placer`` command, also as ``python -m placer``: Ctrl-C is one line from the first import on."""
 
 from __future__ import annotations
 
@@ -20,10 +16,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
-    except ModuleNotFoundError as error:
-        from placer.cli.installed import explain_missing
-
-        sys.exit(explain_missing(error, sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from packaging.requirements import Requirement
+
 from placer.errors import VersionError
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -37,8 +39,6 @@ class Range:
         >>> "2.15.0+cu130" in Range(package="torch", lowest="2.11", highest="2.15", below="2.16")
         True
         """
-        from packaging.requirements import Requirement  # `placer doctor` runs without it
-
         return Requirement(self.requirement).specifier.contains(release, prereleases=True)
 
     def __str__(self) -> str:

@@ -1,17 +1,12 @@
-"""What is installed on this machine and what is missing, for ``placer doctor``.
-
-Where packages are missing that placer needs, every command says so by this file, which needs none of them.
-"""
+"""What is installed on this machine and what is missing, for ``placer doctor``."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import shlex
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +20,6 @@ from placer.versions import (
     found_release,
     repair_command,
 )
-
-_EXIT_USAGE = 2
-
-
-def explain_missing(error: ModuleNotFoundError, arguments: Sequence[str]) -> int:
-    """Print what is missing, for ``placer doctor`` as its report; returns the exit code.
-
-    Raises ``error`` again if it is about another package than those that placer needs.
-    """
-    name = (error.name or "").partition(".")[0].replace("yaml", "pyyaml")
-    if name not in [each.package for each in RANGES]:
-        raise error
-    if arguments[:1] != ["doctor"]:
-        missing = [each.requirement for each in RANGES if found_release(each.package) is None]
-        print(
-            f"error: {name}: is not installed, and placer needs it\n"
-            f"  -> python -m pip install {shlex.join(missing)}; 'placer doctor' lists all packages",
-            file=sys.stderr,
-        )
-    elif "--json" in arguments:
-        print(json.dumps(examine(), indent=2))
-    else:
-        print(report(examine()), end="")
-    return _EXIT_USAGE
 
 
 def examine() -> dict[str, Any]:
@@ -77,10 +48,7 @@ def examine() -> dict[str, Any]:
 
 def _package(tested: Range) -> dict[str, Any]:
     release = found_release(tested.package)
-    try:
-        status = "missing" if release is None else "in range" if release in tested else "outside"
-    except ModuleNotFoundError:  # packaging itself, which compares releases
-        status = "installed"
+    status = "missing" if release is None else "in range" if release in tested else "outside"
     return {
         "package": tested.package,
         "release": release,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from placer.cost import batch_rows
 from placer.errors import BudgetError, PlacerError, Tried
@@ -26,6 +26,13 @@ _MICROBATCHES = (2, 4, 8, 16)
 _REPLICAS = (2, 4, 8)
 _SHARDS = (2, 4, 8)
 _FAR = 1.15  # a rough plan with more than so many times a device's room is believed without a plan
+
+
+class _Candidate(NamedTuple):
+    """A change of a spec that has not been planned yet, and the spec with it."""
+
+    what: str
+    spec: PlacementSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +150,16 @@ def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried
         return []
     rows = 1 if make.program.captured.mixing else make.program.call.batch_size or 1
     changes = [
-        *_expandable(make, spec),
-        *_own_placement(make, spec),
-        *_divided_state(make, spec, plan),
-        *_microbatches(make, spec, rows),
-        *_in_chunks(make, spec),
+        *_first_that_fits(make, _expandable(spec)),
+        *_first_that_fits(make, _own_placement(spec)),
+        *_first_that_fits(make, _divided_state(spec, plan)),
+        *_first_that_fits(make, _microbatches(spec, rows)),
+        *_first_that_fits(make, _in_chunks(make, spec)),
         *_lighter(make, spec),
-        *_devices(make, spec, plan),
-        *_in_space(make, spec, plan),
-        *_replicas(make, spec, rows),
+        *_first_that_fits(make, _devices(spec, plan)),
+        *_first_that_fits(make, _in_space(spec, plan)),
+        *_first_that_fits(make, _replicas(spec, rows, shared=True)),
+        *_first_that_fits(make, _replicas(spec, rows, shared=False)),
     ]
     changes.sort(key=lambda c: (not c.fits, c.plan.rank_time if c.fits else 0.0))
     return [
@@ -164,6 +172,27 @@ def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried
         )
         for change in changes
     ]
+
+
+def _first_that_fits(make: PlanMaker, candidates: Iterator[_Candidate]) -> list[_Change]:
+    """The first candidate whose plan fits; if none does, the nearest of them; empty if there are none.
+
+    Rough plans exclude those that are far from fitting, because each number of rows needs a run of the model
+    for its costs.
+    """
+    far: list[tuple[int, _Candidate]] = []
+    near: list[_Change] = []
+    for candidate in candidates:
+        if (peak := _peak_if_far(make, candidate.spec)) is not None:
+            far.append((peak, candidate))
+            continue
+        planned = _try(make, candidate)
+        if planned and planned[0].fits:
+            return planned
+        near += planned
+    if not near and far:
+        near = _try(make, min(far, key=lambda rough: rough[0])[1])
+    return sorted(near, key=lambda change: change.peak)[:1]
 
 
 def lacks_room(spec: PlacementSpec) -> str:
@@ -185,7 +214,7 @@ def lacks_room(spec: PlacementSpec) -> str:
     )
 
 
-def _expandable(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+def _expandable(spec: PlacementSpec) -> Iterator[_Candidate]:
     """Expandable segments on every device for which the spec asks for torch's own default."""
     devices = [
         d.model_copy(update={"allocator": "expandable"}) if d.allocator == "default" else d
@@ -193,64 +222,35 @@ def _expandable(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
     ]
     if devices != list(spec.devices):
         change = 'leave out "allocator": "default" (segments that grow lose less memory)'
-        yield from _try(change, make, spec.with_devices(devices))
+        yield _Candidate(change, spec.with_devices(devices))
 
 
-def _own_placement(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+def _own_placement(spec: PlacementSpec) -> Iterator[_Candidate]:
     if spec.layers:
         change = "leave out 'layers': all of them are placed for you on these devices"
-        yield from _try(change, make, spec.with_layers({}))
+        yield _Candidate(change, spec.with_layers({}))
 
 
-def _divided_state(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Change]:
+def _divided_state(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
     """Optimizer state that is divided over the replicas and shards there are."""
     ranks = plan.replicas * plan.shards
     if plan.processes and spec.training and spec.shard_state == "none" and ranks > 1:
         change = f'"shard_state": "optimizer" (each of {ranks} ranks keeps a part of the optimizer\'s state)'
-        yield from _try(change, make, _updated(spec, shard_state="optimizer"))
+        yield _Candidate(change, _updated(spec, shard_state="optimizer"))
 
 
-def _microbatches(make: PlanMaker, spec: PlacementSpec, batch_size: int) -> Iterator[_Change]:
-    """The fewest micro-batches that fit, under the given schedule or 1F1B; otherwise the nearest.
-
-    Each size of micro-batch needs a run of the model for its costs. So guesses from known costs first
-    exclude the numbers of micro-batches that are far from fitting.
-    """
+def _microbatches(spec: PlacementSpec, batch_size: int) -> Iterator[_Candidate]:
+    """More micro-batches, the fewest first, under the given schedule or 1F1B, which needs less memory."""
     if spec.microbatches == "auto":
         return
     replicas = spec.replicas if isinstance(spec.replicas, int) else 1
-    rows = batch_size // replicas
-    far: list[tuple[int, str, PlacementSpec]] = []
-    tried: list[_Change] = []
+    schedules = [spec.schedule] if spec.schedule == "auto" else [spec.schedule, "1F1B"]
     for count in _MICROBATCHES:
-        if not int(spec.microbatches) < count <= rows:
-            continue
-        fitting: _Change | None = None
-        for schedule in _schedules(spec):
-            new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
-            change = f'split the batch: "microbatches": {count}{new}'
-            wanted = _updated(spec, microbatches=count, schedule=schedule)
-            if (peak := _peak_if_far(make, wanted)) is not None:
-                far.append((peak, change, wanted))
-                continue
-            now = next(_try(change, make, wanted), None)
-            if now is not None:
-                tried.append(now)
-                fitting = now if now.fits else fitting
-            if fitting is None and spec.schedule == "GPipe":
-                break  # GPipe needs at least the memory of 1F1B
-        if fitting is not None:
-            yield fitting
-            return
-    if not tried and far:
-        _, change, wanted = min(far, key=lambda rough: rough[0])
-        tried += _try(change, make, wanted)
-    yield from sorted(tried, key=lambda t: t.peak)[:1]
-
-
-def _schedules(spec: PlacementSpec) -> list[str]:
-    """1F1B and the spec's own schedule; the last one that fits is used."""
-    return ["auto"] if spec.schedule == "auto" else list(dict.fromkeys(("1F1B", spec.schedule)))
+        if int(spec.microbatches) < count <= batch_size // replicas:
+            for schedule in dict.fromkeys(schedules):
+                new = "" if schedule == spec.schedule else f', "schedule": "{schedule}"'
+                change = f'split the batch: "microbatches": {count}{new}'
+                yield _Candidate(change, _updated(spec, microbatches=count, schedule=schedule))
 
 
 def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
@@ -262,64 +262,52 @@ def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
     return max(device.peak for device in rough.devices) if any(far) else None
 
 
-def _in_chunks(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+def _in_chunks(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Candidate]:
     if spec.chunks == 1 and not spec.compile and find_joins(make.program):
         change = f'"chunks": {MOST_CHUNKS} (a concatenation is made in parts, where convolutions read it)'
-        yield from _try(change, make, _updated(spec, chunks=MOST_CHUNKS))
+        yield _Candidate(change, _updated(spec, chunks=MOST_CHUNKS))
 
 
-def _in_space(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Change]:
+def _in_space(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
     """One stage on as many shards as should suffice: on the given devices, or on more like the last of them.
 
     Only one number is tried, because every number needs another run of the model.
     """
     if not isinstance(spec.space.shards, int) or spec.replica_devices or spec.compile:
         return
-    devices = list(spec.devices)
-    least = max(spec.space.shards + 1, len(devices), _fewest_devices(plan))
-    count = next((n for n in _SHARDS if n >= least), None)
-    if count is None:
-        return
-    while len(devices) < count:
-        devices.append(_next_device(devices))
-    more = ", ".join(d.name for d in devices[len(spec.devices) :])
-    change = (
-        f'"space": {count}, "chunks": {MOST_CHUNKS}'
-        + f" and more devices ({more})" * bool(more)
-        + " without 'layers'" * bool(spec.layers)
-        + ": every device has a part of the input"
-    )
-    space = spec.space.model_copy(update={"shards": count, "grid": ()})
-    wanted = _updated(spec.with_layers({}).with_devices(devices), space=space)
-    yield from _try(change, make, _updated(wanted, chunks=MOST_CHUNKS))
+    least = max(spec.space.shards + 1, len(spec.devices), _fewest_devices(plan))
+    if count := next((n for n in _SHARDS if n >= least), 0):
+        devices, more = _more_devices(spec, count)
+        change = (
+            f'"space": {count}, "chunks": {MOST_CHUNKS}'
+            + f" and more devices ({more})" * bool(more)
+            + " without 'layers'" * bool(spec.layers)
+            + ": every device has a part of the input"
+        )
+        space = spec.space.model_copy(update={"shards": count, "grid": ()})
+        wanted = spec.with_layers({}).with_devices(devices)
+        yield _Candidate(change, _updated(wanted, space=space, chunks=MOST_CHUNKS))
 
 
 def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+    """Recomputing and offloading; both only if neither of them is enough."""
     if not spec.training:
         return
-    ways: tuple[dict[str, str], ...] = (
-        {"checkpoint": "auto"}, {"offload": "auto"}, {"checkpoint": "auto", "offload": "auto"},
-    )  # fmt: skip
-    enough = offloading = False  # is one of them enough; is offloading, within the host's limit?
-    for way in ways:
-        if enough and len(way) == 2:
-            break
-        new = {field: "auto" for field in way if getattr(spec, field) != "auto"}
-        if len(new) < len(way):
+    does = {"checkpoint": "recompute in the backward pass", "offload": "wait in host memory"}
+    fitting: set[str] = set()
+    for fields in (("checkpoint",), ("offload",), ("checkpoint", "offload")):
+        if (len(fields) == 2 and fitting) or any(getattr(spec, f) == "auto" for f in fields):
             continue
-        words = " and ".join(f'"{field}": "auto"' for field in new)
-        does = {"checkpoint": "recompute in the backward pass", "offload": "wait in host memory"}
-        what = " or ".join(does[field] for field in new)
-        tried = list(_try(f"{words} ({what})", make, _updated(spec, **new)))
-        yield from tried
-        fits = any(t.fits for t in tried)
-        enough = enough or fits
-        offloading = offloading or (fits and "offload" in way)
-    if not offloading:
-        yield from _more_host_memory(make, spec)
+        words = " and ".join(f'"{field}": "auto"' for field in fields)
+        change = f"{words} ({' or '.join(does[field] for field in fields)})"
+        planned = _try(make, _Candidate(change, _updated(spec, **dict.fromkeys(fields, "auto"))))
+        yield from planned
+        fitting.update(*(fields for change in planned if change.fits))
+    if "offload" not in fitting:
+        yield from _first_that_fits(make, _more_host_memory(make, spec))
 
 
-def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Candidate]:
     """The host memory with which offloading suffices, where ``spec`` limits it and that is too little."""
     if spec.host_memory is None:
         return
@@ -329,88 +317,55 @@ def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]
         more = f'"host_memory": "{needed}"'
         change = more if spec.offload == "auto" else f'"offload": "auto" and {more}'
         enough = _updated(spec, offload="auto", host_memory=parse_bytes(needed))
-        yield from _try(f"{change} (wait in host memory)", make, enough)
+        yield _Candidate(f"{change} (wait in host memory)", enough)
 
 
-def _devices(make: PlanMaker, spec: PlacementSpec, plan: Plan) -> Iterator[_Change]:
-    """The fewest additional devices that fit, up to eight in all; if none do, all eight.
-
-    More devices never need more memory each. So `_fewest_devices` is tried first, because it is often
-    enough, then all eight, and if these fit, the numbers between them by bisection.
-    """
+def _devices(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
+    """More devices like the last, the fewest first, up to eight in all."""
     given = len(spec.devices)
-    fewest, most = max(given + 1, _fewest_devices(plan)), _MAX_DEVICES
-    if most <= given or spec.space.number > 1:
+    if spec.space.number > 1:
         return
-    fewest = min(fewest, most)
-    tried = _with_devices(make, spec, fewest)
-    if fewest == most or (tried is not None and tried.fits):
-        yield from [tried] if tried is not None else []
-        return
-    last = _with_devices(make, spec, most)
-    if last is None:
-        return
-    best, fewest = last, fewest + 1
-    while last.fits and fewest < most:
-        half = (fewest + most) // 2
-        now = _with_devices(make, spec, half)
-        if now is not None and now.fits:
-            best, most = now, half
-        else:
-            fewest = half + 1
-    yield best
+    for count in range(min(max(given + 1, _fewest_devices(plan)), _MAX_DEVICES), _MAX_DEVICES + 1):
+        if (more := count - given) > 0:
+            devices, added = _more_devices(spec, count)
+            change = (
+                f"add {more} device{'s' * (more > 1)} like {spec.devices[-1].name} ({added})"
+                + " and leave out 'layers'" * bool(spec.layers)
+            )
+            wanted = spec.with_layers({}).with_devices(devices)
+            yield _Candidate(change, _updated(wanted, replica_devices=()))
 
 
-def _replicas(make: PlanMaker, spec: PlacementSpec, rows: int) -> Iterator[_Change]:
-    """The fewest replicas that fit: on the given devices if these are alike, and on more of them.
+def _replicas(spec: PlacementSpec, rows: int, *, shared: bool) -> Iterator[_Candidate]:
+    """More replicas, the fewest first: if ``shared``, on the given devices, otherwise on more of them.
 
-    Each has an equal part of the batch, which must have a row for each of its micro-batches.
+    Each has an equal part of the batch, which must have a row for each of its micro-batches. Given devices
+    are shared if they are alike.
     """
     given = [device.name for device in spec.devices]
     cut = spec.microbatches if isinstance(spec.microbatches, int) else 1
     alike = len({device.model_copy(update={"name": ""}) for device in spec.devices}) == 1
     if spec.replicas != 1 or spec.space.number > 1:
         return
-    for shared in (True, False):
-        for count in _REPLICAS:
-            own = len(given) // count if shared else len(given)
-            own_rows = shifted_rows(given[:own], count)
-            names = {name for row in own_rows for name in row}
-            possible = names == set(given) and alike if shared else len(names) <= _MAX_DEVICES
-            if count * cut > rows or not possible:
-                continue
-            wanted = _updated(spec.with_devices(spec.devices[:own]), replicas=count)
-            if outside := not set(spec.layers.values()).issubset(given[:own]):
-                wanted = wanted.with_layers({})
-            if _peak_if_far(make, wanted) is not None:
-                continue
-            others = "; ".join(", ".join(row) for row in own_rows[1:])
-            change = (
-                f'"replicas": {count}'
-                + f", and only {', '.join(given[:own])} as devices" * shared
-                + ", without 'layers'" * outside
-                + f": {'another is' if count == 2 else 'others are'} on {others}, "
-                + f"each with 1/{count} of the batch"
-            )
-            tried = next(_try(change, make, wanted), None)
-            if tried is not None and tried.fits:
-                yield tried
-                break
-
-
-def _with_devices(make: PlanMaker, spec: PlacementSpec, count: int) -> _Change | None:
-    """The change to ``count`` devices in all; the additional ones are like the last."""
-    devices = list(spec.devices)
-    while len(devices) < count:
-        devices.append(_next_device(devices))
-    more = count - len(spec.devices)
-    added = ", ".join(device.name for device in devices[len(spec.devices) :])
-    change = (
-        f"add {more} device{'s' * (more > 1)} like {spec.devices[-1].name} ({added})"
-        + " and leave out 'layers'" * bool(spec.layers)
-    )
-    wanted = _updated(spec.with_layers({}).with_devices(devices), replica_devices=())
-    return next(_try(change, make, wanted), None)
+    for count in _REPLICAS:
+        own = len(given) // count if shared else len(given)
+        own_rows = shifted_rows(given[:own], count)
+        names = {name for row in own_rows for name in row}
+        possible = names == set(given) and alike if shared else len(names) <= _MAX_DEVICES
+        if count * cut > rows or not possible:
+            continue
+        wanted = _updated(spec.with_devices(spec.devices[:own]), replicas=count)
+        if outside := not set(spec.layers.values()).issubset(given[:own]):
+            wanted = wanted.with_layers({})
+        others = "; ".join(", ".join(row) for row in own_rows[1:])
+        change = (
+            f'"replicas": {count}'
+            + f", and only {', '.join(given[:own])} as devices" * shared
+            + ", without 'layers'" * outside
+            + f": {'another is' if count == 2 else 'others are'} on {others}, "
+            + f"each with 1/{count} of the batch"
+        )
+        yield _Candidate(change, wanted)
 
 
 def _fewest_devices(plan: Plan) -> int:
@@ -457,26 +412,26 @@ def _memory_for(device: DevicePeak) -> int:
     return math.ceil(device.needed * device.budget / (device.budget - device.reserve))
 
 
-def _next_device(devices: Sequence[DeviceSpec]) -> DeviceSpec:
-    """A device like the last one, with the lowest free index of its type."""
-    last = devices[-1]
+def _more_devices(spec: PlacementSpec, count: int) -> tuple[list[DeviceSpec], str]:
+    """At least ``count`` devices, and the names of new ones: like the last, with the lowest free indices."""
+    given, last = list(spec.devices), spec.devices[-1]
     kind = last.name.partition(":")[0]
-    taken = {device.name for device in devices}
-    names = (f"{kind}:{index}" for index in range(1, len(devices) + 2))
-    return last.model_copy(update={"name": next(n for n in names if n not in taken)})
+    taken = {device.name for device in given}
+    free = [n for n in (f"{kind}:{index}" for index in range(1, count + 1)) if n not in taken]
+    new = free[: max(0, count - len(given))]
+    return [*given, *(last.model_copy(update={"name": n}) for n in new)], ", ".join(new)
 
 
 def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
     return spec.model_copy(update=fields)
 
 
-def _try(change: str, make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
-    """The plan of ``spec``: the one that a user would get if it can fit, otherwise that of least memory."""
-    made = _plan(make.quick_plan, spec)
-    if made is not None and made.fits:
-        made = _plan(make, spec)
-    if made is not None:
-        yield _Change(change, made)
+def _try(make: PlanMaker, candidate: _Candidate) -> list[_Change]:
+    """The plan that a user would get if it can fit, otherwise that of least memory; none if there is none."""
+    planned = _plan(make.quick_plan, candidate.spec)
+    if planned is not None and planned.fits:
+        planned = _plan(make, candidate.spec)
+    return [] if planned is None else [_Change(candidate.what, planned)]
 
 
 def _plan(make: Callable[[PlacementSpec], Plan], spec: PlacementSpec) -> Plan | None:
