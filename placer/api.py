@@ -23,6 +23,7 @@ from placer.executor.program_cache import split_rules
 from placer.executor.unplaced import warn_of_unplaced_optimizers
 from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
+from placer.planner.batch import inputs_of_step
 from placer.planner.devices import kind_problems, machine_memory
 from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
@@ -452,8 +453,9 @@ def lower_call(
 ) -> tuple[Program, list[Tensor]]:
     """The program of a call, to be placed as ``wanted`` says, and the call's tensors.
 
-    The rewrites are those of a plan, or else ``rewrites``. Raises ``CaptureError``, and ``SpecError`` before
-    anything is recorded.
+    The rewrites are those of a plan, or else ``rewrites``. The tensors are on ``meta`` if ``wanted`` says how
+    many rows a step has, and the example has others. Raises ``CaptureError``, and ``SpecError``, which for
+    other things than ``batch`` comes before anything is recorded.
     """
     positional, keywords = example_call(model, args, kwargs)
     _refuse_placed(model)
@@ -469,4 +471,5 @@ def lower_call(
             rules=split_rules(wanted),
             ignore_device_moves=ignore_device_moves,
         )
-    return program, flatten_call(program.call, positional, keywords)
+    tensors = flatten_call(program.call, positional, keywords)
+    return program, inputs_of_step(program, tensors, wanted.batch)

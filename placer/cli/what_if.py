@@ -12,6 +12,7 @@ from placer.cli.options import AsJson, Kind, ModelOptions, Processes
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import PlacerError
+from placer.plan.types import Plan
 
 Devices = Annotated[
     int | None,
@@ -26,7 +27,7 @@ Fields = Annotated[
     dict[str, Any],
     spec_fields(
         *("microbatches", "schedule", "replicas", "checkpoint", "offload", "chunks", "space"),
-        *("precision", "optimizer", "batch_norm", "objective"),
+        *("precision", "optimizer", "batch_norm", "objective", "batch"),
     ),
 ]
 Spec = Annotated[
@@ -85,10 +86,12 @@ def what_if(
     from placer.simulation.judge import JudgingPlanner
     from placer.tables import Table
 
-    program, leaves = loaded.record(console, before)
-    make = JudgingPlanner(program, leaves, processes=processes)
-    with progress(console, "planning both", make):
-        plans = [make(with_kind(each, kind)) for each in (before, after)]
+    plans: list[Plan] = []
+    for spec_of, name in ((before, "as it is"), (after, "changed")):
+        if not plans or after.batch != before.batch:
+            make = JudgingPlanner(*loaded.record(console, spec_of), processes=processes)
+        with progress(console, f"planning {name}", make):
+            plans.append(make(with_kind(spec_of, kind)))
     changes = differences(*plans)
     headers = ("", "as it is", "changed")
     if changes:

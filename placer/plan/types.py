@@ -325,6 +325,9 @@ class Plan:
     boundaries: tuple[Boundary, ...]
     node_layers: Mapping[str, str]  # node -> layer, for the diff of a changed model
     shards: Count = 1  # of every stage in space
+    batch: Count | None = (
+        None  # rows of a step, if the spec says so; None: as many as the example has
+    )
     # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.
     example_microbatches: Count | None = None
     host: HostPeak | None = None  # None: nothing is offloaded

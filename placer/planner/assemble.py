@@ -47,6 +47,7 @@ def assemble_plan(
         replicas=len(rows),
         microbatches=microbatches,
         shards=spec.space.number,
+        batch=None if spec.batch == "auto" else spec.batch,
         schedule=options.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,

@@ -25,6 +25,7 @@ from placer.partition import Partition, PlanningOptions, TableCache, choose_part
 from placer.plan.types import Plan
 from placer.planner.activation_policy import PolicyChoice, choose_policy, is_heavy
 from placer.planner.assemble import assemble_plan
+from placer.planner.batch import microbatch_choices, microbatch_inputs, microbatch_rows
 from placer.planner.devices import (
     check_kinds,
     device_slot,
@@ -37,9 +38,6 @@ from placer.planner.host_memory import HOST_NAME
 from placer.planner.resolve import (
     check_supported,
     count_replicas,
-    microbatch_choices,
-    microbatch_inputs,
-    microbatch_rows,
     planning_options,
     policies_of,
     wanted_devices,

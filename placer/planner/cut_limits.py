@@ -18,9 +18,10 @@ from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
 from placer.plan.types import PlannedLoss
 from placer.planner.assemble import planned_loss
+from placer.planner.batch import microbatch_inputs, microbatch_rows
 from placer.planner.build import build_plan
 from placer.planner.devices import device_slot, likely_kernels
-from placer.planner.resolve import microbatch_inputs, microbatch_rows, planning_options
+from placer.planner.resolve import planning_options
 from placer.program import Program
 from placer.schedule import InFlight
 from placer.spec import PlacementSpec

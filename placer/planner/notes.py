@@ -8,6 +8,7 @@ from torch import nn
 
 from placer.cost import CostTable
 from placer.partition import PlanningOptions
+from placer.planner.batch import rows_of_step
 from placer.planner.devices import device_slot
 from placer.program import Program
 from placer.quantities import format_bytes, format_count
@@ -82,7 +83,7 @@ def placement_notes(
     """
     replicas = len(rows)
     notes = [
-        *_cut_notes(program, replicas, microbatches),
+        *_cut_notes(program, spec, replicas, microbatches),
         *_replica_notes(spec, rows),
         *_memory_notes(spec),
         *_room_notes(spec),
@@ -146,9 +147,11 @@ def _room_notes(spec: PlacementSpec) -> list[str]:
     ]
 
 
-def _cut_notes(program: Program, replicas: int, microbatches: int) -> list[str]:
+def _cut_notes(
+    program: Program, spec: PlacementSpec, replicas: int, microbatches: int
+) -> list[str]:
     """Notes for a batch that has too few rows for the requested replicas or micro-batches."""
-    rows = program.call.batch_size
+    rows = rows_of_step(program, spec)
     if rows is None:
         return []
     cuts = split_batch(rows, replicas, microbatches)

@@ -11,10 +11,11 @@ from placer.cost import batch_rows
 from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import DevicePeak, Plan
+from placer.planner.batch import microbatch_inputs, rows_of_step
 from placer.planner.build import PlanMaker
 from placer.planner.cut_limits import largest_piece
 from placer.planner.devices import device_slot, likely_kernels
-from placer.planner.resolve import microbatch_inputs, planning_options
+from placer.planner.resolve import planning_options
 from placer.quantities import format_bytes, format_seconds, parse_bytes
 from placer.space import MOST_CHUNKS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
@@ -148,7 +149,7 @@ def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried
     """
     if lacks_room(spec):
         return []
-    rows = 1 if make.program.captured.mixing else make.program.call.batch_size or 1
+    rows = 1 if make.program.captured.mixing else rows_of_step(make.program, spec) or 1
     changes = [
         *_first_that_fits(make, _expandable(spec)),
         *_first_that_fits(make, _own_placement(spec)),

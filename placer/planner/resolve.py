@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from placer.errors import SpecError
 from placer.grid import NodeLayout
@@ -15,15 +14,12 @@ from placer.partition.policy.types import Policy
 from placer.plan.check import one_copy
 from placer.planner.devices import links_of
 from placer.planner.notes import layer_paths, shared_modules
-from placer.program import Program, is_inside, rows_of
+from placer.program import Program, is_inside
 from placer.regions import RegionKey, region_keys
-from placer.schedule import split_batch
 from placer.spec import PlacementSpec, resolve_layers, resolve_patterns
 from placer.spec.check import Problem, execution_problems
 from placer.spec.layers import match_paths
 from placer.state_layout import ShardState, layout_of
-
-_MICROBATCHES = (1, 2, 4, 8, 16, 32)  # the numbers tried for "auto"
 
 
 def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
@@ -147,34 +143,6 @@ def count_replicas(spec: PlacementSpec) -> int:
     if spec.devices[0].name.startswith("cuda") and torch.cuda.is_available():
         return max(1, torch.cuda.device_count() // len(spec.devices))
     return 1
-
-
-def microbatch_choices(spec: PlacementSpec, program: Program, replicas: int) -> list[int]:
-    """The numbers of micro-batches to try: the spec's, or for "auto" powers of two up to the rows."""
-    if spec.microbatches != "auto":
-        return [int(spec.microbatches)]
-    rows = -(-(program.call.batch_size or 1) // replicas)
-    return [m for m in _MICROBATCHES if m <= rows]
-
-
-def microbatch_rows(
-    program: Program, inputs: Sequence[Tensor], replicas: int, microbatches: int
-) -> tuple[int, ...]:
-    """The number of rows of each micro-batch of the first replica; ``(1,)`` if no input is batched."""
-    rows = rows_of(program.call.batch_dims, [tensor.shape for tensor in inputs])
-    return split_batch(1 if rows is None else rows, replicas, microbatches)[0]
-
-
-def microbatch_inputs(program: Program, inputs: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """The inputs of a micro-batch of so many rows, as ``meta`` tensors."""
-    shaped = []
-    for tensor, dim in zip(inputs, program.call.batch_dims, strict=True):
-        shape = list(tensor.shape)
-        if dim is not None:
-            shape[dim] = rows
-        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        shaped.append(meta.requires_grad_(tensor.requires_grad))
-    return shaped
 
 
 def planning_options(

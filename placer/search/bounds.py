@@ -17,8 +17,9 @@ from placer.machine.devices import device_type
 from placer.machine.links import Links
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.partition.types import whole_backwards
+from placer.planner.batch import microbatch_inputs
 from placer.planner.devices import device_slot, likely_kernels, links_of
-from placer.planner.resolve import microbatch_inputs, node_layout_of
+from placer.planner.resolve import node_layout_of
 from placer.precision import keeps_casts
 from placer.program import Program
 from placer.schedule import splits_backward

@@ -17,6 +17,7 @@ class SpecFields(TypedDict, total=False):
     layers: Mapping[str, str]
     inputs: Mapping[str, Any]
     stored: Mapping[str, Any]
+    batch: int | Auto
     replicas: int | Auto
     replica_devices: Sequence[Sequence[str]]
     microbatches: int | Auto

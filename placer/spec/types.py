@@ -196,6 +196,11 @@ class PlacementSpec(BaseModel):
         "result.loss, or a pattern -> how those of slices of the batch give that of the whole batch, where "
         "placer cannot tell.",
     )
+    batch: Count = Field(
+        default="auto",
+        description="Number of rows (samples) of a step, all replicas together, to plan for. 'auto': as many "
+        "as the example input has.",
+    )
     replicas: Count = Field(
         default=1, description="Number of copies of the stages that share the batch, or 'auto'."
     )

@@ -24,8 +24,9 @@ from placer.partition.stage_cost.tables import build_tables
 from placer.partition.steps import StepClock, step_seconds
 from placer.partition.units import program_order, unit_graph
 from placer.plan.types import Transfer
+from placer.planner.batch import microbatch_inputs, microbatch_rows
 from placer.planner.devices import device_slot
-from placer.planner.resolve import microbatch_inputs, microbatch_rows, planning_options
+from placer.planner.resolve import planning_options
 from placer.program import Program, lower
 from placer.spec import PlacementSpec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torchvision
 from captured import captured_once
-from torch import nn
+from torch import Tensor, nn
 from unet3d import unet3d
 
 import placer
@@ -489,3 +490,30 @@ def test_a_device_without_room_is_named() -> None:
         "cuda:1 has no room for tensors: its context and what is kept free take 522.00 MiB, and its "
         "memory is 100.00 MiB."
     ]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"microbatches": 4}, {"microbatches": "auto", "replicas": 2}], ids=["4", "auto"]
+)
+def test_a_step_of_more_rows_than_the_example_is_planned_as_from_an_example_of_them(
+    fields: dict[str, Any],
+) -> None:
+    with torch.device("meta"):
+        model, few, many = models.ConvNet(), torch.empty(2, 1, 8, 8), torch.empty(16, 1, 8, 8)
+    spec = {"devices": ["cpu:0", "cpu:1"], **fields}
+    planned = placer.make_plan(model, {**spec, "batch": 16}, few)
+    assert planned.batch == 16
+    assert dataclasses.replace(planned, batch=None) == placer.make_plan(model, spec, many)
+    report = placer.simulate(model, planned, few)
+    assert report.devices == placer.simulate(model, planned, many).devices
+
+
+def test_a_step_of_other_rows_is_refused_where_the_example_has_none() -> None:
+    with pytest.raises(SpecError, match=r"/batch: a step of 4 rows cannot be planned") as caught:
+        placer.make_plan(OneRow(), {"devices": ["cpu"], "batch": 4}, torch.randn(8))
+    assert "give an example of that size" in str(caught.value)
+
+
+class OneRow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(2, 4).sum(1)
