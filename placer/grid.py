@@ -78,16 +78,29 @@ class Grid:
         """Does the numbering depend on ``node_layout``?"""
         return self.replicas > 1 and self.devices > 1
 
-    def groups(self, *axes: Axis) -> list[tuple[int, ...]]:
-        """The groups of ranks that differ in ``axes`` only, in order of their first ranks."""
+    def groups(self, *axes: Axis, replicas: int | None = None) -> list[tuple[int, ...]]:
+        """The groups of ranks that differ in ``axes`` only, in order of their first ranks.
+
+        With ``replicas`` a group has so many neighbouring ones at most.
+
+        >>> Grid(replicas=4).groups("dp", replicas=2)
+        [(0, 1), (2, 3)]
+        """
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             at = self.coordinates(rank)
-            key = tuple(getattr(at, axis) for axis in AXES if axis not in axes)
+            key = (
+                at.dp // (replicas or self.replicas),
+                *(getattr(at, axis) for axis in AXES if axis not in axes),
+            )
             found.setdefault(key, []).append(rank)
         return sorted(tuple(group) for group in found.values())
 
-    def ranks_of(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of these devices in all replicas and shards."""
-        axes = itertools.product(range(self.replicas), devices, range(self.shards))
+    def ranks_of(
+        self, devices: Sequence[int], replicas: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """The ranks of these devices in all shards, and in ``replicas`` or all of them."""
+        if replicas is None:
+            replicas = range(self.replicas)
+        axes = itertools.product(replicas, devices, range(self.shards))
         return tuple(sorted(self.rank(dp=r, pp=d, sp=s) for r, d, s in axes))

@@ -18,9 +18,18 @@ class StateLayout:
     optimizer: int = 1
 
 
-def layout_of(shard_state: ShardState, ranks: int) -> StateLayout:
-    """The layout where ``ranks`` have the same weights: replicas times shards in space."""
+def layout_of(
+    shard_state: ShardState, *, replicas: int, shards: int, shard_over: int | None = None
+) -> StateLayout:
+    """The layout where state is divided between ``shard_over`` replicas (None: all) and their shards."""
+    ranks = (shard_over or replicas) * shards
     return StateLayout(optimizer=ranks if shard_state == "optimizer" else 1)
+
+
+def sharing_replicas(replica: int, shard_over: int) -> range:
+    """The replicas between which the state of ``replica`` is divided."""
+    first = replica // shard_over * shard_over
+    return range(first, first + shard_over)
 
 
 def piece_of(numel: int, rank: int, ranks: int) -> slice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 import placer
 
+FIELDS = "shard_state", "node_layout", "shard_over"
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
@@ -70,12 +71,20 @@ def count_elements(optimizer: Optimizer) -> int:
     return sum(v.numel() for v in values if isinstance(v, Tensor) and v.dim())
 
 
-Layout = tuple[int, int, str, str]  # stages, replicas, shard_state, node_layout
+class Layout(NamedTuple):
+    """How a model is placed, and its training state divided."""
+
+    stages: int
+    replicas: int
+    shard_state: str = "optimizer"
+    node_layout: str = "stages"
+    shard_over: int | str = "auto"
 
 
 def make_placed(layout: Layout, *, seed: int) -> placer.PlacedModule:
-    stages, replicas, shard_state, node_layout = layout
-    spec = make_spec(stages, replicas, 2, shard_state=shard_state, node_layout=node_layout)
+    stages, replicas, *_ = layout
+    fields = {name: value for name, value in layout._asdict().items() if name in FIELDS}
+    spec = make_spec(stages, replicas, 2, **fields)
     placed = placer.compile(make_plain(seed).eval(), spec, (IDS,))
     assert isinstance(placed, placer.PlacedModule)
     return placed

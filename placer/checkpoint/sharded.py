@@ -39,7 +39,8 @@ def gather_state(module: nn.Module, optimizer: Optimizer, ranks: CheckpointGroup
     found: Entries = {}
     turns = Counter[tuple[int, ...]]()  # by the devices of a group
     for name, each in shared.items():
-        keeps = turns[each.holders] % each.group.size == each.group.rank
+        # Of several groups that divide the state, the first one's ranks keep it.
+        keeps = turns[each.holders] % each.sharing.size == each.group.rank
         turns[each.holders] += 1
         for key, value in sorted(known[name].items()):
             whole = value

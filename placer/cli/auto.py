@@ -59,7 +59,7 @@ Fields = Annotated[
     spec_fields(
         *("objective", "replicas", "stages", "space", "microbatches", "schedule", "checkpoint"),
         *("offload", "chunks", "precision", "optimizer", "training", "reserve", "host_memory"),
-        *("shard_state", "node_layout", "batch"),
+        *("shard_state", "shard_over", "node_layout", "batch"),
         chosen=(
             *("replicas", "stages", "space", "microbatches", "schedule", "chunks", "shard_state"),
             "node_layout",

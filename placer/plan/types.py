@@ -338,6 +338,7 @@ class Plan:
     # Of the captured graph, in the order in which they are applied:
     rewrites: tuple[Rewrite, ...] = ()
     shard_state: ShardState = "none"
+    shard_over: Count | None = None  # replicas between which the state is divided; None: all
     node_layout: NodeLayout = "stages"
     compile: bool = False  # the code of stages, with torch.compile
     # If it was chosen by `auto`: how it trains, and the best of each other way
@@ -369,7 +370,12 @@ class Plan:
     @property
     def state_layout(self) -> StateLayout:
         """How training state is divided over ranks."""
-        return layout_of(self.shard_state, self.replicas * self.shards)
+        return layout_of(
+            self.shard_state,
+            replicas=self.replicas,
+            shards=self.shards,
+            shard_over=self.shard_over,
+        )
 
     @property
     def num_devices(self) -> int:

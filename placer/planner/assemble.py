@@ -60,6 +60,7 @@ def assemble_plan(
         fingerprint=program.fingerprint,
         rewrites=program.rewrites,
         shard_state=shard_state_of(spec),
+        shard_over=None if spec.shard_over == "auto" else spec.shard_over,
         node_layout=options.node_layout,
         compile=spec.compile,
         stages=tuple(

@@ -36,6 +36,7 @@ from placer.planner.devices import (
 )
 from placer.planner.host_memory import HOST_NAME
 from placer.planner.resolve import (
+    check_shard_over,
     check_supported,
     count_replicas,
     planning_options,
@@ -115,6 +116,7 @@ def build_plan(
     if stop_at_share:
         spec = spec.model_copy(update={"objective": "memory"})
     replicas = count_replicas(spec)
+    check_shard_over(spec, replicas)
     rows = spec.device_rows(replicas)
     corrections = _by_stage(corrections or {}, spec)
     spec = with_lead_devices(spec)

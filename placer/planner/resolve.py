@@ -30,6 +30,15 @@ def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
         raise one_copy()
 
 
+def check_shard_over(spec: PlacementSpec, replicas: int) -> None:
+    """Raise ``SpecError`` if state cannot be divided between as many replicas as the spec says."""
+    if spec.shard_over == "auto" or replicas % spec.shard_over == 0:
+        return
+    near = max(n for n in range(1, spec.shard_over) if replicas % n == 0)
+    problem = f"{spec.shard_over} does not divide the number of replicas, {replicas}"
+    raise SpecError(SpecError.UNNAMED, [("/shard_over", problem, f"write {near}, or 'auto'")])
+
+
 def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
     """The device of every node whose layer the spec places.
 
@@ -173,7 +182,12 @@ def planning_options(
         optimizer=_optimizer(spec),
         training=spec.training,
         processes=processes,
-        state_layout=layout_of(shard_state_of(spec), replicas * spec.space.number),
+        state_layout=layout_of(
+            shard_state_of(spec),
+            replicas=replicas,
+            shards=spec.space.number,
+            shard_over=None if spec.shard_over == "auto" else spec.shard_over,
+        ),
         offload_overlap=spec.offload_overlap,
         host_budget=host_budget,
     )

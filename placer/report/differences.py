@@ -17,7 +17,8 @@ from placer.spec.device_map import shortest
 # Fields of a plan that are shown as they are
 _FACTS = (
     "fits", "objective", "processes", "replicas", "shards", "microbatches", "schedule", "precision",
-    "batch_norm", "optimizer", "training", "compile", "strategy", "shard_state", "node_layout",
+    "batch_norm", "optimizer", "training", "compile", "strategy", "shard_state", "shard_over",
+    "node_layout",
 )  # fmt: skip
 _SHOWN = 6  # layers that a change names
 _NONE = "—"

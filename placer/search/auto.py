@@ -68,7 +68,8 @@ def with_known_devices(wanted: PlacementSpec) -> PlacementSpec:
 def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     """The spec and the plan of the best strategy that was found on so many ``devices``; there is one."""
     assert found.best is not None and found.best.plan is not None
-    layout = {"node_layout": found.best.plan.node_layout}
+    plan = found.best.plan
+    layout = {"node_layout": plan.node_layout, "shard_over": plan.shard_over or "auto"}
     spec = found.best.spec.model_copy(update=layout)
     spec, plan = with_resolved_layers(spec, found.best.plan, make)
     if mixing := make.program.captured.mixing:

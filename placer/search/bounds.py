@@ -268,7 +268,13 @@ class Bounds:
 
     def _layout(self, strategy: Strategy) -> StateLayout:
         divided = strategy.shard_state or self._wanted.shard_state == "optimizer"
-        return layout_of("optimizer" if divided else "none", strategy.replicas * strategy.shards)
+        over = self._wanted.shard_over
+        return layout_of(
+            "optimizer" if divided else "none",
+            replicas=strategy.replicas,
+            shards=strategy.shards,
+            shard_over=None if over == "auto" else over,
+        )
 
     def _exchange(self, links: Links, grid: Grid, own: float, backward: float) -> float:
         """Seconds of the sums of gradients that nothing hides."""

@@ -63,6 +63,8 @@ def list_strategies(
         useful = _replica_counts(rows, most // shard)
         replicas = choices("replicas", _count(wanted.replicas), useful)
         for replica in replicas:
+            if wanted.shard_over != "auto" and replica % wanted.shard_over:
+                continue
             left = most // (shard * replica)
             counts = choices("microbatches", _count(wanted.microbatches), _MICROBATCHES)
             counts = [count for count in counts if split_evenly(rows, replica, count)]

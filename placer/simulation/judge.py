@@ -14,13 +14,14 @@ from torch import Tensor
 from placer.cost import CostEstimates, Loss, find_loss
 from placer.errors import SpecError
 from placer.garbage import only_new_garbage
-from placer.grid import NodeLayout
+from placer.grid import Grid, NodeLayout
 from placer.partition import MANY_STAGES, TableCache
 from placer.plan.summary import describe_runtime
 from placer.plan.types import DevicePeak, Plan, PlannedLoss, everything_fits
 from placer.planner.build import build_plan
 from placer.planner.devices import device_slot, links_of
 from placer.planner.host_memory import HOST_NAME
+from placer.planner.resolve import count_replicas, node_layout_of
 from placer.program import Program, rewritten
 from placer.quantities import format_bytes, format_count
 from placer.simulation.simulate import DryRun, describe_run, dry_run
@@ -159,6 +160,9 @@ class JudgingPlanner:
                     plan.fits or not self.processes or plan.replicas * plan.shards == 1
                 ),
             )
+        if spec.shard_over == "auto" and self._shares_in_node(spec) > 1:
+            replicas = count_replicas(spec)
+            return self._choose(spec, "shard_over", (replicas, self._shares_in_node(spec)))
         plans = [self._plan(spec)]
         both = spec.checkpoint == spec.offload == "auto"
         if spec.training and both and not _is_plain(plans[0]):
@@ -180,6 +184,18 @@ class JudgingPlanner:
             if is_enough(plans[-1]):
                 break
         return min(plans, key=partial(_rank, spec.objective))
+
+    def _shares_in_node(self, spec: PlacementSpec) -> int:
+        """The replicas of a node that can divide their state between them; 1 if that are all, or none."""
+        links, replicas = links_of(spec), count_replicas(spec)
+        if spec.shard_state != "optimizer" or not self.processes or links.network is None:
+            return 1
+        stages = len(spec.on_its_stages().devices) // spec.space.number
+        grid = Grid(replicas=replicas, devices=stages, node_layout=node_layout_of(spec))
+        fit = links.node // (grid.stride * spec.space.number)
+        return max(
+            (n for n in range(1, min(fit, replicas - 1) + 1) if replicas % n == 0), default=1
+        )
 
     def _schedules(self, spec: PlacementSpec) -> tuple[ScheduleName, ...]:
         """The schedules that can be the best: one with whole backwards, and one with split ones."""

@@ -42,6 +42,7 @@ from placer.simulation.roles import Role, find_role
 from placer.simulation.steps import FakeCall, Process, running_kernels
 from placer.simulation.usage import DeviceTimeline
 from placer.space import Alone, similar_shards
+from placer.state_layout import sharing_replicas
 from placer.timeline import Moment, Timeline, rename_nodes
 
 _CPU = torch.device("cpu")
@@ -209,6 +210,12 @@ class _FakeReplica:
             ranks = plan.grid.ranks_of(devices)
             return _NoSum(len(ranks), ranks.index(assignment.rank))
 
+        def sharing(devices: tuple[int, ...]) -> _NoSum:
+            replica = plan.grid.coordinates(assignment.rank).dp
+            replicas = sharing_replicas(replica, plan.shard_over or plan.replicas)
+            ranks = plan.grid.ranks_of(devices, replicas)
+            return _NoSum(len(ranks), ranks.index(assignment.rank))
+
         with call.running():
             part = build_part(
                 call.model,
@@ -239,7 +246,12 @@ class _FakeReplica:
             ]
             trained = [p for p in part.parameters() if p.requires_grad]
             shared = find_shared_parameters(
-                part, staged, self._ownership, assignment.stage_indices, cache(group_of)
+                part,
+                staged,
+                self._ownership,
+                assignment.stage_indices,
+                cache(group_of),
+                cache(sharing),
             )
             reducer = _FakeReducer(shared)
             pieces = Pieces(shared if plan.shard_state == "optimizer" else [])

@@ -261,6 +261,11 @@ class PlacementSpec(BaseModel):
         "over the shards in space, instead of kept whole by each; for one process per device. auto: if the "
         "model does not fit otherwise.",
     )
+    shard_over: Count = Field(
+        default="auto",
+        description="Number of neighbouring replicas between which the state is divided; it must divide the "
+        "replicas. auto: all of them, or those of a node if that is faster.",
+    )
     node_layout: NodeLayout | Literal["auto"] = Field(
         default="stages",
         description="Which ranks are next to each other, and so in one node, with one process per device: "

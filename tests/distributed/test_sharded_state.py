@@ -11,18 +11,20 @@ import pytest
 import sharded_cases
 import torch
 from jobs import Job
+from sharded_cases import Layout
 
 import placer
 
 SPLIT = "InterleavedZeroBubble"
 
 
-def make_plan(name: str, shape: tuple[int, int, int], schedule: str, rows: int = 8) -> placer.Plan:
+def make_plan(
+    name: str, shape: tuple[int, int, int], schedule: str, over: int | str = "auto"
+) -> placer.Plan:
     stages, replicas, shards = shape
-    model, args, kwargs = cases.make_case(name, rows)
-    spec = cases.make_spec(
-        stages * shards, replicas, 2, schedule, space=shards, shard_state="optimizer"
-    )
+    model, args, kwargs = cases.make_case(name, 8)
+    fields = {"space": shards, "shard_state": "optimizer", "shard_over": over}
+    spec = cases.make_spec(stages * shards, replicas, 2, schedule, **fields)
     return placer.make_plan(model, spec, args, kwargs, processes=True)
 
 
@@ -54,6 +56,23 @@ def test_weights_equal_the_plain_models(
         assert max(elements) <= whole / len(elements) + values
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "over"),
+    [("convnet", (1, 4, 1), 2), ("tied transformer", (2, 2, 1), 1), ("3D U-Net", (1, 2, 2), 1)],
+)
+def test_some_replicas_divide_the_state_between_them(
+    job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], over: int
+) -> None:
+    plan = make_plan(name, shape, "1F1B", over)
+    found = job_of(4).run(sharded_cases.train, name, plan, "adam", (8, 3, 1), 1, 0.01)
+    assert sum(own for own, _ in found) == found[0][1] * shape[1] // over
+
+
+def test_replicas_that_cannot_divide_the_state() -> None:
+    with pytest.raises(placer.SpecError, match=r"/shard_over: 3 does not divide .* replicas, 4"):
+        make_plan("convnet", (1, 4, 1), "1F1B", 3)
+
+
 def test_accumulation_and_clipping(job_of: Callable[[int], Job]) -> None:
     plan = make_plan("tied transformer", (2, 2, 1), SPLIT)
     job_of(4).run(sharded_cases.train, "tied transformer", plan, "adam", (8, 5), 2, 0.01)
@@ -63,23 +82,25 @@ def test_accumulation_and_clipping(job_of: Callable[[int], Job]) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ((1, 3, "optimizer", "stages"), (2, 1, "optimizer", "stages")),
-        ((2, 2, "optimizer", "stages"), (2, 2, "optimizer", "replicas")),
-        ((2, 2, "optimizer", "replicas"), (1, 3, "optimizer", "stages")),
-        ((1, 4, "optimizer", "stages"), (2, 2, "none", "stages")),
-        ((2, 2, "none", "replicas"), (1, 4, "optimizer", "stages")),
+        (Layout(1, 3), Layout(2, 1)),
+        (Layout(2, 2), Layout(2, 2, node_layout="replicas")),
+        (Layout(2, 2, node_layout="replicas"), Layout(1, 3)),
+        (Layout(1, 4), Layout(2, 2, "none")),
+        (Layout(2, 2, "none", "replicas"), Layout(1, 4)),
+        (Layout(1, 4, shard_over=2), Layout(2, 2)),
+        (Layout(2, 2), Layout(1, 4, shard_over=2)),
     ],
 )
 def test_checkpoints_of_every_layout(
     job_of: Callable[[int], Job],
     tmp_path: Path,
-    saved: sharded_cases.Layout,
-    loaded: sharded_cases.Layout,
+    saved: Layout,
+    loaded: Layout,
 ) -> None:
     """The plain model, too, goes on from what a job with sharded state has saved."""
     path = tmp_path / "c"
-    expected = job_of(saved[0] * saved[1]).run(sharded_cases.save_and_go_on, saved, path)
-    found = job_of(loaded[0] * loaded[1]).run(sharded_cases.load_and_go_on, loaded, path)
+    expected = job_of(saved.stages * saved.replicas).run(sharded_cases.save_and_go_on, saved, path)
+    found = job_of(loaded.stages * loaded.replicas).run(sharded_cases.load_and_go_on, loaded, path)
     for rank in found:
         assert rank["losses"] == pytest.approx(expected[0]["losses"], rel=1e-10)
     plain = checkpoint_cases.make_plain(1).eval()
@@ -89,8 +110,9 @@ def test_checkpoints_of_every_layout(
     assert losses == pytest.approx(expected[0]["losses"], rel=1e-10)
     whole = sharded_cases.count_elements(optimizer)
     for layout, ranks in ((saved, expected), (loaded, found)):
-        if layout[2] == "optimizer":
-            assert sum(rank["elements"] for rank in ranks) == whole
+        if layout.shard_state == "optimizer":
+            copies = 1 if layout.shard_over == "auto" else layout.replicas // int(layout.shard_over)
+            assert sum(rank["elements"] for rank in ranks) == whole * copies
 
 
 def test_optimizers_that_cannot_update_pieces_are_refused(job_of: Callable[[int], Job]) -> None:

@@ -517,3 +517,16 @@ def test_a_step_of_other_rows_is_refused_where_the_example_has_none() -> None:
 class OneRow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.view(2, 4).sum(1)
+
+
+def test_state_is_divided_between_the_replicas_of_a_node_where_that_is_faster() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4096, 4096), torch.empty(64, 4096)
+    spec = {"machine": "cloud-a100:2", "stages": 1, "replicas": 16, "shard_state": "optimizer"}
+    over = {
+        count: placer.make_plan(model, {**spec, "shard_over": count}, x, processes=True)
+        for count in ("auto", 8, 16)
+    }
+    assert over["auto"] == over[8]
+    assert over[8].step_seconds < over[16].step_seconds
+    assert over[8].stages[0].memory.optimizer == 2 * over[16].stages[0].memory.optimizer

@@ -99,7 +99,9 @@ class DistributedRuntime(Runtime):
         name: str,
     ) -> None:
         place = Place(str(device), device)
-        groups = make_groups(assignment.grid, ownership, device)
+        groups = make_groups(
+            assignment.grid, ownership, device, shard_over=plan.shard_over or plan.replicas
+        )
         exchange = None
         if groups.sp is not None:
             over_replicas = plan.batch_norm == "sync" and plan.replicas > 1
@@ -594,6 +596,7 @@ class DistributedRuntime(Runtime):
                 self.ownership,
                 self.assignment.stage_indices,
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
+                cache(lambda devices: GroupSum(self.process_groups.sharing[devices])),
             )
             before = self._reducer
             self._reducer = GradientReducer(shared)

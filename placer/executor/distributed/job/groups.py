@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from placer._torch import abort_group, default_timeout
 from placer.executor.distributed.job.ownership import Ownership
 from placer.grid import AXES, Axis, Grid
+from placer.state_layout import sharing_replicas
 
 _T = TypeVar("_T")
 _UNUSED_TAG = 2**31 - 1  # the tag of a message that nobody sends
@@ -30,7 +31,8 @@ class Groups:
     ``dp`` has the ranks with the same stages in all replicas and shards, ``columns`` those of them with the
     same shard, ``pp`` the ranks of the same replica and shard, ``sp`` the shards of a stage (None if there is
     one), ``row`` the ranks of the same replica, and ``world`` all ranks. ``tied`` has, for each set of
-    devices that share a tensor, the group of these devices in all replicas and shards.
+    devices that share a tensor, the group of these devices in all replicas and shards. ``sharing`` has, for
+    a rank's own device and each such set, the ranks between which training state is divided.
     """
 
     dp: dist.ProcessGroup
@@ -40,6 +42,7 @@ class Groups:
     row: dist.ProcessGroup
     world: dist.ProcessGroup
     tied: Mapping[tuple[int, ...], dist.ProcessGroup]
+    sharing: Mapping[tuple[int, ...], dist.ProcessGroup]
 
     def of_holders(self, devices: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of ``devices`` in all replicas, which must include this rank's device."""
@@ -47,29 +50,47 @@ class Groups:
 
     def each(self) -> list[dist.ProcessGroup]:
         """All groups, each once."""
-        found = self.world, self.pp, self.dp, self.columns, self.row, self.sp, *self.tied.values()
+        found = [self.world, self.pp, self.dp, self.columns, self.row, self.sp]
+        found += [*self.tied.values(), *self.sharing.values()]
         return list(dict.fromkeys(group for group in found if group is not None))
 
 
-def make_groups(grid: Grid, ownership: Ownership, device: torch.device) -> Groups:
-    """The groups of this rank; a collective call. Those of the same ranks are one, which saves threads."""
+def make_groups(
+    grid: Grid, ownership: Ownership, device: torch.device, *, shard_over: int
+) -> Groups:
+    """The groups of this rank; a collective call. Those of the same ranks are one, which saves threads.
+
+    Training state is divided between ``shard_over`` replicas.
+    """
     rank, made = dist.get_rank(), dict[tuple[int, ...], dist.ProcessGroup]()
 
-    def along(*axes: Axis) -> dist.ProcessGroup:
-        groups = grid.groups(*axes)
+    def along(*axes: Axis, replicas: int | None = None) -> dist.ProcessGroup:
+        groups = grid.groups(*axes, replicas=replicas)
         made.update((ranks, _make_group(ranks, device)) for ranks in groups if ranks not in made)
         return next(made[ranks] for ranks in groups if rank in ranks)
 
     shared = sorted({holders for holders in ownership.holders.values() if len(holders) > 1})
+    dp, own = along("dp", "sp"), (grid.coordinates(rank).pp,)
+    # Of their own, because their messages come at other times.
+    tied = {holders: _make_group(grid.ranks_of(holders), device) for holders in shared}
+    sharing = {own: dp, **tied}
+    if shard_over < grid.replicas:
+        sharing = {own: along("dp", "sp", replicas=shard_over)}
+        for holders in shared:
+            for first in range(0, grid.replicas, shard_over):
+                replicas = sharing_replicas(first, shard_over)
+                group = _make_group(grid.ranks_of(holders, replicas), device)
+                if grid.coordinates(rank).dp in replicas:
+                    sharing[holders] = group
     return Groups(
         columns=along("dp"),
         pp=along("pp"),
         sp=along("sp") if grid.shards > 1 else None,
-        dp=along("dp", "sp"),
+        dp=dp,
         row=along("pp", "sp"),
         world=along(*AXES),
-        # Of their own, because their messages come at other times.
-        tied={holders: _make_group(grid.ranks_of(holders), device) for holders in shared},
+        tied=tied,
+        sharing=sharing,
     )
 
 

@@ -86,6 +86,7 @@ class GroupSum:
 class SharedParameter:
     """A parameter, the group of ranks that have it, and the number of this rank's stages that read it.
 
+    ``sharing`` are the ranks of the group between which its training state is divided, if it is.
     ``holders`` are the devices of a replica that have it (several for a tied parameter), and ``name`` is
     the first of its names. These two define an order in which all ranks of a group agree.
     """
@@ -93,6 +94,7 @@ class SharedParameter:
     parameter: nn.Parameter
     name: str
     group: SummingGroup
+    sharing: SummingGroup
     holders: tuple[int, ...]
     readers: int
 
@@ -103,8 +105,12 @@ def find_shared_parameters(
     ownership: Ownership,
     stage_indices: Sequence[int],
     group_of: Callable[[tuple[int, ...]], SummingGroup],
+    sharing: Callable[[tuple[int, ...]], SummingGroup],
 ) -> list[SharedParameter]:
-    """The trained parameters of a rank's part; ``group_of`` returns the group of a set of devices."""
+    """The trained parameters of a rank's part.
+
+    ``group_of`` returns the group of a set of devices, and ``sharing`` those that divide training state.
+    """
     first_name = ownership.first_name
     read = [{first_name[name] for name in staged.stages[i].state} for i in stage_indices]
     found = []
@@ -117,6 +123,7 @@ def find_shared_parameters(
                     parameter=parameter,
                     name=first,
                     group=group_of(holders),
+                    sharing=sharing(holders),
                     holders=holders,
                     readers=max(sum(first in names for names in read), 1),
                 )

@@ -40,10 +40,10 @@ class _Whole:
 
 
 class Pieces:
-    """This rank's pieces of the parameters that other ranks have too."""
+    """This rank's pieces of the parameters whose training state it shares with other ranks."""
 
     def __init__(self, shared: Iterable[SharedParameter]) -> None:
-        found = [s for s in shared if s.group.size > 1 and s.parameter.numel()]
+        found = [s for s in shared if s.sharing.size > 1 and s.parameter.numel()]
         # In an order that is the same for all ranks of a group.
         self.shared = {id(s.parameter): s for members in bucketed(found) for s in members}
         self._wholes: dict[int, _Whole] = {}  # by the id of the parameter, while an optimizer steps
@@ -53,7 +53,7 @@ class Pieces:
         shared = self.shared.get(id(parameter))
         if shared is None:
             return None
-        return piece_of(self._whole(parameter).numel(), shared.group.rank, shared.group.size)
+        return piece_of(self._whole(parameter).numel(), shared.sharing.rank, shared.sharing.size)
 
     def require_whole(self) -> None:
         """Raise ``PlacerError`` if an optimizer's step has failed, so that weights are pieces still."""
@@ -66,7 +66,7 @@ class Pieces:
 
     @contextmanager
     def updating(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """In this block ``parameters`` are pieces; at its end all ranks of their groups gather them."""
+        """In this block ``parameters`` are pieces; at its end the ranks that share them gather them."""
         self.begin(parameters, {})
         yield
         self.end()
@@ -129,7 +129,7 @@ class Pieces:
 
     def gather(self, parameter: Tensor, piece: Tensor) -> Tensor:
         """The whole of a tensor of the shape of ``parameter``; all ranks of its group call this together."""
-        group, numel = self.shared[id(parameter)].group, parameter.numel()
+        group, numel = self.shared[id(parameter)].sharing, parameter.numel()
         part = _padded(piece, piece_length(numel, group.size))
         whole = part.new_empty(group.size * len(part))
         group.start_gather(whole, part)()
@@ -141,7 +141,7 @@ class Pieces:
 
     def _gather(self, members: Sequence[SharedParameter]) -> None:
         """Gather the weights of ``members``, which are one bucket."""
-        group = members[0].group
+        group = members[0].sharing
         wholes = [self._whole(m.parameter) for m in members]
         lengths = [piece_length(whole.numel(), group.size) for whole in wholes]
         own = [self._updated(m.parameter) for m in members]
