@@ -42,15 +42,16 @@ def copy_module(
     known = dict(memo or {})
     held = (part for hook in _callables(model) for part in _bound(hook))
     kept = (x for _, x in walk(((), part) for part in held) if isinstance(x, Tensor))
-    values = [value for _, value in walk(module_parts(model))]
+    empty = _empty_tables(model)
+    values = [value for _, value in walk(module_parts(model), without=empty)]
     for tensor in (*(x for x in values if isinstance(x, Tensor)), *kept):
         fake = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
         if (fake or tensor.grad_fn is not None) and id(tensor) not in known:
             known[id(tensor)] = tensor.detach().clone()
-    owned = _owned(model)
+    owned = _owned(model, values)
     if keep_objects:
         _keep(model, owned, known)
-    known |= _empty_tables(model)
+    known |= empty
     tables = [(table, HookTable(table)) for table in hook_tables(model)]
     twins = known | {id(table): twin for table, twin in tables}
     handles = [value for value in values if isinstance(value, RemovableHandle)]
@@ -98,9 +99,9 @@ def _handle_of(handle: RemovableHandle, twins: Mapping[int, Any]) -> RemovableHa
     return made
 
 
-def _owned(model: nn.Module) -> set[int]:
-    """Ids of the modules and parameters of ``model``, also of those that it hides in attributes."""
-    modules = [*model.modules(), *hidden_modules(model).values()]
+def _owned(model: nn.Module, held: Iterable[Any]) -> set[int]:
+    """Ids of the modules and parameters of ``model``, which has ``held``, also of those that it hides."""
+    modules = [*model.modules(), *(value for value in held if isinstance(value, nn.Module))]
     tensors = (x for m in modules for t in (m._parameters, m._buffers) for x in t.values())
     return {*map(id, modules), *(id(x) for x in tensors if x is not None)}
 
@@ -130,7 +131,7 @@ def is_tree(model: nn.Module) -> bool:
     """Does nothing but the tables of modules refer to a module or parameter: no hook, no other attribute?"""
     if any(value is not None for value in _callables(model)):
         return False
-    owned = _owned(model)
+    owned = _owned(model, hidden_modules(model).values())
     held = [((), value) for (_, name), value in module_parts(model) if name not in _TABLES]
     return not any(
         id(x) in owned or isinstance(x, weakref.ref) for _, x in walk(held, functions=True)

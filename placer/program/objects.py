@@ -46,10 +46,10 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]]:
     The items of sets have no keys: None stands for each. A bound method has its owner, a ``partial`` its
     arguments, unless they are modules.
     """
-    if type(value) in _PLAIN or isinstance(value, _ATOMS):
-        return ()
     if isinstance(value, dict):
         return list(dict.items(value))
+    if type(value) in _PLAIN or isinstance(value, _ATOMS):
+        return ()
     if isinstance(value, BOUND):
         return () if isinstance(value.__self__, nn.Module) else [("__self__", value.__self__)]
     if isinstance(value, functools.partial):
@@ -153,6 +153,8 @@ def walk(
             continue
         seen[id(value)] = value
         yield path, value
+        if type(value) in _PLAIN:
+            continue
         waiting.extend([((*path, key), part) for key, part in parts(value)])
         if functions:
             waiting.extend(((*path, None), part) for _, part in function_parts(value))

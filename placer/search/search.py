@@ -337,28 +337,29 @@ class _Search:
     def _judge(self) -> list[Rated]:
         """Judge what nearly fits by its estimate, the best first, until the next one cannot be chosen.
 
-        That is one which is worse than a judged one, unless it is simpler and as good.
+        That is one which is worse than a judged one, or as good as a simpler one. Of those that are as good
+        as the best, the simplest comes first.
         """
         judged = {strategy: rated for strategy, rated in self._rated.items() if rated.judged}
         for column in range(2 if self._links.network is not None else 1):
             near = [rated for rated in self._rated.values() if rated.is_near]
-            for rated in sorted(
-                near, key=lambda r: (self._values_of([r])[0][column], self._key(r))
-            ):
+            values = {r.strategy: self._values_of([r])[0][column] for r in near}
+            as_good = min(values.values(), default=0.0) * AS_GOOD
+            near.sort(key=lambda r: (max(values[r.strategy], as_good), r.strategy.complexity))
+            for rated in near:
                 if rated.strategy in judged or len(judged) >= _MOST_JUDGED * (column + 1):
                     continue
-                value = self._values_of([rated])[0][column]
+                value = values[rated.strategy]
                 good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]
                 if good and self._any_will_do:
                     return list(judged.values())
-                better = {
-                    r.strategy.complexity: least
-                    for r in good
-                    if (least := self._values_of([r])[0][column]) <= value
-                }
-                if any(value > least * AS_GOOD for least in better.values()):
+                known = {r.strategy.complexity: self._values_of([r])[0][column] for r in good}
+                if any(value > least * AS_GOOD for least in known.values()):
                     break
-                if any(parts <= rated.strategy.complexity for parts in better):
+                if any(
+                    parts <= rated.strategy.complexity and least <= value * AS_GOOD
+                    for parts, least in known.items()
+                ):
                     continue
                 plan = self._plan(self._make, rated.spec)
                 if plan is not None:
