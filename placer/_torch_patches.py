@@ -175,6 +175,21 @@ def override_getattribute(
                 cls.__getattribute__ = before  # type: ignore[method-assign]
 
 
+@contextmanager
+def override_setattr(set_attribute: Callable[..., None]) -> Iterator[None]:
+    """In this block, modules get attributes by ``set_attribute(original, module, name, value)``."""
+    original = nn.Module.__setattr__
+
+    def setattr_(module: nn.Module, name: str, value: Any) -> None:
+        set_attribute(original, module, name, value)
+
+    nn.Module.__setattr__ = setattr_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
 def call_before_clipping(check: Callable[[Sequence[Tensor]], None]) -> Callable[[], object]:
     """Make ``torch.nn.utils.clip_grad_norm_`` call ``check`` with the gradients before it takes their norm.
 

@@ -39,6 +39,7 @@ from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
 from placer.program.failure import Place, Untraceable, calling_place
 from placer.program.fake_mode import FakeMode
+from placer.program.originals import state_ids
 from placer.program.packed import PACKING, RECURRENT, run_recurrent
 from placer.program.python_random import keep_random
 from placer.program.reachable import ReachableState, find_reachable_state
@@ -63,6 +64,7 @@ class FakeConverter:
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}  # a fake of each shared storage
         self._sharing: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
         self.reachable = ReachableState()  # what the modules' code can reach
+        self.state_ids: dict[int, str] = {}  # names of the originals of parameters and buffers
 
     def tensor(self, original: Tensor) -> Tensor:
         """The fake copy of ``original``: same shape, strides, dtype and ``requires_grad``."""
@@ -144,6 +146,7 @@ class FakeConverter:
                 "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
             ) from error
         self.reachable.extend(find_reachable_state(fake, arguments or {}))
+        self.state_ids |= state_ids(model)
         return fake
 
     def _note_storage(self, original: Tensor) -> None:

@@ -66,6 +66,7 @@ from placer.program.leaves import is_inside, is_torch_leaf, runs_own_hooks
 from placer.program.leaving import Left
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects import Path
+from placer.program.originals import module_ids, uses_original
 from placer.program.packed import PACKING, WithLengths
 from placer.program.python_random import forbid_python_random
 from placer.program.reached import Reached
@@ -147,7 +148,9 @@ class Recorder(TorchFunctionMode):
         self.changing: set[str] = set()  # paths of the single nodes that do
         # State they write -> does it depend on their inputs?
         self.written_inside: dict[str, bool] = {}
-        self.reached = Reached(fake_model)  # what the inputs of the present single node reach
+        self.reached = Reached(
+            fake_model, converter.state_ids
+        )  # what the inputs of the present single node reach
         self.runs_code = False  # has a single node run code that is not torch's?
         self.backward = BackwardHooks(
             fake_model,
@@ -180,7 +183,11 @@ class Recorder(TorchFunctionMode):
         self.written_again: set[int] = set()  # storages that operators in these have written
         self.trace = trace_codes(self.codes, self.codes_again, self.recomputes)
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
-        self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
+        self.fake_modules = {
+            each: fake
+            for module, fake in zip(model.modules(), fake_model.modules(), strict=True)
+            for each in module_ids(module)
+        }
         self.training = {id(module): module.training for module in fake_model.modules()}
         self.own_parameters = {id(module): _state(module) for module in fake_model.modules()}
 
@@ -196,7 +203,7 @@ class Recorder(TorchFunctionMode):
             for path, module in self.fake_model.named_modules()
             if not is_inside(self.setup.whole, path)
         }
-        watched = watch_attributes(traced, self.read_attribute)
+        watched = watch_attributes(traced, self.read_attribute, self.copy_of)
         before = sys.gettrace()
         hooks = self.backward.watching() if self.setup.is_split else nullcontext()
         with watch_calls(self), watched, hooks, self, _OperatorMode(self):
@@ -207,6 +214,16 @@ class Recorder(TorchFunctionMode):
                 if sys.gettrace() is not self.trace:  # a tool that measures coverage replaces it
                     self.codes.update((id(code), code) for code in self.reachable.codes)
                 sys.settrace(before)
+
+    def copy_of(self, module: nn.Module) -> nn.Module | None:
+        """The fake copy of a module of the user's model itself; None for any other module.
+
+        Raises ``CaptureError`` in code of a single node, in which calls of the placed model use the original.
+        """
+        found = self.fake_modules.get(id(module))
+        if found is not None and self.paused:
+            raise uses_original(self.path_of[id(found)])
+        return found
 
     def read_attribute(self, path: str, name: str) -> None:
         """The module at ``path`` read an attribute. A single-node module reads its own again in every run."""
@@ -414,7 +431,7 @@ class Recorder(TorchFunctionMode):
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module: as one node, or by running its forward, whose calls are recorded."""
-        module = self.fake_modules.get(id(module), module)
+        module = self.copy_of(module) or module
         path = self.path_of.get(id(module))
         if path is None:  # constructed in forward, such as nn.Softmax(dim=1)(x): part of its caller
             return original(module, *args, **kwargs)

@@ -31,6 +31,7 @@ from placer.program.fingerprint import graph_lines
 from placer.program.guards import make_guards, watch_attributes
 from placer.program.inside import Inside
 from placer.program.objects import spell
+from placer.program.originals import refusing_originals
 from placer.program.python_random import keep_random
 from placer.program.reached import Follow, Reached
 from placer.program.readings import reading_of_inputs
@@ -54,7 +55,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     converter, bound = setup.converter, setup.bound
     model, fake_model = setup.model, setup.fake_model
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
-    reached = Reached(fake_model)
+    reached = Reached(fake_model, converter.state_ids)
     new_guesses = partial(GuessData, converter.mode, setup.guess, reached.__contains__)
     guesses = new_guesses()
     flags = {name: parameter.requires_grad for name, parameter in fake_model.named_parameters()}
@@ -69,7 +70,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             recording_modes(converter),
             Follow(reached),
             guesses,
-            watch_attributes(dict(fake_model.named_modules()), read),
+            watch_attributes(dict(fake_model.named_modules()), read, refusing_originals(model)),
         ):
             arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
             given = Snapshot(arguments_roots(bound, arguments), root="call")

@@ -59,7 +59,7 @@ class GraphWriter:
         self._pure: set[fx.Node] = set()
         self._taken: set[str] = set()
         self.inputs_of: dict[Any, fx.Node] = {}  # constants that became inputs -> these
-        self._state = {
+        self._state = converter.state_ids | {
             id(tensor): name
             for name, tensor in (*fake_model.named_buffers(), *fake_model.named_parameters())
         }
