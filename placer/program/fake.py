@@ -39,7 +39,7 @@ from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
 from placer.program.failure import Place, Untraceable, calling_place
 from placer.program.fake_mode import FakeMode
-from placer.program.originals import state_ids
+from placer.program.originals import original_state
 from placer.program.packed import PACKING, RECURRENT, run_recurrent
 from placer.program.python_random import keep_random
 from placer.program.reachable import ReachableState, find_reachable_state
@@ -64,7 +64,8 @@ class FakeConverter:
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}  # a fake of each shared storage
         self._sharing: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
         self.reachable = ReachableState()  # what the modules' code can reach
-        self.state_ids: dict[int, str] = {}  # names of the originals of parameters and buffers
+        # Originals of parameters and buffers, by id, with their names
+        self.state: dict[int, tuple[str, Tensor]] = {}
 
     def tensor(self, original: Tensor) -> Tensor:
         """The fake copy of ``original``: same shape, strides, dtype and ``requires_grad``."""
@@ -146,7 +147,8 @@ class FakeConverter:
                 "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
             ) from error
         self.reachable.extend(find_reachable_state(fake, arguments or {}))
-        self.state_ids |= state_ids(model)
+        for name, original in original_state(model):
+            self.state.setdefault(id(original), (name, original))
         return fake
 
     def _note_storage(self, original: Tensor) -> None:

@@ -34,33 +34,29 @@ def note_originals(model: nn.Module, copied: nn.Module) -> None:
         _originals[module] = (*before, _Original(weakref.ref(original), tensors))
 
 
-def module_ids(module: nn.Module) -> Iterator[int]:
-    """The ids of ``module`` and of the modules that it was copied from."""
-    yield id(module)
-    for each in _originals.get(module, ()):
-        if (original := each.module()) is not None:
-            yield id(original)
+def originals_of(module: nn.Module) -> list[nn.Module]:
+    """``module`` and the modules that it was copied from, as far as they still exist."""
+    copied = (each.module() for each in _originals.get(module, ()))
+    return [module, *(original for original in copied if original is not None)]
 
 
-def state_ids(model: nn.Module) -> dict[int, str]:
-    """The names of parameters and buffers, by their ids and those of the tensors they were copied from."""
-    found: dict[int, str] = {}
+def original_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of ``model``, and those that they were copied from, with their names."""
     for path, module in model.named_modules():
         pairs = _own_tensors(module)
         for each in _originals.get(module, ()):
             pairs += [(n, x) for n, ref in each.tensors.items() if (x := ref()) is not None]
-        for name, tensor in pairs:
-            found.setdefault(id(tensor), f"{path}.{name}".lstrip("."))
-    return found
+        yield from ((f"{path}.{name}".lstrip("."), tensor) for name, tensor in pairs)
 
 
 def refusing_originals(model: nn.Module) -> Callable[[nn.Module], None]:
     """A function that raises ``CaptureError`` for a module of ``model``, or one that it was copied from."""
-    paths = {each: path for path, module in model.named_modules() for each in module_ids(module)}
+    modules = model.named_modules()
+    known = {id(each): (path, each) for path, module in modules for each in originals_of(module)}
 
     def refuse(module: nn.Module) -> None:
-        if id(module) in paths:
-            raise uses_original(paths[id(module)])
+        if id(module) in known:
+            raise uses_original(known[id(module)][0])
 
     return refuse
 

@@ -21,10 +21,10 @@ class Reached:
     ``written`` has the names of parameters and buffers that operators write, and whether what they write
     depends on the inputs; ``flags`` those of the parameters that any module has read, and whether they
     required gradients then. ``inside`` records the operators, if that is asked for. ``originals`` has the
-    names of the tensors of which those of ``model`` are copies, by id.
+    tensors of which those of ``model`` are copies, by id, with their names.
     """
 
-    def __init__(self, model: nn.Module, originals: Mapping[int, str]) -> None:
+    def __init__(self, model: nn.Module, originals: Mapping[int, tuple[str, Tensor]]) -> None:
         self._originals = originals
         self.written: dict[str, bool] = {}
         self.flags: dict[str, bool] = {}
@@ -63,7 +63,7 @@ class Reached:
         depends = any(tensor in self._tensors for tensor in given)
         for tensor in given:
             if id(tensor) in self._originals:
-                raise uses_original(self._originals[id(tensor)])
+                raise uses_original(self._originals[id(tensor)][0])
             if isinstance(tensor, nn.Parameter) and storage_key(tensor) in self._state:
                 self.flags.setdefault(self._state[storage_key(tensor)], tensor.requires_grad)
         if depends:

@@ -66,7 +66,7 @@ from placer.program.leaves import is_inside, is_torch_leaf, runs_own_hooks
 from placer.program.leaving import Left
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects import Path
-from placer.program.originals import module_ids, uses_original
+from placer.program.originals import originals_of, uses_original
 from placer.program.packed import PACKING, WithLengths
 from placer.program.python_random import forbid_python_random
 from placer.program.reached import Reached
@@ -149,7 +149,7 @@ class Recorder(TorchFunctionMode):
         # State they write -> does it depend on their inputs?
         self.written_inside: dict[str, bool] = {}
         self.reached = Reached(
-            fake_model, converter.state_ids
+            fake_model, converter.state
         )  # what the inputs of the present single node reach
         self.runs_code = False  # has a single node run code that is not torch's?
         self.backward = BackwardHooks(
@@ -183,11 +183,9 @@ class Recorder(TorchFunctionMode):
         self.written_again: set[int] = set()  # storages that operators in these have written
         self.trace = trace_codes(self.codes, self.codes_again, self.recomputes)
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
-        self.fake_modules = {
-            each: fake
-            for module, fake in zip(model.modules(), fake_model.modules(), strict=True)
-            for each in module_ids(module)
-        }
+        pairs = zip(model.modules(), fake_model.modules(), strict=True)
+        self.originals = [(each, fake) for real, fake in pairs for each in originals_of(real)]
+        self.fake_modules = {id(original): fake for original, fake in self.originals}
         self.training = {id(module): module.training for module in fake_model.modules()}
         self.own_parameters = {id(module): _state(module) for module in fake_model.modules()}
 

@@ -55,7 +55,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     converter, bound = setup.converter, setup.bound
     model, fake_model = setup.model, setup.fake_model
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
-    reached = Reached(fake_model, converter.state_ids)
+    reached = Reached(fake_model, converter.state)
     new_guesses = partial(GuessData, converter.mode, setup.guess, reached.__contains__)
     guesses = new_guesses()
     flags = {name: parameter.requires_grad for name, parameter in fake_model.named_parameters()}

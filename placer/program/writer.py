@@ -59,7 +59,8 @@ class GraphWriter:
         self._pure: set[fx.Node] = set()
         self._taken: set[str] = set()
         self.inputs_of: dict[Any, fx.Node] = {}  # constants that became inputs -> these
-        self._state = converter.state_ids | {
+        self._state = {key: name for key, (name, _) in converter.state.items()}
+        self._state |= {
             id(tensor): name
             for name, tensor in (*fake_model.named_buffers(), *fake_model.named_parameters())
         }
