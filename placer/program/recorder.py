@@ -35,6 +35,7 @@ from placer._torch import (
     without_modes,
     without_torch_function,
 )
+from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.backward import BackwardHooks
@@ -141,6 +142,7 @@ class Recorder(TorchFunctionMode):
         self.generators = [each.value for each in self.reachable.generators]
         self.writer = GraphWriter(converter, fake_model)
         self.flags: dict[int, bool] = {}  # id of an input or parameter -> did it require gradients?
+        self.inputs: set[int] = set()  # ids
         self.flags_set: set[int] = set()  # ids of those whose flag forward has set, changed or not
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
@@ -148,9 +150,8 @@ class Recorder(TorchFunctionMode):
         self.changing: set[str] = set()  # paths of the single nodes that do
         # State they write -> does it depend on their inputs?
         self.written_inside: dict[str, bool] = {}
-        self.reached = Reached(
-            fake_model, converter.state
-        )  # what the inputs of the present single node reach
+        # What the inputs of the present single node reach
+        self.reached = Reached(fake_model, converter.state)
         self.runs_code = False  # has a single node run code that is not torch's?
         self.backward = BackwardHooks(
             fake_model,
@@ -180,6 +181,9 @@ class Recorder(TorchFunctionMode):
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
         self.codes: dict[int, CodeType] = {}  # of functions that ran outside of torch functions
         self.codes_again: dict[int, CodeType] = {}  # of those that the backward runs again
+        self.retained: list[
+            tuple[Tensor, str]
+        ] = []  # by retain_grad() in single nodes, with the line
         self.written_again: set[int] = set()  # storages that operators in these have written
         self.trace = trace_codes(self.codes, self.codes_again, self.recomputes)
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
@@ -244,6 +248,7 @@ class Recorder(TorchFunctionMode):
         """Note which inputs and parameters require gradients; by id."""
         tensors = [*self.fake_model.parameters(), *inputs]
         self.flags = {id(tensor): tensor.requires_grad for tensor in tensors}
+        self.inputs = set(map(id, inputs))
         return self.flags
 
     def number_input(self, name: str, value: float) -> Any:
@@ -277,6 +282,8 @@ class Recorder(TorchFunctionMode):
                 args[0] and (self.grad_mode or self.setup.disabled) and not self.paused
             )
             self.grad_mode = args[0]
+        if func is torch.Tensor.retain_grad:
+            self.note_retained(args[0])
         if self.paused:
             if func is torch.Tensor.register_hook and self.setup.is_split:
                 args = args[0], self.backward.watched("", args[1])
@@ -294,6 +301,17 @@ class Recorder(TorchFunctionMode):
             self.inside = before
             if traced is self.trace:
                 sys.settrace(traced)
+
+    def note_retained(self, tensor: Tensor) -> None:
+        """Note a call of ``retain_grad()``. Raises ``CaptureError`` if it is on an input of the model."""
+        if id(tensor) in self.inputs:
+            raise CaptureError(
+                type(self.model).__name__,
+                f"its forward calls retain_grad() on an input ({locate_caller()}), which is a copy in a "
+                "placed model",
+                "call it on the tensor before the call of the model",
+            )
+        self.retained.append((tensor, locate_caller()))
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an operator that ran outside of any torch function, as from ``torch.from_numpy``."""

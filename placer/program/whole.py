@@ -28,6 +28,7 @@ from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import GuessData
 from placer.program.fingerprint import graph_lines
+from placer.program.forward import retained_result
 from placer.program.guards import make_guards, watch_attributes
 from placer.program.inside import Inside
 from placer.program.objects import spell
@@ -80,6 +81,9 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 with hooks.watching():
                     leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
+                given_away = [x for x in leaves if isinstance(x, Tensor) and x.retains_grad]
+                if setup.is_split and any(not x.is_leaf for x in given_away):
+                    raise retained_result(model, f"retains a gradient ({reason})")
                 reached.note_replaced(fake_model)
                 changes = [*snapshot.changes(), *given.changes()]
                 once = set(map(id, _made_once(setup, inputs, changes)))

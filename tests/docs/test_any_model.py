@@ -115,6 +115,12 @@ def retaining(net: Inner, x: Tensor) -> Tensor:
     return hidden * 2
 
 
+def retaining_its_result(net: Inner, x: Tensor) -> Tensor:
+    hidden = net.block(x)
+    hidden.retain_grad()
+    return hidden
+
+
 def perturbed(net: Inner, x: Tensor) -> Tensor:
     net.noise = torch.zeros(8, requires_grad=True)
     return net.linear(x + net.noise)
@@ -165,6 +171,9 @@ ROWS: dict[str, list[Case]] = {
     "`retain_grad()`, or a tensor of its own with a gradient that it keeps or returns": [
         retaining,
         perturbed,
+    ],
+    "`retain_grad()` on an input, or on a tensor that a submodule makes and the model returns": [
+        retaining_its_result
     ],
     "`torch.enable_grad()`, `if torch.is_grad_enabled()`, `torch.is_autocast_enabled()`, "
     "`x.requires_grad`": [
@@ -317,6 +326,8 @@ def for_each_answer(case: Case) -> None:
 
 def is_an_error(case: Case) -> None:
     given = model(case)
+    if case is retaining_its_result:
+        given = nn.Sequential(nn.Linear(8, 8), given[1])
     if "scripted" in case.__code__.co_names:
         given[1].scripted = torch.jit.script(nn.Linear(8, 8))
     with pytest.raises(CaptureError, match=r"TorchScript|any_model.py:|does not exist before"):
