@@ -43,7 +43,7 @@ from placer.program.originals import original_state
 from placer.program.packed import PACKING, RECURRENT, run_recurrent
 from placer.program.python_random import keep_random
 from placer.program.reachable import ReachableState, find_reachable_state
-from placer.program.restore import Snapshot, restored
+from placer.program.restore import Snapshot, own_context, restored
 from placer.program.row_gradients import EMBEDDINGS, look_up
 
 _CPU = torch.device("cpu")
@@ -112,6 +112,7 @@ class FakeConverter:
     def running(self, guess: Guess | None = None) -> Iterator[None]:
         """In this block, code runs on fake tensors and gets ``guess`` where it reads values (`GuessData`)."""
         with (
+            own_context(),
             self.mode,
             GuessData(self.mode, guess or Guess()),
             fake_execution(),

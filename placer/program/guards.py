@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -218,9 +219,12 @@ def watch_attributes(
     since they may be set later, and plain attributes of the class, since an instance may override
     them. It excludes other parameters, buffers and submodules, and methods. Reads through
     ``vars(module)`` go unnoticed. Where code reads or sets an attribute of another module, that of
-    ``copy_of(module)`` is meant, unless this is None.
+    ``copy_of(module)`` is meant, unless this is None or the code runs in another thread.
     """
-    paths = {id(module): path for path, module in modules.items()}
+    paths, thread = {id(module): path for path, module in modules.items()}, threading.get_ident()
+
+    def meant(module: nn.Module) -> nn.Module | None:
+        return copy_of(module) if threading.get_ident() == thread else None
 
     def watching(
         cls: type[nn.Module], original: Callable[..., Any]
@@ -228,7 +232,7 @@ def watch_attributes(
         def getattribute(module: nn.Module, name: str) -> Any:
             if name.startswith("__"):
                 return original(module, name)
-            if id(module) not in paths and (copied := copy_of(module)) is not None:
+            if id(module) not in paths and (copied := meant(module)) is not None:
                 return getattr(copied, name)
             if name in _OWN or id(module) not in paths:
                 return original(module, name)
@@ -247,7 +251,7 @@ def watch_attributes(
         return getattribute
 
     def set_attribute(original: Callable[..., None], module: nn.Module, *given: Any) -> None:
-        original(copy_of(module) or module, *given)
+        original(meant(module) or module, *given)
 
     classes = {type(module) for module in modules.values()}
     with override_getattribute(classes, watching), override_setattr(set_attribute):

@@ -40,7 +40,7 @@ from placer.program.objects import Path, attribute_of, spell
 from placer.program.python_random import PythonRandomDraw
 from placer.program.reachable import ReachableState, Reference, find_reachable_state, is_iterator
 from placer.program.recorder import Recorder, Setup
-from placer.program.restore import MISSING, Change, Snapshot, module_roots
+from placer.program.restore import MISSING, Change, Snapshot, module_roots, own_context
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.stored import StateInput, Stored, set_at
@@ -91,6 +91,7 @@ class UnlocatedRandomDraw(TraceFailure):
     """Forward drew random numbers from Python or numpy; the run did not find out in which module."""
 
 
+@own_context()
 def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
     """Run the fake copy of a model on fake ``inputs`` and record what it does; it is restored afterwards.
 

@@ -38,7 +38,7 @@ from placer.program.reached import Follow, Reached
 from placer.program.readings import reading_of_inputs
 from placer.program.record import RecordedProgram, recording_modes
 from placer.program.recorder import Setup
-from placer.program.restore import Change, Snapshot, module_roots
+from placer.program.restore import Change, Snapshot, module_roots, own_context
 from placer.program.result import ResultFormat, flatten_result, is_alike, is_fixed, result_of_values
 from placer.program.state import named_state
 from placer.program.stored import table_at
@@ -47,6 +47,7 @@ from placer.program.types import AnyNumber
 from placer.program.writer import GraphWriter
 
 
+@own_context()
 def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> RecordedProgram:
     """A graph that calls all of the model in one node, a function of its parameters, buffers and inputs.
 
