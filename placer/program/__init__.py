@@ -70,6 +70,7 @@ from placer.program.marks import Batched, Box, Whole, is_mark, marked_dims, unma
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
 from placer.program.packed import unflatten
+from placer.program.record import refuse_attributes
 from placer.program.result import flatten_result, result_tensors
 from placer.program.rows import Rows
 from placer.program.state import first_names, named_state

@@ -35,6 +35,7 @@ from placer._torch import (
     without_modes,
     without_torch_function,
 )
+from placer._torch_patches import watch_missing_attributes
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
@@ -179,6 +180,7 @@ class Recorder(TorchFunctionMode):
         self.made: set[fx.Node] = set()  # constants that forward made from numpy arrays
         self.made_tensors: list[Tensor] = []  # keeps them alive
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
+        self.asked: set[str] = set()  # names of attributes that inputs do not have
         self.codes: dict[int, CodeType] = {}  # of functions that ran outside of torch functions
         self.codes_again: dict[int, CodeType] = {}  # of those that the backward runs again
         self.retained: list[
@@ -208,7 +210,8 @@ class Recorder(TorchFunctionMode):
         watched = watch_attributes(traced, self.read_attribute, self.copy_of)
         before = sys.gettrace()
         hooks = self.backward.watching() if self.setup.is_split else nullcontext()
-        with watch_calls(self), watched, hooks, self, _OperatorMode(self):
+        missing = watch_missing_attributes(self.note_missing)
+        with watch_calls(self), watched, missing, hooks, self, _OperatorMode(self):
             sys.settrace(self.trace)
             try:
                 yield
@@ -231,6 +234,16 @@ class Recorder(TorchFunctionMode):
         """The module at ``path`` read an attribute. A single-node module reads its own again in every run."""
         if not self.paused:
             self.attributes.add((path, name))
+
+    def note_missing(self, tensor: Tensor, name: str) -> None:
+        """Code asks for an attribute that ``tensor`` does not have, and may have in a later call."""
+        if self.paused or name.startswith("__") or runs_library(sys._getframe(2)):
+            return
+        if id(tensor) in self.inputs:
+            self.asked.add(name)
+        if (state := self.writer.name_of_state(tensor)) is not None:
+            path, _, own = state.rpartition(".")
+            self.attributes.add((path, own))
 
     def guards(
         self, unread: Sequence[Path] = (), state: Sequence[StateInput] = ()

@@ -237,6 +237,10 @@ class GraphWriter:
         )
         return next((node for node in (*nodes, *called)), None)
 
+    def name_of_state(self, tensor: Tensor) -> str | None:
+        """The name of ``tensor`` if it is a parameter or buffer of the model."""
+        return self._state.get(id(tensor))
+
     def is_state(self, tensor: Tensor) -> bool:
         """Is ``tensor`` a parameter or buffer of the model?"""
         return id(tensor) in self._state
