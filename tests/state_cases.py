@@ -167,6 +167,26 @@ def call_a_part_in_a_variable(spec: str) -> None:
         torch.testing.assert_close(ours, {name: theirs[name] for name in ours})
 
 
+class _Returns(Layers):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = super().forward(x)
+        return y, y, x, self.a.weight, self.c.weight
+
+
+def results_are_copies() -> None:
+    """On every rank: a tensor that is returned twice is one; inputs and weights are copies."""
+    model, x = _Returns(), torch.ones(4, 4)
+    placed = placer.compile(model, SPECS["stages"], x)
+    with torch.no_grad():
+        y, again, given, *weights = placed(x)
+    assert y is again
+    assert given is not x
+    torch.testing.assert_close(given, x)
+    for name, weight in zip("ac", weights, strict=True):
+        torch.testing.assert_close(weight, model.get_parameter(f"{name}.weight").detach())
+        assert all(weight is not parameter for parameter in placed.parameters())
+
+
 class _Block(nn.Sequential):
     """A module of several layers."""
 

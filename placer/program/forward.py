@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -194,6 +194,15 @@ def stored_names(code: CodeType) -> frozenset[str]:
     """The names of attributes to which ``code`` assigns."""
     found = dis.get_instructions(code)
     return frozenset(str(x.argval) for x in found if x.opname == "STORE_ATTR")
+
+
+def stored_at(codes: Iterable[CodeType], name: str) -> str:
+    """``file.py:line`` where one of ``codes``, not a constructor, assigns to an attribute ``name``, or ""."""
+    for code in codes:
+        for each in dis.get_instructions(code) if code.co_name != "__init__" else ():
+            if each.opname == "STORE_ATTR" and each.argval == name and each.positions:
+                return f"{code.co_filename}:{each.positions.lineno}"
+    return ""
 
 
 def _refuse_changed_again(recorder: Recorder, changes: Sequence[Change]) -> None:

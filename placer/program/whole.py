@@ -28,7 +28,7 @@ from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import GuessData
 from placer.program.fingerprint import graph_lines
-from placer.program.forward import retained_result
+from placer.program.forward import retained_result, stored_at
 from placer.program.guards import make_guards, watch_attributes
 from placer.program.inside import Inside
 from placer.program.objects import spell
@@ -261,9 +261,14 @@ def _refuse_changes(setup: Setup, changes: Sequence[Change], reached: Reached, r
         matter = again or any(x in reached or is_own_leaf(x) for x in tensors)
         constant = bool(tensors) and not matter
         if not (hooks or in_code or constant):
+            what, remedy = spell(change.path), "return the value"
+            if "_buffers" in change.path:
+                what = f"the buffer {what}"
+                remedy = f"write into the buffer (self.{change.path[-1]}.copy_(…))"
+            line = stored_at(setup.converter.reachable.codes, str(change.path[-1]))
             raise CaptureError(
                 type(setup.model).__name__,
-                f"its forward cannot be captured ({reason}), and it sets {spell(change.path)}, which a call "
-                "of the placed model would not",
-                "move the code that cannot be captured into a submodule, or return the value",
+                f"its forward cannot be captured ({reason}), and it sets {what}{line and f' ({line})'}, "
+                "which a call of the placed model would not",
+                f"move the code that cannot be captured into a submodule, or {remedy}",
             )
