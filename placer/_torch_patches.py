@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.utils import parametrize
 
 
@@ -173,6 +174,36 @@ def override_getattribute(
                 del cls.__getattribute__
             else:
                 cls.__getattribute__ = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def override_setattr(set_attribute: Callable[..., None]) -> Iterator[None]:
+    """In this block, modules get attributes by ``set_attribute(original, module, name, value)``."""
+    original = nn.Module.__setattr__
+
+    def setattr_(module: nn.Module, name: str, value: Any) -> None:
+        set_attribute(original, module, name, value)
+
+    nn.Module.__setattr__ = setattr_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def watch_missing_attributes(note: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """In this block, ``note(tensor, name)`` is called when an attribute of a fake tensor is not found."""
+
+    def missing(tensor: FakeTensor, name: str) -> None:
+        note(tensor, name)
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
+
+    FakeTensor.__getattr__ = missing  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del FakeTensor.__getattr__  # type: ignore[attr-defined]
 
 
 def call_before_clipping(check: Callable[[Sequence[Tensor]], None]) -> Callable[[], object]:

@@ -134,6 +134,60 @@ def freeze(*, in_eval: bool) -> str:
     return ""
 
 
+PART: Any = None
+
+
+class _CallsAVariable(Layers):
+    def forward(self, x: Tensor, *, double: bool = False) -> Tensor:
+        y = PART(self.n(self.a(x)))
+        return y * 2 if double else y
+
+
+def call_a_part_in_a_variable(spec: str) -> None:
+    """Compare with the plain model; a global variable holds a layer of the model that was placed."""
+    global PART
+    torch.manual_seed(0)
+    plain = _CallsAVariable().double()
+    model, x = copy.deepcopy(plain), torch.randn(4, 4, dtype=torch.float64)
+    PART = model.c
+    placed = placer.compile(model, SPECS[spec], x)
+    for double in (False, True):
+        for net in (plain, placed):
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(0.1)
+            net.zero_grad()
+        PART = model.c
+        found = placed.step(x, double=double, loss_fn=_loss, reduction="mean")
+        PART = plain.c
+        expected = _loss(plain(x, double=double))
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach())
+        ours, theirs = _seen(placed), _seen(plain)
+        torch.testing.assert_close(ours, {name: theirs[name] for name in ours})
+
+
+class _Returns(Layers):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = super().forward(x)
+        return y, y, x, self.a.weight, self.c.weight
+
+
+def results_are_copies() -> None:
+    """On the rank of the first stage, a tensor that is returned twice is two; weights are copies on all."""
+    model, x = _Returns(), torch.ones(4, 4)
+    placed = placer.compile(model, SPECS["stages"], x)
+    with torch.no_grad():
+        y, again, given, *weights = placed(x)
+    assert torch.distributed.get_rank() or y is not again
+    torch.testing.assert_close(y, again)
+    assert given is not x
+    torch.testing.assert_close(given, x)
+    for name, weight in zip("ac", weights, strict=True):
+        torch.testing.assert_close(weight, model.get_parameter(f"{name}.weight").detach())
+        assert all(weight is not parameter for parameter in placed.parameters())
+
+
 class _Block(nn.Sequential):
     """A module of several layers."""
 

@@ -22,6 +22,7 @@ from placer.program import (
     call_difference,
     call_tensors,
     changed_numbers,
+    refuse_attributes,
 )
 
 _MAX_CALLS = 64  # kinds of call that are kept, for different values of arguments
@@ -45,6 +46,9 @@ class Call(NamedTuple):
 
 def _call(programs: ProgramCache, bound: BoundCall, given: Mapping[int, Tensor]) -> Call:
     by_name = dict(zip(bound.leaf_names, bound.leaves, strict=True))
+    for name, leaf in by_name.items():
+        if isinstance(leaf, Tensor) and vars(leaf):
+            refuse_attributes(name, leaf, programs.captured.conditions.asked)
     leaves = call_tensors(programs.call, bound)
     boxes = {i: given[id(leaf)] for i, leaf in enumerate(leaves) if id(leaf) in given}
     return Call(programs, leaves, bound.arguments, by_name, boxes)

@@ -36,6 +36,7 @@ from placer.executor.sampler import ReplicaSampler
 from placer.executor.watch import StepReport
 from placer.plan.types import Plan
 from placer.program import VariableGuard
+from placer.program.originals import note_originals
 
 _RUNTIME, _FORWARD = "_PlacedModule__runtime", "_PlacedModule__forward"  # slots
 
@@ -280,6 +281,7 @@ class PlacedModule(nn.Module):
         guards = runtime_of(self).calls.guards
         memo |= {id(each.value): each.value for each in guards if isinstance(each, VariableGuard)}
         runtime = copy.deepcopy(runtime_of(self), memo)
+        note_originals(runtime_of(self).tree, runtime.tree)
         _connect(twin, runtime)
         return twin
 

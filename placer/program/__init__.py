@@ -27,7 +27,8 @@ targets                    callables of graph nodes for which torch has no funct
 fingerprint, validity      identify a graph; check whether it is valid for other sizes and modes
 lower                      make the program of what was captured, and rewrite it
 blocks                     leave out most of the blocks that repeat, to find costs
-restore, copying           leave the model as it was
+restore, copying,          leave the model as it was; what parts of a copy are copies of
+originals
 state                      names of parameters and buffers
 python_random, failure     random numbers that are not torch's; why and where recording failed
 random_layers              layers that draw random numbers of torch
@@ -69,6 +70,7 @@ from placer.program.marks import Batched, Box, Whole, is_mark, marked_dims, unma
 from placer.program.moves import IgnoreDeviceMoves
 from placer.program.objects import Path
 from placer.program.packed import unflatten
+from placer.program.record import refuse_attributes
 from placer.program.result import flatten_result, result_tensors
 from placer.program.rows import Rows
 from placer.program.state import first_names, named_state

@@ -603,6 +603,7 @@ def _assemble(
             repeats=recording.repeats,
             ignore_device_moves=capture.setup.ignore_device_moves,
             answers=recording.answers,
+            asked=recording.asked,
             hooked_by_forward=any(
                 runs_own_hooks(x, capture.converter.reachable) for x in modules.values()
             ),

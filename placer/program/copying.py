@@ -18,6 +18,7 @@ from placer._torch import HOOK_TABLES, copy_attributes
 from placer.errors import CaptureError
 from placer.program.hook_table import HookTable, hook_tables
 from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
+from placer.program.originals import note_originals
 
 # What every module has: tensors, submodules, hooks, the mode
 _TABLES = frozenset(vars(nn.Module()))
@@ -65,6 +66,8 @@ def copy_module(
         if isinstance(twin := made.get(id(tensor)), Tensor):  # torch copies no attributes
             copy_attributes(tensor, twin)
     _rebind(copied, made, set(map(id, known.values())), owned)
+    if keep_objects:
+        note_originals(model, copied)
     return copied
 
 

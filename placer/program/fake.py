@@ -39,10 +39,11 @@ from placer.program.caches import isolated_caches
 from placer.program.copying import copy_module, tensors_of
 from placer.program.failure import Place, Untraceable, calling_place
 from placer.program.fake_mode import FakeMode
+from placer.program.originals import original_state
 from placer.program.packed import PACKING, RECURRENT, run_recurrent
 from placer.program.python_random import keep_random
 from placer.program.reachable import ReachableState, find_reachable_state
-from placer.program.restore import Snapshot, restored
+from placer.program.restore import Snapshot, own_context, restored
 from placer.program.row_gradients import EMBEDDINGS, look_up
 
 _CPU = torch.device("cpu")
@@ -63,6 +64,8 @@ class FakeConverter:
         self._bases: dict[tuple[int, torch.dtype], Tensor] = {}  # a fake of each shared storage
         self._sharing: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
         self.reachable = ReachableState()  # what the modules' code can reach
+        # Originals of parameters and buffers, by id, with their names
+        self.state: dict[int, tuple[str, Tensor]] = {}
 
     def tensor(self, original: Tensor) -> Tensor:
         """The fake copy of ``original``: same shape, strides, dtype and ``requires_grad``."""
@@ -109,6 +112,7 @@ class FakeConverter:
     def running(self, guess: Guess | None = None) -> Iterator[None]:
         """In this block, code runs on fake tensors and gets ``guess`` where it reads values (`GuessData`)."""
         with (
+            own_context(),
             self.mode,
             GuessData(self.mode, guess or Guess()),
             fake_execution(),
@@ -144,6 +148,8 @@ class FakeConverter:
                 "give the attribute that cannot be copied a __deepcopy__, or create it lazily",
             ) from error
         self.reachable.extend(find_reachable_state(fake, arguments or {}))
+        for name, original in original_state(model):
+            self.state.setdefault(id(original), (name, original))
         return fake
 
     def _note_storage(self, original: Tensor) -> None:

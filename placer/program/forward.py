@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -116,8 +116,10 @@ def run_forward(
         left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags_set)
         # At the end, so that an input that is written and returned is one value.
         written_leaves = [writer.argument(leaf) for leaf in leaves]
-        _refuse_leaves(recorder, (leaves, [change.value for change in changes]), own)
-        recorder.run_backward((leaves, [change.value for change in changes]), inputs)
+        kept = leaves, [change.value for change in changes]
+        _refuse_leaves(recorder, kept, own)
+        _refuse_retained(recorder, kept)
+        recorder.run_backward(kept, inputs)
     finally:
         with without_torch_function():
             for parameter in model.parameters():
@@ -145,6 +147,23 @@ def _refuse_leaves(recorder: Recorder, kept: Any, own: Sequence[Tensor]) -> None
             reason = "it keeps a tensor that it makes and that requires gradients"
             location = locate_function(type(recorder.fake_model.get_submodule(layer)).forward)
             raise TraceFailure(layer, reason, location)
+
+
+def _refuse_retained(recorder: Recorder, kept: Any) -> None:
+    """Raise ``CaptureError`` if forward gives away a tensor whose gradient it has retained."""
+    given = set(map(id, tensors_of_tree(kept)))
+    for tensor, location in recorder.retained:
+        if id(tensor) in given:
+            raise retained_result(recorder.model, f"calls retain_grad() ({location})")
+
+
+def retained_result(model: nn.Module, calls: str) -> CaptureError:
+    """The error for a result that would be a copy, and so would not retain the gradient."""
+    return CaptureError(
+        type(model).__name__,
+        f"its forward {calls} and gives the tensor away; the caller would get a copy, without the gradient",
+        "put a backward hook on the module that makes it",
+    )
 
 
 def _refuse_attributes(
@@ -175,6 +194,15 @@ def stored_names(code: CodeType) -> frozenset[str]:
     """The names of attributes to which ``code`` assigns."""
     found = dis.get_instructions(code)
     return frozenset(str(x.argval) for x in found if x.opname == "STORE_ATTR")
+
+
+def stored_at(codes: Iterable[CodeType], name: str) -> str:
+    """``file.py:line`` where one of ``codes``, not a constructor, assigns to an attribute ``name``, or ""."""
+    for code in codes:
+        for each in dis.get_instructions(code) if code.co_name != "__init__" else ():
+            if each.opname == "STORE_ATTR" and each.argval == name and each.positions:
+                return f"{code.co_filename}:{each.positions.lineno}"
+    return ""
 
 
 def _refuse_changed_again(recorder: Recorder, changes: Sequence[Change]) -> None:

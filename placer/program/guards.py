@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from placer._torch_patches import override_getattribute
+from placer._torch_patches import override_getattribute, override_setattr
 from placer.program.constants import digest
 from placer.program.objects import Path, at, attributes_of, has_slots, module_parts, walk
 from placer.program.result import PLAIN
@@ -208,22 +209,32 @@ def _put(table: dict[str, Any], name: str, value: Any) -> None:
 
 @contextmanager
 def watch_attributes(
-    modules: Mapping[str, nn.Module], read: Callable[[str, str], None]
+    modules: Mapping[str, nn.Module],
+    read: Callable[[str, str], None],
+    copy_of: Callable[[nn.Module], nn.Module | None],
 ) -> Iterator[None]:
     """Call ``read(module path, name)`` for each attribute of ``modules`` that code reads in this block.
 
     That includes attributes that are missing, and parameters, buffers and submodules that are None,
     since they may be set later, and plain attributes of the class, since an instance may override
     them. It excludes other parameters, buffers and submodules, and methods. Reads through
-    ``vars(module)`` go unnoticed.
+    ``vars(module)`` go unnoticed. Where code reads or sets an attribute of another module, that of
+    ``copy_of(module)`` is meant, unless this is None or the code runs in another thread.
     """
-    paths = {id(module): path for path, module in modules.items()}
+    paths, thread = {id(module): path for path, module in modules.items()}, threading.get_ident()
+
+    def meant(module: nn.Module) -> nn.Module | None:
+        return copy_of(module) if threading.get_ident() == thread else None
 
     def watching(
         cls: type[nn.Module], original: Callable[..., Any]
     ) -> Callable[[nn.Module, str], Any]:
         def getattribute(module: nn.Module, name: str) -> Any:
-            if name in _OWN or name.startswith("__") or id(module) not in paths:
+            if name.startswith("__"):
+                return original(module, name)
+            if id(module) not in paths and (copied := meant(module)) is not None:
+                return getattr(copied, name)
+            if name in _OWN or id(module) not in paths:
                 return original(module, name)
             try:
                 value = original(module, name)
@@ -239,7 +250,11 @@ def watch_attributes(
 
         return getattribute
 
-    with override_getattribute((type(module) for module in modules.values()), watching):
+    def set_attribute(original: Callable[..., None], module: nn.Module, *given: Any) -> None:
+        original(meant(module) or module, *given)
+
+    classes = {type(module) for module in modules.values()}
+    with override_getattribute(classes, watching), override_setattr(set_attribute):
         yield
 
 

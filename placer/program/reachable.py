@@ -372,7 +372,7 @@ class _Search:
             self.found.variables.append(reference)
         elif is_object(value) or has_slots(value):
             self.found.objects.append(reference)
-            if self._is_searched(value):
+            if self._is_searched(value) or isinstance(value, nn.Module):
                 self.found.variables.append(reference)
         elif isinstance(value, FunctionType):
             self._attributes_of_function(reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from placer._torch import DispatchMode, storage_key
 from placer.operands import tensors_in, tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.inside import Inside
+from placer.program.originals import uses_original
 
 
 class Reached:
@@ -18,10 +20,12 @@ class Reached:
 
     ``written`` has the names of parameters and buffers that operators write, and whether what they write
     depends on the inputs; ``flags`` those of the parameters that any module has read, and whether they
-    required gradients then. ``inside`` records the operators, if that is asked for.
+    required gradients then. ``inside`` records the operators, if that is asked for. ``originals`` has the
+    tensors of which those of ``model`` are copies, by id, with their names.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, originals: Mapping[int, tuple[str, Tensor]]) -> None:
+        self._originals = originals
         self.written: dict[str, bool] = {}
         self.flags: dict[str, bool] = {}
         self.inside: Inside | None = None
@@ -47,13 +51,19 @@ class Reached:
             self._tensors[tensor] = True
 
     def spread(self, func: Any, args: Any, kwargs: Any, value: Any) -> None:
-        """Note what an operator computed from ``args`` and ``kwargs``."""
+        """Note what an operator computed from ``args`` and ``kwargs``.
+
+        Raises ``CaptureError`` if it uses a parameter or buffer of the user's model itself, which a variable
+        holds: the placed model has others.
+        """
         if self.inside is not None:
             self.inside.note(func, args, kwargs, value)
         written = written_arguments(func)
         given = tensors_in(args, kwargs)
         depends = any(tensor in self._tensors for tensor in given)
         for tensor in given:
+            if id(tensor) in self._originals:
+                raise uses_original(self._originals[id(tensor)][0])
             if isinstance(tensor, nn.Parameter) and storage_key(tensor) in self._state:
                 self.flags.setdefault(self._state[storage_key(tensor)], tensor.requires_grad)
         if depends:

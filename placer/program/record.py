@@ -7,7 +7,7 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from placer.program.objects import Path, attribute_of, spell
 from placer.program.python_random import PythonRandomDraw
 from placer.program.reachable import ReachableState, Reference, find_reachable_state, is_iterator
 from placer.program.recorder import Recorder, Setup
-from placer.program.restore import MISSING, Change, Snapshot, module_roots
+from placer.program.restore import MISSING, Change, Snapshot, module_roots, own_context
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.stored import StateInput, Stored, set_at
@@ -82,6 +82,7 @@ class RecordedProgram:
     # Path of a module under activation checkpointing -> source line
     checkpointed: dict[str, str] = field(default_factory=dict)
     answers: Answers = ()  # to questions about gradients
+    asked: frozenset[str] = frozenset()  # names of attributes that inputs do not have
     sizes: SizeLog = field(default_factory=SizeLog)
     packs: bool = False  # forward packs sequences
     shapes: tuple[Any, ...]  # per node: the shape of its tensor, its number, or None
@@ -91,6 +92,7 @@ class UnlocatedRandomDraw(TraceFailure):
     """Forward drew random numbers from Python or numpy; the run did not find out in which module."""
 
 
+@own_context()
 def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) -> RecordedProgram:
     """Run the fake copy of a model on fake ``inputs`` and record what it does; it is restored afterwards.
 
@@ -156,6 +158,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         ),
         checkpointed=recorder.checkpointed,
         answers=recorder.answers(setup.bound.tensors),
+        asked=frozenset(recorder.asked),
         sizes=sizes,
         packs=recorder.packs,
         shapes=writer.shapes,
@@ -203,18 +206,23 @@ def _with_attributes(recorder: Recorder) -> set[tuple[str, str]]:
     named = {name for code in codes for name in (*code.co_names, *code.co_consts)}
     bound = recorder.setup.bound
     for argument, tensor in zip(placeholder_names(bound), bound.tensors, strict=True):
-        for name in sorted(named & vars(tensor).keys()):
-            raise CaptureError(
-                argument,
-                f"has an attribute {name!r}, which forward may read: the captured graph gets the tensor only",
-                "give forward an argument for it",
-            )
+        refuse_attributes(argument, tensor, named)
     return {
         (path, name)
         for path, module in recorder.model.named_modules()
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and not named.isdisjoint(vars(tensor))
     }
+
+
+def refuse_attributes(argument: str, tensor: Tensor, names: Set[Any]) -> None:
+    """Raise ``CaptureError`` if the input ``tensor`` has an attribute that is among ``names``."""
+    for name in sorted(names & vars(tensor).keys()):
+        raise CaptureError(
+            argument,
+            f"has an attribute {name!r}, which forward may read: the captured graph gets the tensor only",
+            "give forward an argument for it",
+        )
 
 
 def run_once(

@@ -35,6 +35,8 @@ from placer._torch import (
     without_modes,
     without_torch_function,
 )
+from placer._torch_patches import watch_missing_attributes
+from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.backward import BackwardHooks
@@ -66,6 +68,7 @@ from placer.program.leaves import is_inside, is_torch_leaf, runs_own_hooks
 from placer.program.leaving import Left
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects import Path
+from placer.program.originals import originals_of, uses_original
 from placer.program.packed import PACKING, WithLengths
 from placer.program.python_random import forbid_python_random
 from placer.program.reached import Reached
@@ -140,6 +143,7 @@ class Recorder(TorchFunctionMode):
         self.generators = [each.value for each in self.reachable.generators]
         self.writer = GraphWriter(converter, fake_model)
         self.flags: dict[int, bool] = {}  # id of an input or parameter -> did it require gradients?
+        self.inputs: set[int] = set()  # ids
         self.flags_set: set[int] = set()  # ids of those whose flag forward has set, changed or not
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
@@ -147,7 +151,8 @@ class Recorder(TorchFunctionMode):
         self.changing: set[str] = set()  # paths of the single nodes that do
         # State they write -> does it depend on their inputs?
         self.written_inside: dict[str, bool] = {}
-        self.reached = Reached(fake_model)  # what the inputs of the present single node reach
+        # What the inputs of the present single node reach
+        self.reached = Reached(fake_model, converter.state)
         self.runs_code = False  # has a single node run code that is not torch's?
         self.backward = BackwardHooks(
             fake_model,
@@ -175,12 +180,18 @@ class Recorder(TorchFunctionMode):
         self.made: set[fx.Node] = set()  # constants that forward made from numpy arrays
         self.made_tensors: list[Tensor] = []  # keeps them alive
         self.attributes: set[tuple[str, str]] = set()  # (module path, name) of those that were read
+        self.asked: set[str] = set()  # names of attributes that inputs do not have
         self.codes: dict[int, CodeType] = {}  # of functions that ran outside of torch functions
         self.codes_again: dict[int, CodeType] = {}  # of those that the backward runs again
+        self.retained: list[
+            tuple[Tensor, str]
+        ] = []  # by retain_grad() in single nodes, with the line
         self.written_again: set[int] = set()  # storages that operators in these have written
         self.trace = trace_codes(self.codes, self.codes_again, self.recomputes)
         self.path_of = {id(module): path for path, module in fake_model.named_modules()}
-        self.fake_modules = dict(zip(map(id, model.modules()), fake_model.modules(), strict=True))
+        pairs = zip(model.modules(), fake_model.modules(), strict=True)
+        self.originals = [(each, fake) for real, fake in pairs for each in originals_of(real)]
+        self.fake_modules = {id(original): fake for original, fake in self.originals}
         self.training = {id(module): module.training for module in fake_model.modules()}
         self.own_parameters = {id(module): _state(module) for module in fake_model.modules()}
 
@@ -196,10 +207,11 @@ class Recorder(TorchFunctionMode):
             for path, module in self.fake_model.named_modules()
             if not is_inside(self.setup.whole, path)
         }
-        watched = watch_attributes(traced, self.read_attribute)
+        watched = watch_attributes(traced, self.read_attribute, self.copy_of)
         before = sys.gettrace()
         hooks = self.backward.watching() if self.setup.is_split else nullcontext()
-        with watch_calls(self), watched, hooks, self, _OperatorMode(self):
+        missing = watch_missing_attributes(self.note_missing)
+        with watch_calls(self), watched, missing, hooks, self, _OperatorMode(self):
             sys.settrace(self.trace)
             try:
                 yield
@@ -208,10 +220,30 @@ class Recorder(TorchFunctionMode):
                     self.codes.update((id(code), code) for code in self.reachable.codes)
                 sys.settrace(before)
 
+    def copy_of(self, module: nn.Module) -> nn.Module | None:
+        """The fake copy of a module of the user's model itself; None for any other module.
+
+        Raises ``CaptureError`` in code of a single node, in which calls of the placed model use the original.
+        """
+        found = self.fake_modules.get(id(module))
+        if found is not None and self.paused:
+            raise uses_original(self.path_of[id(found)])
+        return found
+
     def read_attribute(self, path: str, name: str) -> None:
         """The module at ``path`` read an attribute. A single-node module reads its own again in every run."""
         if not self.paused:
             self.attributes.add((path, name))
+
+    def note_missing(self, tensor: Tensor, name: str) -> None:
+        """Code asks for an attribute that ``tensor`` does not have, and may have in a later call."""
+        if self.paused or name.startswith("__") or runs_library(sys._getframe(2)):
+            return
+        if id(tensor) in self.inputs:
+            self.asked.add(name)
+        if (state := self.writer.name_of_state(tensor)) is not None:
+            path, _, own = state.rpartition(".")
+            self.attributes.add((path, own))
 
     def guards(
         self, unread: Sequence[Path] = (), state: Sequence[StateInput] = ()
@@ -229,6 +261,7 @@ class Recorder(TorchFunctionMode):
         """Note which inputs and parameters require gradients; by id."""
         tensors = [*self.fake_model.parameters(), *inputs]
         self.flags = {id(tensor): tensor.requires_grad for tensor in tensors}
+        self.inputs = set(map(id, inputs))
         return self.flags
 
     def number_input(self, name: str, value: float) -> Any:
@@ -262,6 +295,8 @@ class Recorder(TorchFunctionMode):
                 args[0] and (self.grad_mode or self.setup.disabled) and not self.paused
             )
             self.grad_mode = args[0]
+        if func is torch.Tensor.retain_grad:
+            self.note_retained(args[0])
         if self.paused:
             if func is torch.Tensor.register_hook and self.setup.is_split:
                 args = args[0], self.backward.watched("", args[1])
@@ -279,6 +314,17 @@ class Recorder(TorchFunctionMode):
             self.inside = before
             if traced is self.trace:
                 sys.settrace(traced)
+
+    def note_retained(self, tensor: Tensor) -> None:
+        """Note a call of ``retain_grad()``. Raises ``CaptureError`` if it is on an input of the model."""
+        if id(tensor) in self.inputs:
+            raise CaptureError(
+                type(self.model).__name__,
+                f"its forward calls retain_grad() on an input ({locate_caller()}), which is a copy in a "
+                "placed model",
+                "call it on the tensor before the call of the model",
+            )
+        self.retained.append((tensor, locate_caller()))
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an operator that ran outside of any torch function, as from ``torch.from_numpy``."""
@@ -414,7 +460,7 @@ class Recorder(TorchFunctionMode):
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module: as one node, or by running its forward, whose calls are recorded."""
-        module = self.fake_modules.get(id(module), module)
+        module = self.copy_of(module) or module
         path = self.path_of.get(id(module))
         if path is None:  # constructed in forward, such as nn.Softmax(dim=1)(x): part of its caller
             return original(module, *args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import ctypes
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
@@ -153,6 +155,20 @@ class Snapshot:
                     _refill(holder.object, before)
             elif now != before if isinstance(before, set) else not _identical(now, before):
                 _refill(holder.object, before)
+
+
+@contextmanager
+def own_context() -> Iterator[None]:
+    """In this block, code sets context variables for the block only.
+
+    One that had no value has none again after it, which nothing else in Python can do without its token.
+    """
+    context = ctypes.py_object(contextvars.copy_context())
+    ctypes.pythonapi.PyContext_Enter(context)
+    try:
+        yield
+    finally:
+        ctypes.pythonapi.PyContext_Exit(context)
 
 
 @contextmanager

@@ -105,6 +105,7 @@ class Conditions:
     repeats: bool  # does a call compute the same in the state that a call leaves?
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     answers: Answers = ()
+    asked: frozenset[str] = frozenset()  # attributes that code looks for on inputs, which have none
     hooked_by_forward: bool = False  # had forward itself installed hooks on the model?
 
 

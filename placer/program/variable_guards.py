@@ -94,9 +94,11 @@ def variable_guards(
         wanted.pop(id(value), None)
     looked = set(map(id, values_read))
     guards = []
-    roots = [*code.variables, *code.containers, *code.objects] if wanted else []
-    for (index, *keys), value in walk(((i,), each.read()) for i, each in enumerate(roots)):
-        if id(value) in wanted:
+    # Variables first: an object in one may be replaced, and with it the containers that it holds
+    for roots in ([*code.variables, *code.objects], code.containers) if wanted else ():
+        for (index, *keys), value in walk(((i,), each.read()) for i, each in enumerate(roots)):
+            if wanted.pop(id(value), None) is None:
+                continue
             is_read = id(value) in looked
             guards.append(
                 VariableGuard(
@@ -166,7 +168,8 @@ def _settings(
     if keys in unread:
         return
     compared = isinstance(value, _COMPARED)
-    yield keys, type(value), value if compared else None
+    # A module is compared by its identity
+    yield keys, type(value), value if compared or isinstance(value, nn.Module) else None
     inside = isinstance(value, FunctionType) or not compared
     if depth > 0 and inside and not (keys and isinstance(value, nn.Module)):
         for key, part in parts(value):

@@ -28,15 +28,17 @@ from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
 from placer.program.fake import GuessData
 from placer.program.fingerprint import graph_lines
+from placer.program.forward import retained_result, stored_at
 from placer.program.guards import make_guards, watch_attributes
 from placer.program.inside import Inside
 from placer.program.objects import spell
+from placer.program.originals import refusing_originals
 from placer.program.python_random import keep_random
 from placer.program.reached import Follow, Reached
 from placer.program.readings import reading_of_inputs
 from placer.program.record import RecordedProgram, recording_modes
 from placer.program.recorder import Setup
-from placer.program.restore import Change, Snapshot, module_roots
+from placer.program.restore import Change, Snapshot, module_roots, own_context
 from placer.program.result import ResultFormat, flatten_result, is_alike, is_fixed, result_of_values
 from placer.program.state import named_state
 from placer.program.stored import table_at
@@ -45,6 +47,7 @@ from placer.program.types import AnyNumber
 from placer.program.writer import GraphWriter
 
 
+@own_context()
 def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> RecordedProgram:
     """A graph that calls all of the model in one node, a function of its parameters, buffers and inputs.
 
@@ -54,7 +57,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
     converter, bound = setup.converter, setup.bound
     model, fake_model = setup.model, setup.fake_model
     snapshot = Snapshot(module_roots(fake_model), converter.reachable)
-    reached = Reached(fake_model)
+    reached = Reached(fake_model, converter.state)
     new_guesses = partial(GuessData, converter.mode, setup.guess, reached.__contains__)
     guesses = new_guesses()
     flags = {name: parameter.requires_grad for name, parameter in fake_model.named_parameters()}
@@ -69,7 +72,7 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
             recording_modes(converter),
             Follow(reached),
             guesses,
-            watch_attributes(dict(fake_model.named_modules()), read),
+            watch_attributes(dict(fake_model.named_modules()), read, refusing_originals(model)),
         ):
             arguments = call_arguments(bound, call_leaves(bound, converter.copies(inputs)))
             given = Snapshot(arguments_roots(bound, arguments), root="call")
@@ -79,6 +82,9 @@ def record_whole(setup: Setup, inputs: Sequence[Tensor], reason: str) -> Recorde
                 with hooks.watching():
                     leaves, result = flatten_result(fake_model.forward(*args, **kwargs))
                 inside = reached.end(leaves)
+                given_away = [x for x in leaves if isinstance(x, Tensor) and x.retains_grad]
+                if setup.is_split and any(not x.is_leaf for x in given_away):
+                    raise retained_result(model, f"retains a gradient ({reason})")
                 reached.note_replaced(fake_model)
                 changes = [*snapshot.changes(), *given.changes()]
                 once = set(map(id, _made_once(setup, inputs, changes)))
@@ -255,9 +261,14 @@ def _refuse_changes(setup: Setup, changes: Sequence[Change], reached: Reached, r
         matter = again or any(x in reached or is_own_leaf(x) for x in tensors)
         constant = bool(tensors) and not matter
         if not (hooks or in_code or constant):
+            what, remedy = spell(change.path), "return the value"
+            if "_buffers" in change.path:
+                what = f"the buffer {what}"
+                remedy = f"write into the buffer (self.{change.path[-1]}.copy_(…))"
+            line = stored_at(setup.converter.reachable.codes, str(change.path[-1]))
             raise CaptureError(
                 type(setup.model).__name__,
-                f"its forward cannot be captured ({reason}), and it sets {spell(change.path)}, which a call "
-                "of the placed model would not",
-                "move the code that cannot be captured into a submodule, or return the value",
+                f"its forward cannot be captured ({reason}), and it sets {what}{line and f' ({line})'}, "
+                "which a call of the placed model would not",
+                f"move the code that cannot be captured into a submodule, or {remedy}",
             )

@@ -59,7 +59,8 @@ class GraphWriter:
         self._pure: set[fx.Node] = set()
         self._taken: set[str] = set()
         self.inputs_of: dict[Any, fx.Node] = {}  # constants that became inputs -> these
-        self._state = {
+        self._state = {key: name for key, (name, _) in converter.state.items()}
+        self._state |= {
             id(tensor): name
             for name, tensor in (*fake_model.named_buffers(), *fake_model.named_parameters())
         }
@@ -235,6 +236,10 @@ class GraphWriter:
             n for n in self.graph.nodes if n.op == "call_module" and is_in(owner, str(n.target))
         )
         return next((node for node in (*nodes, *called)), None)
+
+    def name_of_state(self, tensor: Tensor) -> str | None:
+        """The name of ``tensor`` if it is a parameter or buffer of the model."""
+        return self._state.get(id(tensor))
 
     def is_state(self, tensor: Tensor) -> bool:
         """Is ``tensor`` a parameter or buffer of the model?"""

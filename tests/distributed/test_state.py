@@ -22,6 +22,15 @@ def test_state_that_forward_changes(
     job_of(2).run(cases.call_in_both_modes, make, spec)
 
 
+@pytest.mark.parametrize("spec", cases.SPECS)
+def test_a_variable_that_holds_a_part(job_of: Callable[[int], Job], spec: str) -> None:
+    job_of(2).run(cases.call_a_part_in_a_variable, spec)
+
+
+def test_results_are_copies_of_inputs_and_weights(job_of: Callable[[int], Job]) -> None:
+    job_of(2).run(cases.results_are_copies)
+
+
 @pytest.mark.parametrize("in_eval", [False, True])
 def test_a_forward_that_freezes_parameters_is_refused(
     job_of: Callable[[int], Job], *, in_eval: bool

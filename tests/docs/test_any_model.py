@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
 
 Case = Callable[["Inner", Tensor], Tensor]
 SCALE = torch.ones(8)
+HELD: list[nn.Module] = []
 SETTINGS = {"scale": 2.0}
 FACTOR = ContextVar("factor", default=2.0)
 
@@ -36,6 +37,7 @@ class Inner(nn.Module):
         self.linear, self.tied, self.rnn = nn.Linear(8, 8), nn.Linear(8, 8), nn.GRU(8, 8)
         self.tied.weight = self.linear.weight
         self.linear.weight.factor = SETTINGS["scale"]
+        HELD[:] = [self.linear]
         self.block = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
         self.drop, self.case = nn.Dropout(), case
         forward = self.tied.forward
@@ -113,6 +115,12 @@ def retaining(net: Inner, x: Tensor) -> Tensor:
     return hidden * 2
 
 
+def retaining_its_result(net: Inner, x: Tensor) -> Tensor:
+    hidden = net.block(x)
+    hidden.retain_grad()
+    return hidden
+
+
 def perturbed(net: Inner, x: Tensor) -> Tensor:
     net.noise = torch.zeros(8, requires_grad=True)
     return net.linear(x + net.noise)
@@ -164,6 +172,9 @@ ROWS: dict[str, list[Case]] = {
         retaining,
         perturbed,
     ],
+    "`retain_grad()` on an input, or on a tensor that a submodule makes and the model returns": [
+        retaining_its_result
+    ],
     "`torch.enable_grad()`, `if torch.is_grad_enabled()`, `torch.is_autocast_enabled()`, "
     "`x.requires_grad`": [
         enabling,
@@ -179,6 +190,12 @@ ROWS: dict[str, list[Case]] = {
         lambda net, x: net.linear(x) * SCALE,
         lambda net, x: net.linear(x) * SETTINGS["scale"],
         lambda net, x: net.linear(x) * FACTOR.get(),
+    ],
+    "layers of the model in global variables, closures or objects": [
+        lambda net, x: HELD[0](x) * HELD[0].weight.sum()
+    ],
+    "the same in a module that stays whole": [
+        lambda net, x: HELD[0](x) if x.sum() > 0 else x,
     ],
     "attributes of parameters and buffers (`weight.is_expert`)": [
         lambda net, x: net.linear(x) * net.linear.weight.factor
@@ -270,6 +287,18 @@ def uses_the_present(case: Case) -> None:
         assert_equal(placed, case)
 
 
+def uses_its_own(case: Case) -> None:
+    assert not whole_layers(case)
+    placed = compiled(case)
+    (given,) = HELD
+    for rows in (4, 6):
+        plain, x = model(case), torch.randn(rows, 8)
+        expected, HELD[:] = plain(x), [given]
+        torch.testing.assert_close(placed(x), expected)
+        placed(x).sum().backward()
+        assert placed.get_parameter("1.linear.weight").grad is not None
+
+
 def stays_whole(case: Case) -> None:
     assert whole_layers(case) == ["1"]
     placed = compiled(case)
@@ -297,6 +326,8 @@ def for_each_answer(case: Case) -> None:
 
 def is_an_error(case: Case) -> None:
     given = model(case)
+    if case is retaining_its_result:
+        given = nn.Sequential(nn.Linear(8, 8), given[1])
     if "scripted" in case.__code__.co_names:
         given[1].scripted = torch.jit.script(nn.Linear(8, 8))
     with pytest.raises(CaptureError, match=r"TorchScript|any_model.py:|does not exist before"):
@@ -309,6 +340,7 @@ OUTCOMES: dict[str, Callable[[Case], None]] = {
     "recorded as one operation": is_recorded,
     "recorded, with its backward": is_recorded,
     "recorded; each call uses the present ones": uses_the_present,
+    "recorded; a placed model uses its own": uses_its_own,
     "recorded for each answer": for_each_answer,
     "that module stays whole": stays_whole,
     "what is recomputed stays whole": part_stays_whole,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,37 @@ def test_the_model_is_as_it_was(end: Callable[[Tensor], Tensor], nested: bool) -
     after = state(model)
     assert list(after) == list(before)
     assert [name for name in before if not same(before[name], after[name])] == []
+
+
+SEEN: ContextVar[Any] = ContextVar("SEEN")
+
+
+class Notes(nn.Module):
+    def __init__(self, *, decides: bool) -> None:
+        super().__init__()
+        self.linear, self.decides = nn.Linear(4, 4), decides
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        SEEN.set("seen")
+        return -x if self.decides and x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_context_variable_without_a_value_has_none_afterwards(
+    *, decides: bool, nested: bool
+) -> None:
+    model: nn.Module = Notes(decides=decides)
+    model = nn.Sequential(model, nn.Linear(4, 4)) if nested else model
+
+    def try_it() -> None:
+        placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, torch.randn(4, 4))
+        assert SEEN.get("nothing") == "nothing"
+        placed(torch.randn(4, 4))
+        assert SEEN.get("nothing") == "seen"
+
+    copy_context().run(try_it)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -90,3 +90,48 @@ def test_verify_compares_them(seed: int) -> None:
     case = KINDS["tensor_attributes"](Random(seed))
     found = placer.verify(case.model, TWO, copy.deepcopy(case.example(6)))
     assert found.ok, found
+
+
+class Asks(nn.Module):
+    """What it asks for, no tensor has when it is placed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, dtype=D), nn.Linear(4, 4, dtype=D)
+        self.b.register_buffer("mask", torch.ones(4, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x) * getattr(self.a.weight, "late", 2.0)
+        if any(hasattr(parameter, "frozen") for parameter in self.b.parameters()):
+            y = y.detach()
+        try:
+            y = y + self.b.mask.shift
+        except AttributeError:
+            y = y - 1
+        return self.b(y) * getattr(x, "weight", 1.0)
+
+
+@pytest.mark.parametrize("more", [{}, {"replicas": 2, "microbatches": 2}], ids=str)
+def test_a_new_one_is_followed(more: dict[str, Any]) -> None:
+    model = Asks()
+    placed = placer.compile(model, TWO | more, X)
+    for late in (3.0, 4.0, None):
+        for net in (model, placed):
+            if late is None:
+                del net.a.weight.late, net.b.weight.frozen, net.b.mask.shift
+            else:
+                net.a.weight.late, net.b.weight.frozen = late, True
+                net.b.mask.shift = torch.full((4,), late, dtype=D)
+        found, expected = placed(X), model(X)
+        assert_close(found, expected, "output")
+        for net, result in ((placed, found), (model, expected)):
+            net.zero_grad()
+            result.sum().backward()
+        assert_close(placed.a.weight.grad, model.a.weight.grad, "gradient")
+
+
+def test_a_new_one_of_an_input_is_refused() -> None:
+    placed, x = placer.compile(Asks(), TWO, X), X.clone()
+    x.weight = 2.0
+    with pytest.raises(placer.CaptureError, match="x: has an attribute 'weight'"):
+        placed(x)

@@ -115,8 +115,44 @@ class CountsCalls(nn.Module):
 
 @pytest.mark.parametrize("buffer", [True, False])
 def test_a_count_that_a_whole_model_replaces_is_refused(buffer: bool) -> None:
-    with pytest.raises(placer.CaptureError, match="it sets calls"):
+    what = "the buffer calls" if buffer else "calls"
+    with pytest.raises(placer.CaptureError, match=rf"it sets {what} .*_root\.py:\d+") as caught:
         placer.compile(CountsCalls(buffer=buffer), TWO, X)
+    assert ("self.calls.copy_(…)" in caught.value.remedy) == buffer
+
+
+class Quantises(nn.Module):
+    """A vector quantiser with a moving codebook, whose dead codes are revived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("codebook", torch.linspace(-1, 1, 32).view(8, 4))
+        self.register_buffer("usage", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        index = torch.cdist(x, self.codebook).argmin(-1)
+        chosen = self.codebook[index]
+        if self.training:
+            counts = nn.functional.one_hot(index, 8).to(x)
+            self.usage.mul_(0.5).add_(counts.sum(0), alpha=0.5)
+            if (self.usage < 0.6).any():
+                revived = torch.where((self.usage < 0.6)[:, None], x.detach()[:1], self.codebook)
+                self.codebook.copy_(revived)
+        return x + (chosen - x).detach()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_quantiser_that_writes_into_its_buffers(wrapped: bool) -> None:
+    plain: nn.Module = Quantises()
+    if wrapped:
+        plain = nn.Sequential(nn.Linear(4, 4), plain, nn.Linear(4, 4))
+    placed = placer.compile(copy.deepcopy(plain), TWO, X)
+    for _ in range(3):
+        torch.testing.assert_close(placed(X), plain(X))
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(placed.get_buffer(name), buffer)
 
 
 class Returns(nn.Module):

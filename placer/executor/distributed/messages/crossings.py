@@ -39,6 +39,7 @@ from placer.program import (
     unflatten,
 )
 from placer.program.leaves import hook_count, is_torch_leaf
+from placer.program.originals import note_originals
 from placer.program.reachable import find_reachable_state
 from placer.schedule import Flow
 from placer.space import Alone
@@ -406,7 +407,9 @@ def _copy_with(
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = twin
-    return copy_module(model, memo)
+    copied = copy_module(model, memo)
+    note_originals(model, copied)
+    return copied
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
