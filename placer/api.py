@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec
 from placer.spec.load import errors_located
-from placer.spec.options import SpecFields
 from placer.spec.rewrite import Rewrite
 
 Example = Sequence[Any] | Mapping[str, Any] | Tensor  # a mapping is one argument
@@ -166,31 +165,10 @@ def _plan_or_refuse(
 
 
 def auto_spec(
-    model: nn.Module,
-    args: Example = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    devices: Iterable[Any] | str | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None,
-    whole_batch: bool = False,
-    processes: bool = False,
-    ignore_device_moves: bool = False,
-    **options: Unpack[SpecFields],
+    model: nn.Module, args: Example = (), kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> PlacementSpec:
     """The spec of `auto_plan`, of the same arguments: the fastest way to train ``model`` that fits."""
-    return _auto(
-        model,
-        args,
-        kwargs,
-        devices=devices,
-        loss_fn=loss_fn,
-        target=target,
-        whole_batch=whole_batch,
-        processes=processes,
-        ignore_device_moves=ignore_device_moves,
-        options=options,
-    ).spec
+    return _auto(model, args, kwargs, **options).spec
 
 
 def auto_plan(
@@ -204,7 +182,7 @@ def auto_plan(
     whole_batch: bool = False,
     processes: bool = False,
     ignore_device_moves: bool = False,
-    **options: Unpack[SpecFields],
+    **options: Any,
 ) -> Plan:
     """The plan with the least seconds per step that fits on ``devices``, and why others lost.
 
@@ -228,7 +206,7 @@ def auto_plan(
         whole_batch=whole_batch,
         processes=processes,
         ignore_device_moves=ignore_device_moves,
-        options=options,
+        **options,
     ).plan
 
 
@@ -237,13 +215,13 @@ def _auto(
     args: Example,
     kwargs: Mapping[str, Any] | None,
     *,
-    devices: Iterable[Any] | str | None,
-    loss_fn: Callable[..., Tensor] | None,
-    target: Any,
-    whole_batch: bool,
-    processes: bool,
-    ignore_device_moves: bool,
-    options: SpecFields,
+    devices: Iterable[Any] | str | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    whole_batch: bool = False,
+    processes: bool = False,
+    ignore_device_moves: bool = False,
+    **options: Any,
 ) -> Answer:
     spec = _wanted(devices, options)
     loss = _given_loss(loss_fn, target, whole_batch=whole_batch)
@@ -263,7 +241,7 @@ def largest(
     *,
     devices: Iterable[Any] | str | None = None,
     processes: bool = False,
-    **options: Unpack[SpecFields],
+    **options: Any,
 ) -> Largest:
     """The largest of ``sizes`` (ascending) with which ``model`` can be trained on ``devices``.
 
@@ -283,8 +261,8 @@ def largest(
     return find_largest(sizes, case_of)
 
 
-def _wanted(devices: Iterable[Any] | str | None, options: SpecFields) -> PlacementSpec:
-    fields: dict[str, Any] = dict(options)
+def _wanted(devices: Iterable[Any] | str | None, options: Mapping[str, Any]) -> PlacementSpec:
+    fields = dict(options)
     if devices is not None:
         one = isinstance(devices, str | Mapping | DeviceSpec)
         fields["devices"] = [devices] if one else list(devices)
