@@ -3,7 +3,7 @@
 For every model, 2, 3, 4 and 8 devices (a100, no budgets) and one micro-batch:
 
     throughput  seconds of the slowest device (the objective "bottleneck"), by the cost tables and the
-                definition of a load (`benchmarks.solver`: work, and what crosses the device's
+                definition of a load (`placer.partition.stage_loads`: work, and what crosses the device's
                 boundaries, once)
     memory      the largest peak of any device in a training step with Adam, by the ledger
 
@@ -50,10 +50,9 @@ from benchmarks.known_costs import known_costs
 from benchmarks.loss import LOSS, MEAN_SQUARE
 from benchmarks.msr.proof.search import solve
 from benchmarks.record import RESULTS, write_page
-from benchmarks.solver.model import ModelUnits, model_units, seconds_problem
-from benchmarks.solver.problem import PartitionProblem, stage_loads
 from placer.cost import CostTable, estimate_costs
-from placer.partition import DeviceSlot, PlanningOptions
+from placer.partition import DeviceSlot, PartitionProblem, PlanningOptions, stage_loads
+from placer.partition.model import ModelUnits, model_units, seconds_problem
 from placer.partition.units import program_order, unit_graph
 from placer.plan.types import Plan
 from placer.planner.build import build_plan

@@ -24,14 +24,8 @@ import numpy as np
 
 from benchmarks.record import RESULTS, write_result
 from benchmarks.resident import begin_peak, peak
-from benchmarks.solver.problem import (
-    PartitionProblem,
-    SharedValue,
-    StageSlot,
-    largest_load,
-    simple_bound,
-)
-from benchmarks.solver.solve import along_orders
+from placer.partition import PartitionProblem, SharedValue, StageSlot, solve
+from placer.partition.solver.problem import largest_load, simple_bound
 
 SIZES, STAGES = (100, 1_000, 10_000, 50_000), (2, 16, 64, 256)
 CASES = [
@@ -81,9 +75,9 @@ def captured_problem(graph: str, num_nodes: int) -> tuple[PartitionProblem, dict
 
     from benchmarks.deep import deep_model
     from benchmarks.loss import MEAN_SQUARE
-    from benchmarks.solver.model import model_units, seconds_problem
     from placer.cost import estimate_costs
     from placer.machine.devices import device_kind
+    from placer.partition.model import model_units, seconds_problem
     from placer.partition.types import DeviceSlot, PlanningOptions
     from placer.partition.units import program_order, unit_graph
     from placer.program import lower
@@ -112,7 +106,7 @@ def measure(problem: PartitionProblem, num_stages: int) -> dict[str, float]:
     problem = replace(problem, slots=(problem.slots[0],) * num_stages)
     before = begin_peak()
     start, cpu = time.perf_counter(), time.process_time()
-    stage_of = along_orders(problem)
+    stage_of = solve(problem)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     assert stage_of is not None
     return {

@@ -8,7 +8,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.solver.problem import PartitionProblem, SharedValue, StageSlot, stage_loads
+from placer.partition import PartitionProblem, SharedValue, StageSlot, stage_loads
 
 
 def tight_problem(budget: float = 4.0) -> PartitionProblem:

@@ -18,7 +18,7 @@ from benchmarks.msr.workload import (
     read_workload,
 )
 from benchmarks.record import write_result
-from benchmarks.solver.problem import largest_load
+from placer.partition.solver.problem import largest_load
 
 _PLACES = [parent / "shared" / "workloads" / "msr" for parent in Path(__file__).parents]
 FOLDER = next((place for place in _PLACES if place.exists()), _PLACES[3])
@@ -92,7 +92,7 @@ def write_table(folder: Path) -> None:
             "the authors' C++, seconds",
         ],
         rows,
-        "placer's search is that along the orders that it tries. Operations on a cycle, of which "
+        "placer's search looks at the downsets of a few orders and a beam. Operations on a cycle, of which "
         "these graphs have some and models none, are joined before, and operations without edges are put "
         "where they cost least afterwards (benchmarks/msr/search.py). More than 1 % above the optimum, or "
         f"slower than 3 seconds: {', '.join(missed) or 'none'}. The referee tries all downsets that could "

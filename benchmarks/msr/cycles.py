@@ -9,7 +9,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.solver.problem import PartitionProblem, SharedValue, Vector
+from placer.partition.solver.problem import PartitionProblem, SharedValue, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

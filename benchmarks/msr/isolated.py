@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.solver.problem import PartitionProblem, SharedValue, Vector, stage_loads
+from placer.partition.solver.problem import PartitionProblem, SharedValue, Vector, stage_loads
 
 _MOST_ROUNDS = 10
 

@@ -1,4 +1,4 @@
-"""Place a workload along the orders that placer tries, and bound any placement's load by the referee."""
+"""Place a workload by placer's own search, and bound the largest load of any placement by the referee."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from benchmarks.msr.cycles import Reduction, join_cycles
 from benchmarks.msr.isolated import assign_isolated, isolated_units, without_units
 from benchmarks.msr.proof.search import Solution, as_solution
 from benchmarks.msr.proof.search import solve as prove
-from benchmarks.solver.problem import PartitionProblem, largest_load
-from benchmarks.solver.search import StageOf
-from benchmarks.solver.solve import along_orders
+from placer.partition import PartitionProblem
+from placer.partition import solve as solve_plain
+from placer.partition.solver.problem import largest_load
+from placer.partition.solver.search import StageOf
 
 
 def search_plainly(problem: PartitionProblem) -> StageOf | None:
-    """The best along the orders that placer tries; cycles are joined before, isolated units placed after."""
+    """What placer's search finds: cycles are joined before, isolated units placed afterwards."""
     joined = join_cycles(problem)
     rest, number = without_units(joined.problem, isolated_units(joined.problem))
-    return _placed(joined, number, along_orders(_without_empty_stages(rest)))
+    return _placed(joined, number, solve_plain(_without_empty_stages(rest)))
 
 
 def solve(problem: PartitionProblem) -> Solution | None:

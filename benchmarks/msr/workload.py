@@ -12,8 +12,8 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from benchmarks.solver.problem import PartitionProblem, SharedValue, StageSlot
 from placer.errors import PlacerError
+from placer.partition import PartitionProblem, SharedValue, StageSlot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

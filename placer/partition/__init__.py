@@ -11,14 +11,17 @@ candidate, chain            the best stages along one order
 steps                       steps laid out in time, to move boundaries to where they are shortest
 noncontiguous, assignment   several stages on one device, which need not be neighbours
 rectangles                  sums of constants over tables, for all stages along an order
-bounds                      what no placement can be better than
+model                       expresses a captured model as a problem of `solver`
 describe, types             the result, with the best alternative for each boundary
 `stage_cost`                the bytes and seconds of a stage
+`solver`                    placements over all orders
 `policy`                    chooses what to recompute and offload in one stage
 ==========================  ======================================================================
 """
 
 from placer.partition.choose import MANY_STAGES, choose_partition, rate_partition
+from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, stage_loads
+from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Optimality

@@ -9,7 +9,7 @@ import networkx as nx
 import numpy as np
 
 from placer.cost import CostTable
-from placer.partition.rectangles import Table
+from placer.partition.solver.problem import Vector
 from placer.partition.types import DeviceSlot
 
 Members = Mapping[int, Sequence[int]]  # the nodes of each unit
@@ -51,7 +51,7 @@ def candidate_cuts(
     return [0, *boundaries, ends[-1] if ends else 0]  # a model may have no operations
 
 
-def _crossing_bytes(members: Members, order: Sequence[int], costs: CostTable) -> Table:
+def _crossing_bytes(members: Members, order: Sequence[int], costs: CostTable) -> Vector:
     """The bytes that cross a cut before each position in forward."""
     position = {n: i for i, n in enumerate(n for u in order for n in members[u])}
     steps = np.zeros(len(position) + 2)
@@ -63,7 +63,7 @@ def _crossing_bytes(members: Members, order: Sequence[int], costs: CostTable) ->
     return np.cumsum(steps)
 
 
-def _cheapest(boundaries: Sequence[int], crossing: Table) -> set[int]:
+def _cheapest(boundaries: Sequence[int], crossing: Vector) -> set[int]:
     """From every run of neighbouring ``boundaries``, the one crossed by the fewest bytes."""
     length = -(-len(boundaries) // _MAX_CUTS)
     runs = (boundaries[i : i + length] for i in range(0, len(boundaries), length))

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import networkx as nx
+import numpy as np
 
 from placer.cost import CostTable
 from placer.partition.arrange import candidate_cuts, device_chains, unit_pins
-from placer.partition.bounds import UnitOf, lower_bound, number_units
 from placer.partition.candidate import (
     Candidate,
     StageCosts,
     rate_stages,
+    reference_bytes,
     solve_order,
 )
 from placer.partition.describe import describe_partition
+from placer.partition.model import (
+    ModelUnits,
+    least_peak,
+    memory_problem,
+    model_units,
+    relaxed_chain,
+    seconds_problem,
+    shortest_step,
+)
 from placer.partition.noncontiguous import (
     GAIN,
     NoncontiguousChains,
@@ -26,23 +36,21 @@ from placer.partition.noncontiguous import (
     is_better,
     may_be_noncontiguous,
 )
+from placer.partition.solver.problem import simple_bound
+from placer.partition.solver.search import StageOf
+from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.steps import StepClock, move_boundaries
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
-from placer.partition.units import (
-    depth_first_orders,
-    grouped_order,
-    program_order,
-    sampled_orders,
-    unit_graph,
-)
+from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 from placer.program import Program
 
 _SAMPLES = 4  # random orders to try if memory decides, because a stage's peak depends on its order
 _SAMPLED_UNITS = 2_000  # units in all random orders together
 _MOST_SAMPLED = 5_000  # units of a graph that random orders are tried for
 _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again
+_SLACK = 1.005  # factor by which bounds on peaks may exceed the least known peak
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 _STARTS = 4  # best candidates from which several stages per device are tried, to minimise memory
 # To minimise a step: candidates whose step is laid out in time, and those of which boundaries are moved
@@ -68,9 +76,11 @@ def choose_partition(
 
     A stage's peak depends on the order in which it runs its nodes, and is computed exactly along one
     order. So for each of several orders, a dynamic program finds the best cuts
-    (`placer.partition.candidate`). The orders tried are program order, one grouped by pins, and depth-first
-    orders from both ends. If memory decides, some random orders are tried, too. `Partition.optimality` has
-    a lower bound on all placements.
+    (`placer.partition.candidate`). The orders tried are program order, one grouped by pins, and the orders
+    of placements that `solve` finds among all orders: one of least time in which a lower bound on every
+    peak is within its budget, and if memory decides, one in which the largest such bound is the least. If
+    memory decides, some random orders are tried, too. `Partition.optimality` has a lower bound on all
+    placements.
 
     Of more than `MANY_STAGES` stages, the best along program order are the result.
 
@@ -91,18 +101,18 @@ def choose_partition(
         search.try_order(grouped_order(units, pin_of))
     best = search.best
     assert best is not None, "a chain that follows the pins is always feasible"
-    unit_of = number_units(units, order, costs)
+    model = model_units(units, order, costs, pin_of)
     if len(best.slots) > MANY_STAGES:
         best = search.with_other_cuts(best)
     elif len(best.slots) > 1 and len(order) > len(best.slots):
-        search.try_other_orders()
-        search.try_noncontiguous(unit_of)
+        search.try_solutions(model)
+        search.try_noncontiguous(model)
         assert search.best is not None
         best = search.best
         if options.objective == "throughput" and best.limit <= 1 and _is_chain(best):
             best = search.with_shortest_step()
         best = search.with_other_cuts(best)
-    bound = search.lower_bound(unit_of)
+    bound = search.lower_bound(model)
     return describe_partition(best, program, costs, search.pins_of(best), options, bound)
 
 
@@ -303,45 +313,62 @@ class _Search:
             reordered += sorted(order.units[begin:end], key=self._rank_of.__getitem__)
         return reordered, counts
 
-    def try_other_orders(self) -> None:
-        """Try depth-first orders, and some random ones if memory decides."""
+    def _try_sampled(self, model: ModelUnits) -> None:
+        """Try some random orders."""
+        count = len(model.order)
+        if not 0 < count <= _MOST_SAMPLED:
+            return
+        samples = min(_SAMPLES, max(1, _SAMPLED_UNITS // count))
+        for units in sampled_orders(self._units, samples):
+            self.try_order(units)
+
+    def try_solutions(self, model: ModelUnits) -> None:
+        """Try the orders of placements that `solve` finds."""
         best, options = self.best, self._options
         assert best is not None
-        turns = self._turns(self._order_of(best).units)
-        for units in depth_first_orders(self._units):
-            if self._turns(units) == turns:
-                self.try_order(units)
-        count = len(self._units)
-        memory_decides = options.objective == "memory" or best.fullest > _NEAR
-        if memory_decides and 0 < count <= _MOST_SAMPLED:
-            samples = min(_SAMPLES, max(1, _SAMPLED_UNITS // count))
-            for units in sampled_orders(self._units, samples):
-                self.try_order(units)
+        over = best.rank[0] > 1
+        if over or options.objective == "memory" or best.fullest > _NEAR:
+            problem = memory_problem(model, self._costs, best.slots, options)
+            self._try_solution(model, solve(problem))
+            self._try_sampled(model)
+        if not over:
+            best = self.best or best
+            most = _most_bytes(best, options)
+            problem = seconds_problem(model, self._costs, best.slots, options, most)
+            self._try_solution(model, solve(problem))
 
-    def _turns(self, units: Iterable[int]) -> list[str]:
-        """The devices that an order has pinned units of, in turn."""
-        pins = (self._pin_of.get(unit) for unit in units)
-        return [pin for pin, _ in itertools.groupby(pin for pin in pins if pin is not None)]
+    def lower_bound(self, model: ModelUnits) -> float:
+        """A lower bound on the value that is minimised: the largest unit, or an even share of all of them.
 
-    def lower_bound(self, unit_of: UnitOf) -> float:
-        """The lower bound on the value that is minimised; if nothing fits, peaks are."""
+        Values that cross boundaries do not count, nor does what the order of operations adds to a peak. If
+        more than one chain of devices was tried, every device is as good as the best one.
+        """
         assert self.best is not None
-        return lower_bound(
-            unit_of,
-            self._costs,
-            list(self._chains.values()),
-            self._devices,
-            self._options,
-            of_peaks=self._options.objective == "memory" or self.best.rank[0] > 1,
-        )
+        chains, options = list(self._chains.values()), self._options
+        chain = chains[0] if len(chains) == 1 else relaxed_chain(chains)
+        if options.objective == "memory" or self.best.rank[0] > 1:  # nothing fits, so peaks decide
+            return least_peak(model, self._costs, chain, self._devices, options)
+        problem = seconds_problem(model, self._costs, chain, options, [None] * len(chain))
+        if options.objective == "latency":
+            return float(np.min([slot.seconds for slot in problem.slots], axis=0).sum())
+        if options.objective == "throughput":
+            return shortest_step(problem, chain, options)
+        return simple_bound(problem)
 
-    def try_noncontiguous(self, unit_of: UnitOf) -> None:
+    def _try_solution(self, model: ModelUnits, solution: StageOf | None) -> None:
+        """Try the order in which every stage of ``solution`` has its units in program order."""
+        if solution is None:
+            return
+        stage_of = solution[:-1]  # without the loss
+        order = np.argsort(stage_of, kind="stable")
+        self.try_order([model.order[i] for i in order], np.cumsum(np.bincount(stage_of)).tolist())
+
+    def try_noncontiguous(self, model: ModelUnits) -> None:
         """Try several stages per device, if memory decides and the best peak is not close to the bound."""
         best = self.best
         assert best is not None
         if best.rank[0] <= 1 and (
-            self._options.objective != "memory"
-            or best.peak * (1 - GAIN) <= self.lower_bound(unit_of)
+            self._options.objective != "memory" or best.peak * (1 - GAIN) <= self.lower_bound(model)
         ):
             return
         # Along program order, in which stages run as recorded, and along the best orders.
@@ -372,3 +399,15 @@ def _is_chain(candidate: Candidate) -> bool:
     names = {slot.name for slot in candidate.slots}
     full = all(x < y for x, y in itertools.pairwise(candidate.cuts))
     return full and len(names) == len(candidate.slots)
+
+
+def _most_bytes(best: Candidate, options: PlanningOptions) -> list[float | None]:
+    """The most bytes of every stage: its budget, and to minimise memory not much more than ``best`` has."""
+    near = best.peak * _SLACK if options.objective == "memory" else np.inf
+    found: list[float | None] = []
+    for slot in best.slots:
+        most = near * (slot.budget or reference_bytes(best.slots))
+        if slot.budget is not None:
+            most = min(most, slot.budget) - slot.withheld
+        found.append(most if np.isfinite(most) else None)
+    return found

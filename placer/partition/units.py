@@ -90,26 +90,6 @@ def random_order(units: nx.DiGraph, generator: random.Random) -> list[int]:
     return order
 
 
-def depth_first_orders(units: nx.DiGraph) -> list[list[int]]:
-    """Depth-first topological orders from the front and from the back."""
-    front, back = _newest_first(units), _newest_first(units.reverse(copy=False))
-    return [front, back[::-1]]
-
-
-def _newest_first(units: nx.DiGraph) -> list[int]:
-    """A depth-first topological order: the unit that became ready last comes next."""
-    missing = dict(units.in_degree())
-    ready = sorted((unit for unit, degree in missing.items() if not degree), reverse=True)
-    order: list[int] = []
-    while ready:
-        order.append(ready.pop())
-        for reader in sorted(units.successors(order[-1]), reverse=True):
-            missing[reader] -= 1
-            if not missing[reader]:
-                ready.append(reader)
-    return order
-
-
 def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
     """A topological order with few changes between units that are pinned to different devices.
 

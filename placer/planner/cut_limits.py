@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 from torch import Tensor
 
 from placer.cost import CostEstimates, CostTable, find_loss
 from placer.partition import PlanningOptions, TableCache
-from placer.partition.bounds import least_bytes, number_units, seconds_by_unit
 from placer.partition.candidate import optimizer_on
-from placer.partition.stage_cost.score import peak_bytes
+from placer.partition.model import least_bytes, model_units
+from placer.partition.stage_cost.score import peak_bytes, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import program_order, unit_graph
 from placer.plan.types import PlannedLoss
@@ -106,9 +107,12 @@ def measure_limits(
     )
     options = planning_options(spec, (rows,), processes=False)
     units = unit_graph(program)
-    unit_of = number_units(units, program_order(units), costs)
-    nbytes = least_bytes(unit_of, costs, options, 1, 0)
-    by_unit = seconds_by_unit(unit_of, costs, device_slot(spec.devices[0], spec), options)
+    order = program_order(units)
+    model = model_units(units, order, costs, {})
+    nbytes = least_bytes(model, costs, options, 1, 0)
+    kind = device_slot(spec.devices[0], spec).kind
+    seconds = unit_seconds(costs, kind, training=spec.training)
+    by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(nbytes))
 
     def share(indices: Iterable[int]) -> StepShare:
         chosen = sorted(set(indices))
@@ -119,9 +123,11 @@ def measure_limits(
 
     largest = largest_piece(program, costs, options)
     position = {name: i for i, name in enumerate(program.order)}
-    unit = int(unit_of[position[largest.nodes[0]]])
+    unit = int(model.unit_of[position[largest.nodes[0]]])
     inside = {
-        w.layer: [int(unit_of[position[n]]) for n, at in program.layers.items() if at == w.layer]
+        w.layer: [
+            int(model.unit_of[position[n]]) for n, at in program.layers.items() if at == w.layer
+        ]
         for w in program.captured.whole_modules
     }
     return SplitLimits(

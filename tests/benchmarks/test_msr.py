@@ -15,7 +15,7 @@ from benchmarks.msr.workload import (
     partition_problem,
     read_workload,
 )
-from benchmarks.solver.problem import largest_load
+from placer.partition.solver.problem import largest_load
 
 published = pytest.mark.skipif(not FOLDER.exists(), reason="the published workloads are not here")
 

@@ -7,7 +7,7 @@ import pytest
 from problems import follows_rules, least_load, random_problem
 
 from benchmarks.msr.proof.search import solve
-from benchmarks.solver.problem import stage_loads
+from placer.partition import stage_loads
 
 
 def test_answers_are_the_best_of_all_placements() -> None:

@@ -14,9 +14,7 @@ from placer.cost import CostTable, Work, estimate_costs
 from placer.cost.operations import Operation
 from placer.machine.catalogue import CATALOGUE
 from placer.machine.rates import CLASSES, DTYPES, Rate, Rates
-from placer.partition import DeviceSlot, PlanningOptions
-from placer.partition.bounds import seconds_by_unit
-from placer.partition.stage_cost.score import stage_seconds
+from placer.partition.stage_cost.score import stage_seconds, unit_seconds
 from placer.partition.stage_cost.tables import build_tables
 from placer.program import flatten_call, lower
 
@@ -128,7 +126,7 @@ def test_seconds_of_nodes_are_the_sums_of_their_operations() -> None:
 
 
 def test_a_stage_of_a_process_takes_the_longer_of_device_and_host() -> None:
-    """A bound's sum over nodes is never more; without its own process it is equal."""
+    """The solver's sum over nodes is never more; without its own process it is equal."""
     costs = _costs(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), _x(32, 64))
     n = len(costs.names)
     tables = build_tables(costs, range(n), range(n + 1))
@@ -137,12 +135,8 @@ def test_a_stage_of_a_process_takes_the_longer_of_device_and_host() -> None:
         kind = replace(H100, rates=Rates(table))
         forward, backward = stage_seconds(tables, kind, own_host=True)
         seconds = costs.work.seconds(kind)
-        slot = DeviceSlot(name="cuda:0", kind=kind, budget=None, reserve=0)
-        alone = stage_seconds(tables, kind)
-        by_unit, by_node = (
-            seconds_by_unit(np.arange(n + 1), costs, slot, PlanningOptions(processes=processes))
-            for processes in (True, False)
-        )
+        by_unit = unit_seconds(costs, kind, training=True, own_host=True)
+        alone, by_node = stage_seconds(tables, kind), unit_seconds(costs, kind, training=True)
         for a in range(n):
             for b in range(a + 1, n + 1):
                 nodes = [*range(a, b), *([n] if b == n else [])]

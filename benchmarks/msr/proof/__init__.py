@@ -1,6 +1,6 @@
 """Proves how good placements are: the best of all, by dynamic programs over every downset that could matter.
 
-This is the referee of `benchmarks.quality` and `benchmarks.msr`. `benchmarks.solver` has the program,
+This is the referee of `benchmarks.quality` and `benchmarks.msr`. `placer.partition.solver` has the program,
 and looks for placements among a few downsets only.
 
 =====================  ===========================================================================

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.solver.lattice import Flags, Lattice
-from benchmarks.solver.problem import StageSlot, Vector
+from placer.partition.solver.lattice import Flags, Lattice
+from placer.partition.solver.problem import StageSlot, Vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

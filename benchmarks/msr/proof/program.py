@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.msr.proof.work import OutOfWork, Work
-from benchmarks.solver.lattice import Flags, Lattice, Words
-from benchmarks.solver.problem import Vector
-from benchmarks.solver.program import (
+from placer.partition.solver.lattice import Flags, Lattice, Words
+from placer.partition.solver.problem import Vector
+from placer.partition.solver.program import (
     Boundaries,
     Family,
     Indices,

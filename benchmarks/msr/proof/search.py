@@ -10,9 +10,10 @@ from benchmarks.msr.proof.conditions import BoundaryConditions, find_sides
 from benchmarks.msr.proof.program import CountedFamily, best_within_work
 from benchmarks.msr.proof.surviving import surviving_rows
 from benchmarks.msr.proof.work import OutOfWork, Work
-from benchmarks.solver.lattice import Lattice, Words
-from benchmarks.solver.problem import PartitionProblem, largest_load, load_above_all, simple_bound
-from benchmarks.solver.search import DownsetSearch, StageOf, whole_lattice
+from placer.partition import PartitionProblem
+from placer.partition.solver.lattice import Lattice, Words
+from placer.partition.solver.problem import largest_load, load_above_all, simple_bound
+from placer.partition.solver.search import DownsetSearch, StageOf, whole_lattice
 
 MOST_ALIVE = 150_000  # partly decided downsets at a time in a proof; takes about a second
 _WORK, _LEAST_WORK = 7e3, 3e8  # nanoseconds for all proofs of a problem: per downset, and the least

@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.msr.proof.conditions import BoundaryConditions
 from benchmarks.msr.proof.work import Work
-from benchmarks.solver.families import distinct
-from benchmarks.solver.lattice import BitSums, Flags, Lattice, Words, num_words, pack
-from benchmarks.solver.problem import Vector
+from placer.partition.solver.families import distinct
+from placer.partition.solver.lattice import BitSums, Flags, Lattice, Words, num_words, pack
+from placer.partition.solver.problem import Vector
 
 # Nanoseconds to decide a unit; in addition for each downset; and in addition for each unit and value.
 _STEP, _UNDECIDED, _PER_BIT = 1e5, 250.0, 0.5

@@ -31,6 +31,7 @@ from functools import partial
 
 import numpy as np
 
+from placer.cost import CostTable
 from placer.machine.catalogue import DeviceKind
 from placer.partition.rectangles import Table
 from placer.partition.stage_cost.optimizer import OptimizerMemory
@@ -176,6 +177,30 @@ def launch_seconds(tables: IntervalTables, kind: DeviceKind) -> tuple[Table, Tab
         _intervals(tables, seconds.forward.host[tables.nodes]),
         _intervals(tables, seconds.backward.host[tables.nodes]),
     )
+
+
+def unit_seconds(
+    costs: CostTable,
+    kind: DeviceKind,
+    *,
+    training: bool,
+    own_host: bool = False,
+    overlapped: bool = False,
+) -> Table:
+    """Seconds of every node (the loss last) on a device: its forward and, in training, its backward.
+
+    The sum over a stage is its `stage_seconds`. With ``own_host``, the sum is a lower bound, which is exact
+    if all nodes are limited by the device or all by the host. ``overlapped`` copies are left out.
+    """
+    seconds = costs.work.seconds(kind)
+    moved = np.array([c.host_nbytes for c in costs.nodes]) / kind.host_bandwidth
+    if overlapped:
+        moved = np.zeros_like(moved)
+    total = np.zeros(len(costs.nodes))
+    for part in (seconds.forward, seconds.backward) if training else (seconds.forward,):
+        on_device = part.device + moved
+        total += on_device if not own_host or on_device.sum() >= part.host.sum() else part.host
+    return total
 
 
 def transfer_seconds(tables: IntervalTables, kind: DeviceKind, *, training: bool) -> Table:

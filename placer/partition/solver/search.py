@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.solver.families import beam_rows, chain_rows, distinct
-from benchmarks.solver.lattice import Lattice, Words, build_lattice, topological_order, unpack
-from benchmarks.solver.problem import (
+from placer.partition.solver.families import beam_rows, chain_rows, distinct
+from placer.partition.solver.lattice import Lattice, Words, build_lattice, topological_order, unpack
+from placer.partition.solver.problem import (
     PartitionProblem,
     is_within_budgets,
     largest_load,
     load_above_all,
     simple_bound,
 )
-from benchmarks.solver.program import Boundaries, Family, best_boundaries
+from placer.partition.solver.program import Boundaries, Family, best_boundaries
 
 StageOf = NDArray[np.int64]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.solver.lattice import Flags, Lattice, Words, num_words, pack
-from benchmarks.solver.problem import Vector
+from placer.partition.solver.lattice import Flags, Lattice, Words, num_words, pack
+from placer.partition.solver.problem import Vector
 
 _BEAM_SEED = 20_260_101  # of the random numbers that name sets of units
 

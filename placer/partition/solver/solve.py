@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.solver.interval import best_intervals
-from benchmarks.solver.lattice import topological_order
-from benchmarks.solver.problem import PartitionProblem, largest_load, load_above_all
-from benchmarks.solver.search import (
+from placer.partition.solver.interval import best_intervals
+from placer.partition.solver.lattice import topological_order
+from placer.partition.solver.problem import PartitionProblem, largest_load, load_above_all
+from placer.partition.solver.search import (
     DownsetSearch,
     StageOf,
     adjacency,
@@ -25,12 +25,12 @@ def solve(problem: PartitionProblem) -> StageOf | None:
     search. With more than 1,500 units, stages are intervals of one order.
     """
     if problem.num_units > LARGE:
-        return along_orders(problem)
+        return _solve_large(problem)
     return DownsetSearch(whole_lattice(problem)).first_answer()
 
 
-def along_orders(problem: PartitionProblem) -> StageOf | None:
-    """The best intervals along program order and depth-first orders from both ends, as placer tries them."""
+def _solve_large(problem: PartitionProblem) -> StageOf | None:
+    """The best intervals along a few orders."""
     preds, succs = adjacency(problem)
     orders = [
         topological_order(preds, succs, range(problem.num_units)),

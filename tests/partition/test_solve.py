@@ -8,9 +8,9 @@ import numpy as np
 from problems import follows_rules, least_load, random_problem, tight_problem
 
 from benchmarks.scale import layered_problem
-from benchmarks.solver.interval import best_intervals
-from benchmarks.solver.problem import simple_bound, stage_loads
-from benchmarks.solver.solve import solve
+from placer.partition import solve, stage_loads
+from placer.partition.solver.interval import best_intervals
+from placer.partition.solver.problem import simple_bound
 
 
 def test_answers_against_all_placements() -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.solver.problem import PartitionProblem, Vector
 from placer.partition.rectangles import Rectangles
+from placer.partition.solver.problem import PartitionProblem, Vector
 
 Indices = NDArray[np.int64]
 

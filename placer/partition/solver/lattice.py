@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.solver.problem import PartitionProblem, Vector
+from placer.partition.solver.problem import PartitionProblem, Vector
 
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]

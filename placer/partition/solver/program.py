@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.solver.lattice import BitSums, Flags, Lattice, Words, unpack
-from benchmarks.solver.problem import StageSlot, Vector
+from placer.partition.solver.lattice import BitSums, Flags, Lattice, Words, unpack
+from placer.partition.solver.problem import StageSlot, Vector
 
 Indices = NDArray[np.int64]
 
