@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,6 +70,15 @@ def pytest_collection_finish() -> None:
     They are not frozen: placer's own `only_new_garbage` would count them whenever it plans.
     """
     gc.set_threshold(50_000, *gc.get_threshold()[1:])
+
+
+@pytest.fixture(scope="module")
+def one_capture() -> Iterator[None]:
+    """`captured.captured_once` for all tests of a module."""
+    from captured import captured_once  # a controller need not import torch
+
+    with captured_once():
+        yield
 
 
 def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:

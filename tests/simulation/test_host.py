@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from captured import captured_once
 from oracle import assert_same
 from placements import estimated_plan
 from torch import Tensor, nn
@@ -20,11 +18,7 @@ from placer.plan.check import check_pinned
 from placer.plan.store import plan_from_json, plan_to_json
 from placer.timeline import PINNED, Block, HostUsage, Recorder, host_usage
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
+pytestmark = pytest.mark.usefixtures("one_capture")
 
 
 ROWS, WIDTH = 1000, 96
