@@ -51,6 +51,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_trains_alike(name: str) -> None:
     placed, plain = _pair()
@@ -153,6 +154,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_that_was_changed_is_not_pickled(
     pair: tuple[PlacedModule, nn.Module], change: str

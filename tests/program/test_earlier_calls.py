@@ -294,6 +294,7 @@ def nothing(model: nn.Module) -> None:
     pass
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("first", "change"),
     [

@@ -53,6 +53,7 @@ def test_pinned_blocks_are_powers_of_two_that_are_used_again() -> None:
     assert host_usage(recorder.timeline(), "host") == HostUsage(peak=13, reserved=8 + 8 + 4)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize(("kind", "each"), [("cuda", PINNED_SAVED), ("cpu", SAVED)])
 def test_a_plan_says_what_waits_on_the_host(kind: str, each: int, *, processes: bool) -> None:
@@ -139,6 +140,7 @@ def test_ranks_share_the_host() -> None:
     assert needed[True] > 1.5 * needed[False]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_a_host_with_too_little_memory_is_no_fit(kind: str) -> None:
     model, x = network()

@@ -147,7 +147,7 @@ def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device
         assert made(plan.devices) == every(plan.devices)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "fields",
     [
