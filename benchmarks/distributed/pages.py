@@ -1,4 +1,4 @@
-"""Writes the result pages of training with one process per device, and plots them."""
+"""Writes the result pages of training with one process per device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.distributed.timing import (
     ratio,
     with_bounds,
 )
-from benchmarks.record import RESULTS, table, write_page
+from benchmarks.record import table, write_page
 
 COMMAND = "python -m benchmarks.distributed"
 
@@ -44,7 +44,7 @@ def write_speed(found: Mapping[str, Sequence[Mapping[str, Seconds]]], load: floa
         "",
         *stage_table(by_case(found["stages"])),
         "Efficiency is the time of one process for the same micro-batches over twice the step's; that",
-        "of the schedule is 1 - bubble. [Plot](distributed.png). The same with four times the rows:",
+        "of the schedule is 1 - bubble. The same with four times the rows:",
         "",
         *stage_table(by_case(found["long stages"])),
         "## What a step costs beside its kernels",
@@ -55,7 +55,6 @@ def write_speed(found: Mapping[str, Sequence[Mapping[str, Seconds]]], load: floa
         *overhead_table(by_case(found["overhead"])),
     ]
     write_page("distributed", "One process per device: speed", COMMAND, lines)
-    plot(by_case(found["stages"]))
 
 
 def replica_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
@@ -156,28 +155,6 @@ def write_memory(memory: list[dict[str, Any]]) -> None:
         f"{COMMAND} memory",
         lines,
     )
-
-
-def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
-    """Plot the measured efficiency and that of the schedule over the number of micro-batches."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    counts = [int(count) for count in stages]
-    ideal = [schedule_efficiency(count) for count in counts]
-    axes.plot(counts, ideal, color="0.5", linestyle="--", label="1 - bubble")
-    for schedule, marker in (("GPipe", "o"), ("1F1B", "s")):
-        known = [c for c in counts if f"placer {schedule}" in stages[str(c)][0]]
-        found = [ratio(stages[str(c)], "one process", f"placer {schedule}") / 2 for c in known]
-        axes.plot(known, found, marker=marker, label=f"placer, {schedule}")
-    axes.set(xlabel="micro-batches", ylabel="efficiency of 2 stages", xscale="log", ylim=(0, 1))
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
-    axes.legend()
-    figure.savefig(RESULTS / "distributed.png", dpi=120)
 
 
 def by_case(jobs: Sequence[Mapping[str, Seconds]]) -> dict[str, list[Seconds]]:
