@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("rows", [8, 5])
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),

@@ -64,7 +64,7 @@ def of_every_rank(program: Any, plan: placer.Plan) -> list[DeviceTimeline]:
     return found
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("fields", "roles"),
     [
