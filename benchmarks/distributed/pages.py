@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from benchmarks.distributed.timing import (
     KEEP_FREED_MEMORY,
@@ -16,8 +15,6 @@ from benchmarks.distributed.timing import (
     with_bounds,
 )
 from benchmarks.record import table, write_page
-
-COMMAND = "python -m benchmarks.distributed"
 
 
 def write_speed(found: Mapping[str, Sequence[Mapping[str, Seconds]]], load: float) -> None:
@@ -54,7 +51,9 @@ def write_speed(found: Mapping[str, Sequence[Mapping[str, Seconds]]], load: floa
         "",
         *overhead_table(by_case(found["overhead"])),
     ]
-    write_page("distributed", "One process per device: speed", COMMAND, lines)
+    write_page(
+        "distributed", "One process per device: speed", "python -m benchmarks.distributed", lines
+    )
 
 
 def replica_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
@@ -118,43 +117,6 @@ def overhead_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
         for name, jobs in cases.items()
     ]
     return table(header, rows)
-
-
-def write_memory(memory: list[dict[str, Any]]) -> None:
-    lines = [
-        "The most bytes that each rank holds in a training step of a 3D U-Net (width 8, depth 3),",
-        "8 x 1 x 32 x 32 x 32, Adam, counted storage by storage on real tensors in real processes.",
-        "",
-    ]
-    rows = [
-        [
-            entry["schedule"],
-            str(entry["microbatches"]),
-            f"{entry['rank']} of {entry['stages']}",
-            f"{entry['planned'] / 2**20:.1f}",
-            f"{entry['measured'] / 2**20:.1f}",
-            f"{entry['measured'] / entry['planned'] - 1:+.1%}",
-        ]
-        for entry in sorted(
-            memory,
-            key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
-        )
-    ]
-    header = ["schedule", "micro-batches", "rank", "plan, MiB", "counted, MiB"]
-    header += ["counted over plan"]
-    lines += table(header, rows)
-    lines += [
-        "The plan is `placer.make_plan(…, loss_fn=…, target=…, processes=True)`: torch's engine on fake",
-        "tensors, with the cross-entropy that is counted. It counts the target of each micro-batch in",
-        "flight as the last rank's, where in the job it is the caller's own.",
-        "",
-    ]
-    write_page(
-        "distributed_memory",
-        "One process per device: memory of a rank",
-        f"{COMMAND} memory",
-        lines,
-    )
 
 
 def by_case(jobs: Sequence[Mapping[str, Seconds]]) -> dict[str, list[Seconds]]:
