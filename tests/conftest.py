@@ -75,7 +75,8 @@ def pytest_collection_finish() -> None:
     torch = sys.modules.get("torch")  # the process that controls the others does not import it
     for name in ("cuda", "xpu", "mtia") if torch is not None else ():
         module = getattr(torch, name)
-        module.traceback = SimpleNamespace(**{**vars(module.traceback), "format_stack": list})
+        if hasattr(module, "traceback"):
+            module.traceback = SimpleNamespace(**{**vars(module.traceback), "format_stack": list})
 
 
 @pytest.fixture(scope="module")
