@@ -4,6 +4,8 @@ import gc
 import os
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,9 +68,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Python need not look for garbage among all modules and tests again and again: 8 % of the time.
 
-    They are not frozen: placer's own `only_new_garbage` would count them whenever it plans.
+    They are not frozen: placer's own `only_new_garbage` would count them whenever it plans. Nor need torch
+    keep the stack of every call of ``manual_seed``, for devices that this machine does not have: 1 to 2 ms.
     """
     gc.set_threshold(50_000, *gc.get_threshold()[1:])
+    torch = sys.modules.get("torch")  # the process that controls the others does not import it
+    for name in ("cuda", "xpu", "mtia") if torch is not None else ():
+        module = getattr(torch, name)
+        if hasattr(module, "traceback"):
+            module.traceback = SimpleNamespace(**{**vars(module.traceback), "format_stack": list})
+
+
+@pytest.fixture(scope="module")
+def one_capture() -> Iterator[None]:
+    """`captured.captured_once` for all tests of a module."""
+    from captured import captured_once  # a controller need not import torch
+
+    with captured_once():
+        yield
 
 
 def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:

@@ -190,6 +190,7 @@ def default_switches() -> Iterator[None]:
     _set_defaults()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.usefixtures("default_switches")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_fp32_is_fp32_while_it_is_compared(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +261,7 @@ class BiasBeforeANorm(nn.Module):
         return result
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gradient_that_is_zero_but_for_rounding_may_differ(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -1,1 +1,1 @@
-"""One process per device: speed and memory against DDP and pipelining by hand."""
+"""One process per device: speed against DDP and pipelining by hand."""

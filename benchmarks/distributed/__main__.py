@@ -33,8 +33,7 @@ from benchmarks.distributed.contestants import (
     stage_contestants,
     stage_model,
 )
-from benchmarks.distributed.memory import measure_memory, predict_memory
-from benchmarks.distributed.pages import write_memory, write_speed
+from benchmarks.distributed.pages import write_speed
 from benchmarks.distributed.timing import KEEP_FREED_MEMORY, Seconds, take_turns
 
 
@@ -59,24 +58,18 @@ def work(what: str, path: Path, rounds: int, seed: int) -> None:
     """The work of each process of a job; rank 0 writes the findings."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found: dict[str, Any]
-    if what == "memory":
-        memory: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(memory, measure_memory())
-        found = {"memory": [entry for rank in memory for entry in rank]}
-    else:
-        found = compare(what, rounds, seed)
+    found = compare(what, rounds, seed)
     if dist.get_rank() == 0:
         path.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def run_job(what: str, processes: int, rounds: int = 1, seed: int = 0) -> dict[str, Any]:
-    """The findings of a job of this size, in processes of one thread each."""
+def run_job(what: str, rounds: int, seed: int) -> dict[str, Any]:
+    """The findings of a job of two processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={processes}", "-m", "benchmarks.distributed"]
+        command += ["--nproc-per-node=2", "-m", "benchmarks.distributed"]
         command += ["--worker", what, str(path), "--rounds", str(rounds), "--seed", str(seed)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY}
         subprocess.run(command, check=True, env=environment)
@@ -86,7 +79,6 @@ def run_job(what: str, processes: int, rounds: int = 1, seed: int = 0) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("speed", "memory"), default="speed")
     parser.add_argument("--replica-jobs", type=int, default=4)
     parser.add_argument("--stage-jobs", type=int, default=12)
     parser.add_argument("--long-jobs", type=int, default=6)
@@ -98,23 +90,19 @@ def main() -> None:
     if options.worker:
         kind, path = options.worker
         work(kind, Path(path), options.rounds, options.seed)
-    elif options.what == "memory":
-        memory = [e for count in (2, 4) for e in run_job("memory", count)["memory"]]
-        predict_memory(memory)
-        write_memory(memory)
-    else:
-        load = os.getloadavg()[0]
-        counts = {
-            "replicas": options.replica_jobs,
-            "stages": options.stage_jobs,
-            "long stages": options.long_jobs,
-            "overhead": options.overhead_jobs,
-        }
-        found = {
-            kind: [run_job(kind, 2, options.rounds, seed) for seed in range(count)]
-            for kind, count in counts.items()
-        }
-        write_speed(found, load)
+        return
+    load = os.getloadavg()[0]
+    counts = {
+        "replicas": options.replica_jobs,
+        "stages": options.stage_jobs,
+        "long stages": options.long_jobs,
+        "overhead": options.overhead_jobs,
+    }
+    found = {
+        kind: [run_job(kind, options.rounds, seed) for seed in range(count)]
+        for kind, count in counts.items()
+    }
+    write_speed(found, load)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Writes the result pages of training with one process per device, and plots them."""
+"""Writes the result pages of training with one process per device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from benchmarks.distributed.timing import (
     KEEP_FREED_MEMORY,
@@ -15,9 +14,7 @@ from benchmarks.distributed.timing import (
     ratio,
     with_bounds,
 )
-from benchmarks.record import RESULTS, table, write_page
-
-COMMAND = "python -m benchmarks.distributed"
+from benchmarks.record import table, write_page
 
 
 def write_speed(found: Mapping[str, Sequence[Mapping[str, Seconds]]], load: float) -> None:
@@ -44,7 +41,7 @@ def write_speed(found: Mapping[str, Sequence[Mapping[str, Seconds]]], load: floa
         "",
         *stage_table(by_case(found["stages"])),
         "Efficiency is the time of one process for the same micro-batches over twice the step's; that",
-        "of the schedule is 1 - bubble. [Plot](distributed.png). The same with four times the rows:",
+        "of the schedule is 1 - bubble. The same with four times the rows:",
         "",
         *stage_table(by_case(found["long stages"])),
         "## What a step costs beside its kernels",
@@ -54,8 +51,9 @@ def write_speed(found: Mapping[str, Sequence[Mapping[str, Seconds]]], load: floa
         "",
         *overhead_table(by_case(found["overhead"])),
     ]
-    write_page("distributed", "One process per device: speed", COMMAND, lines)
-    plot(by_case(found["stages"]))
+    write_page(
+        "distributed", "One process per device: speed", "python -m benchmarks.distributed", lines
+    )
 
 
 def replica_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
@@ -119,65 +117,6 @@ def overhead_table(cases: Mapping[str, Sequence[Seconds]]) -> list[str]:
         for name, jobs in cases.items()
     ]
     return table(header, rows)
-
-
-def write_memory(memory: list[dict[str, Any]]) -> None:
-    lines = [
-        "The most bytes that each rank holds in a training step of a 3D U-Net (width 8, depth 3),",
-        "8 x 1 x 32 x 32 x 32, Adam, counted storage by storage on real tensors in real processes.",
-        "",
-    ]
-    rows = [
-        [
-            entry["schedule"],
-            str(entry["microbatches"]),
-            f"{entry['rank']} of {entry['stages']}",
-            f"{entry['planned'] / 2**20:.1f}",
-            f"{entry['measured'] / 2**20:.1f}",
-            f"{entry['measured'] / entry['planned'] - 1:+.1%}",
-        ]
-        for entry in sorted(
-            memory,
-            key=lambda e: (e["stages"], e["schedule"], e["microbatches"], e["rank"]),
-        )
-    ]
-    header = ["schedule", "micro-batches", "rank", "plan, MiB", "counted, MiB"]
-    header += ["counted over plan"]
-    lines += table(header, rows)
-    lines += [
-        "The plan is `placer.make_plan(…, loss_fn=…, target=…, processes=True)`: torch's engine on fake",
-        "tensors, with the cross-entropy that is counted. It counts the target of each micro-batch in",
-        "flight as the last rank's, where in the job it is the caller's own.",
-        "",
-    ]
-    write_page(
-        "distributed_memory",
-        "One process per device: memory of a rank",
-        f"{COMMAND} memory",
-        lines,
-    )
-
-
-def plot(stages: Mapping[str, Sequence[Seconds]]) -> None:
-    """Plot the measured efficiency and that of the schedule over the number of micro-batches."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    counts = [int(count) for count in stages]
-    ideal = [schedule_efficiency(count) for count in counts]
-    axes.plot(counts, ideal, color="0.5", linestyle="--", label="1 - bubble")
-    for schedule, marker in (("GPipe", "o"), ("1F1B", "s")):
-        known = [c for c in counts if f"placer {schedule}" in stages[str(c)][0]]
-        found = [ratio(stages[str(c)], "one process", f"placer {schedule}") / 2 for c in known]
-        axes.plot(known, found, marker=marker, label=f"placer, {schedule}")
-    axes.set(xlabel="micro-batches", ylabel="efficiency of 2 stages", xscale="log", ylim=(0, 1))
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
-    axes.legend()
-    figure.savefig(RESULTS / "distributed.png", dpi=120)
 
 
 def by_case(jobs: Sequence[Mapping[str, Seconds]]) -> dict[str, list[Seconds]]:

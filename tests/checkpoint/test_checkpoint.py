@@ -38,6 +38,7 @@ def _same_state(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "make", [make_optimizer, lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)]
 )

@@ -207,7 +207,7 @@ class Mixed(nn.Module):
         return self.head(self.norm(self.rnn(self.encoder(x))[0].transpose(1, 2)).transpose(1, 2))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("second", ["cuda:1", "cpu:0"])
 @captured_once()

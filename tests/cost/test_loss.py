@@ -102,7 +102,7 @@ CASES: list[tuple[int, int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("loss", [None, "mean_square", "cross_entropy", "mse_loss", DICE])
 def test_estimates_and_dry_runs_count_the_same_loss(loss: Any, losses: Path) -> None:
     """Per micro-batch in flight, outside of autocast, with the micro-batch's part of the target."""

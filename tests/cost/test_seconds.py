@@ -61,6 +61,7 @@ def test_classes(layer: nn.Module, x: Tensor, forward: str, backward: list[str])
     assert not {name for name in _names(costs, "backward") if name.endswith("_input")}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("groups", [1, 4, 16])
 @pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
 def test_both_gradients_have_the_flops_of_the_forward(layer: type[nn.Module], groups: int) -> None:

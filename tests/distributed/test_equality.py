@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import distributed_cases as cases
 import pipeline_cases
 import pytest
-from captured import captured_once
 from jobs import Job
 
 import placer
 from placer.schedule import SCHEDULES
 
+pytestmark = pytest.mark.usefixtures("one_capture")
+
 SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]  # stages, replicas
 SPLIT = "InterleavedZeroBubble"
 OTHERS = ["3D U-Net, batch norm", "keywords and dict results", "in place", "recurrent"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 def check(

@@ -46,7 +46,7 @@ class Restores(Net):
         return self.last(self.norm(x))
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("make", [Twice, Restores])
 def test_modes(make: Callable[[], nn.Module], way: str) -> None:
@@ -91,6 +91,7 @@ class Around(nn.Module):
         return self.last(self.inside(self.first(x)))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", UNCUT)
 def test_a_module_that_stays_whole_counts_once(way: str) -> None:
     CALLS.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,13 +10,14 @@ import models
 import pytest
 import torch
 import torchvision
-from captured import captured_once
 from oracle import assert_same
 from thin import thin_resnet18, thin_video_model
 from torch import nn
 from unet3d import unet3d
 
 from placer import PlacementSpec
+
+pytestmark = pytest.mark.usefixtures("one_capture")
 
 D = torch.float64
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -66,12 +67,6 @@ def _video(name: str) -> Case:
     return thin_video_model(build, classes=4), (torch.randn(4, 3, 4, 24, 24, dtype=D),), {}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
-
-
 @cache
 def _case(name: str) -> Case:
     """The same model for all tests of a name; they leave it as it is."""
@@ -94,7 +89,7 @@ def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe"
     )
 
 
-@pytest.mark.matrix(9)
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])

@@ -43,7 +43,7 @@ def _pair(spec: dict[str, Any]) -> tuple[placer.PlacedModule, nn.Module, Tensor]
     return placer.compile(copy.deepcopy(plain), spec, tokens), plain, tokens
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("spec", _SPECS.values(), ids=_SPECS)
 def test_hooks_change_and_see_the_gradient_of_the_whole_batch(spec: dict[str, Any]) -> None:
     """Also where gradients of an earlier step are there already."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import placer
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("frozen", [("conv1",), ("conv2", "fc1"), ("conv1", "conv2", "fc1")])
 def test_frozen_layers(frozen: tuple[str, ...]) -> None:
     model = ConvNet().double()

@@ -156,7 +156,7 @@ def _compare(placed: placer.PlacedModule, model: nn.Module, x: Tensor) -> None:
             assert_close(named[name].grad, parameter.grad, f"{name}, step")
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("block", [Block, Whole])
 @pytest.mark.parametrize("change", _CHANGES)
 def test_changes_after_compile(change: str, block: type[Block]) -> None:
@@ -171,6 +171,7 @@ def test_changes_after_compile(change: str, block: type[Block]) -> None:
     _same(copy.deepcopy(placed), model, x)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("change", ["a number of a submodule", "a tensor in place", "a module"])
 def test_changes_reach_every_replica(change: str) -> None:
     torch.manual_seed(0)
@@ -247,7 +248,7 @@ _CHANGES_OF_TENSORS: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("change", _CHANGES_OF_TENSORS)
 def test_changes_of_tensors_that_are_not_buffers(change: str) -> None:
     torch.manual_seed(0)

@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("rows", [8, 5])
 @pytest.mark.parametrize(
     ("replicas", "microbatches"),
@@ -162,7 +162,7 @@ LABEL_LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("name", LABEL_LOSSES)
 def test_torchs_losses_of_labels_are_known(name: str, replicas: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -27,21 +28,19 @@ def _data(rows: int = 9) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 1, 8, 8, dtype=D), torch.randint(0, 10, (rows,))
 
 
-def _pair(
-    replicas: int = 2, microbatches: int = 2, **fields: Any
-) -> tuple[PlacedModule, nn.Module]:
-    """A placed model and the plain one it came from, without dropout: both see the whole batch."""
+@functools.cache
+def _compiled() -> tuple[PlacedModule, nn.Module]:
     torch.manual_seed(0)
     model = models.ConvNet(p=0.0).double()
-    spec = PlacementSpec(
-        devices=["cpu:0", "cpu:1"], replicas=replicas, microbatches=microbatches, **fields
-    )
+    spec = PlacementSpec(devices=["cpu:0", "cpu:1"], replicas=2, microbatches=2)
     return placer.compile(model, spec, _data()[0]), model
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[PlacedModule, nn.Module]]:
-    yield _pair()
+def pair() -> tuple[PlacedModule, nn.Module]:
+    """A placed model and the plain one it came from, without dropout: both see the whole batch."""
+    placed, model = _compiled()
+    return copy.deepcopy(placed), copy.deepcopy(model)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -51,9 +50,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_trains_alike(name: str) -> None:
-    placed, plain = _pair()
+def test_any_optimizer_trains_alike(name: str, pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
     x, y = _data()
     optimizers = [OPTIMIZERS[name](m.parameters()) for m in (placed, plain)]
     for _ in range(4):
@@ -66,8 +66,8 @@ def test_any_optimizer_trains_alike(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def test_lbfgs_with_its_closure() -> None:
-    placed, plain = _pair()
+def test_lbfgs_with_its_closure(pair: tuple[PlacedModule, nn.Module]) -> None:
+    placed, plain = pair
     x, y = _data()
     losses = []
     for module in (placed, plain):
@@ -153,6 +153,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_that_was_changed_is_not_pickled(
     pair: tuple[PlacedModule, nn.Module], change: str
@@ -163,8 +164,10 @@ def test_a_module_that_was_changed_is_not_pickled(
         pickle.dumps(placed)
 
 
-def test_a_pickled_module_whose_code_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pickled = pickle.dumps(_pair()[0])
+def test_a_pickled_module_whose_code_changed_is_refused(
+    pair: tuple[PlacedModule, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = pickle.dumps(pair[0])
     forward = models.ConvNet.forward
     monkeypatch.setattr(models.ConvNet, "forward", lambda self, x: forward(self, x).relu())
     with pytest.raises(PlanError, match="another model"):

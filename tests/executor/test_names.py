@@ -29,7 +29,7 @@ class Named(nn.Module):
         return self.head(y)  # type: ignore[no-any-return]
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", (*_NAMES, *_OWN_NAMES))
 def test_names(name: str) -> None:
     placed = assert_same(Named(name, name).double(), _SPEC, (torch.randn(4, 4).double(),))
@@ -80,7 +80,7 @@ class Keyed(nn.Module):
         return x + other
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", _ODD)
 def test_names_that_are_not_identifiers(name: str) -> None:
     model = OddNames(name).double()

@@ -129,7 +129,7 @@ def test_a_number_that_only_arithmetic_reads_is_an_input_after_its_second_value(
         assert counts[1] == counts[-1] <= 1
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", [Net, Attribute])
 @pytest.mark.parametrize("use", LOOKED_AT)
 def test_a_number_at_which_python_looks_is_part_of_the_program(kind: type[Net], use: str) -> None:
@@ -196,7 +196,7 @@ def _digits(n: Any) -> int:
 COUNT = [2, 4, 1, 5, 6, 7, 8, 2]
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", [Net, Attribute])
 @pytest.mark.parametrize("use", INTEGERS)
 def test_integers_that_only_arithmetic_reads(kind: type[Net], use: str) -> None:

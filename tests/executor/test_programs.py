@@ -209,7 +209,7 @@ class ReadsRows(nn.Module):
         return self.b(x * number)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("in_training", [True, False])
 @pytest.mark.parametrize("read", ["one", "most", "even", "odd", "length", "half", "plain"])
 def test_code_that_looks_at_the_number_of_rows(read: str, in_training: bool) -> None:

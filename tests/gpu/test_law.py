@@ -1,6 +1,6 @@
 """The law on a GPU, as far as the machine has one: in one process, and with a process per GPU.
 
-In one process the same runs on the CPU in the suite; processes do in tests/distributed. `make gpu` runs it.
+`make gpu` runs it. In one process the same runs on the CPU with --law; processes do in tests/distributed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _run_on(device: str, how: str) -> str | None:
     return None if enough else ("cuda:0" if device == "cuda" else "cpu")
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["U-Net", "tied transformer"])
 @pytest.mark.parametrize("device", DEVICES)
@@ -140,7 +140,7 @@ def test_a_step_casts_each_weight_once_and_adds_gradients_in_fp32(
         assert found is not None and torch.equal(found, expected.grad), name  # type: ignore[arg-type]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0)
 @pytest.mark.parametrize("fields", [{"space": 2}, {"space": 2, "chunks": 2, "checkpoint": ["**"]}])
 @pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from captured import captured_once
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,13 +15,9 @@ from placer.planner.build import build_plan
 from placer.program import lower
 from placer.spec import PlacementSpec
 
+pytestmark = pytest.mark.usefixtures("one_capture")
+
 _WIDTH = 16
-
-
-@pytest.fixture(autouse=True)
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 class Drawn(nn.Module):

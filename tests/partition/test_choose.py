@@ -16,7 +16,6 @@ from unittest import mock
 import models
 import pytest
 import torch
-from captured import captured_once
 from hypothesis import given
 from hypothesis import strategies as st
 from placements import assert_valid_plan
@@ -25,11 +24,7 @@ from torch import Tensor, nn
 import placer
 from placer.machine.catalogue import CATALOGUE
 
-
-@pytest.fixture(autouse=True)
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
+pytestmark = pytest.mark.usefixtures("one_capture")
 
 
 @pytest.fixture(autouse=True)

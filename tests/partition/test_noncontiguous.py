@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from captured import captured_once
 from oracle import assert_same
 from placements import assert_valid_plan, estimated_plan
 from torch import nn
@@ -16,13 +13,9 @@ import placer
 from placer.partition import choose
 from placer.program import lower
 
+pytestmark = pytest.mark.usefixtures("one_capture")
+
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
-
-
-@pytest.fixture(autouse=True)
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 def _unet(norm: str = "group") -> nn.Module:

@@ -72,7 +72,7 @@ def _spec(devices: int, microbatches: int, schedule: str = "GPipe") -> dict[str,
     return {"devices": names, "microbatches": microbatches, "schedule": schedule}
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize(
     ("devices", "microbatches", "schedule"),

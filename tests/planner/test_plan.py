@@ -11,7 +11,6 @@ import models
 import pytest
 import torch
 import torchvision
-from captured import captured_once
 from torch import Tensor, nn
 from unet3d import unet3d
 
@@ -26,12 +25,14 @@ from placer.report import verdict
 from placer.search.fewer import as_fast_with_fewer
 from placer.simulation.judge import JudgingPlanner
 
+pytestmark = pytest.mark.usefixtures("one_capture")
+
 GIB = 2**30
+MODEL, X = models.ConvNet(), torch.randn(8, 1, 8, 8)
 
 
 def _small(**fields: Any) -> placer.Plan:
-    spec = {"devices": ["cpu:0", "cpu:1"], **fields}
-    return placer.make_plan(models.ConvNet(), spec, (torch.randn(8, 1, 8, 8),))
+    return placer.make_plan(MODEL, {"devices": ["cpu:0", "cpu:1"], **fields}, (X,))
 
 
 def test_planning_allocates_no_tensor_of_the_model() -> None:
@@ -141,7 +142,6 @@ def test_unknown_layers_are_one_error_that_names_the_nearest() -> None:
     assert "'conv1'" in str(error.value) and "/layers/fcc" in str(error.value)
 
 
-@captured_once()
 def test_a_plan_over_budget_does_not_fit_and_compile_refuses_it() -> None:
     spec = PlacementSpec(devices=[{"name": "cpu:0", "memory": "20 kB"}], optimizer="adam")  # type: ignore[arg-type]
     model, x = models.ConvNet(), torch.randn(8, 1, 8, 8)
@@ -163,7 +163,6 @@ def test_the_reserve_counts() -> None:
     assert tight.devices[0].headroom == -1
 
 
-@captured_once()
 def test_auto_uses_as_few_devices_as_it_needs() -> None:
     blocks = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))
     model, x = nn.Sequential(*blocks), torch.randn(256, 64)
@@ -215,8 +214,9 @@ def test_a_kind_of_another_type_of_device_is_refused(kinds: tuple[str, str]) -> 
     ((where, problem, remedy),) = error.value.problems
     assert where == "/devices/0/kind"
     assert kind in problem and name in problem and f"calibrate --device {name}" in remedy
+    spec = {"devices": [{"name": name, "kind": kind}], "layers": {"nothere": name}}
     with pytest.raises(SpecError) as error:  # together with what the model has not
-        _small(devices=[{"name": name, "kind": kind}], layers={"nothere": name})
+        placer.make_plan(models.ConvNet(), spec, X)
     assert [where for where, *_ in error.value.problems] == ["/devices/0/kind", "/layers/nothere"]
 
 
@@ -363,7 +363,6 @@ def _cards(count: int, memory: str = "16 G", **fields: object) -> list[dict[str,
     ]
 
 
-@captured_once()
 def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
     """With one micro-batch, another device only adds transfers; with eight, it shares the work."""
     with torch.device("meta"):
@@ -394,7 +393,6 @@ def test_fewer_devices_that_are_faster_are_told_and_taken_by_auto() -> None:
     )
 
 
-@captured_once()
 def test_the_number_of_micro_batches_is_the_fastest_that_fits() -> None:
     with torch.device("meta"):
         model, x = models.Blocks(), torch.empty(4096, 256)
@@ -410,7 +408,6 @@ def test_the_number_of_micro_batches_is_the_fastest_that_fits() -> None:
     assert found.rank_time == plan(found.microbatches).rank_time
 
 
-@captured_once()
 def test_no_stage_in_space_only_cuts_the_input_or_gathers_the_result() -> None:
     """A stage of the cut alone would be the cheapest: the stages wait for each other."""
     with torch.device("meta"):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from captured import captured_once
 from models import ConvNet, Pairs
 from torch import nn
 from unet3d import unet3d
@@ -21,14 +19,10 @@ from placer.program import lower
 from placer.quantities import parse_bytes
 from placer.simulation.judge import JudgingPlanner
 
+pytestmark = pytest.mark.usefixtures("one_capture")
+
 MODEL = unet3d(width=4, depth=2)
 X = torch.randn(4, 1, 8, 8, 8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 def _spec(memory: int, **fields: Any) -> dict[str, Any]:
@@ -122,6 +116,7 @@ def test_no_change_is_tried_where_the_reserve_leaves_no_room() -> None:
     assert refused.value.tried
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("reserve", ["1GiB", "0", "3KiB"])
 def test_the_memory_that_is_said_to_be_needed_suffices(reserve: str) -> None:
     x = torch.randn(4, 1, 8, 8)

@@ -154,6 +154,7 @@ def _plan(times: NodeTimes, path: Path, *devices: str, **fields: Any) -> placer.
     return placer.make_plan(Net(), {**spec, **fields}, (X,))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kernels", [SMALL, LARGE], ids=["small", "large"])
 def test_a_plan_takes_the_longer_of_the_two(
     kernels: dict[str, float], gpu: FakeGpu, clock: CudaClock, tmp_path: Path

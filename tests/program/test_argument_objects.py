@@ -140,7 +140,7 @@ FUNCTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize(
     ("kind", "place"),

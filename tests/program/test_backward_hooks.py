@@ -131,6 +131,7 @@ def test_in_a_model_that_stays_whole_too() -> None:
         placer.compile(Whole(), {**TWO, "layers": {}, "microbatches": 2}, torch.randn(8, 6))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", KEEPING)
 def test_with_one_slice_it_keeps_what_it_would_without_placer(name: str) -> None:
     x, watchers = torch.randn(8, 6, dtype=torch.float64), (Watcher(), Watcher())
@@ -196,6 +197,7 @@ REGISTER: list[Register] = [
 ]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("register", REGISTER)
 def test_so_is_one_that_is_put_on_a_layer_later(register: Register, slices: dict[str, int]) -> None:
@@ -230,7 +232,7 @@ FORMS: dict[str, Callable[[Calls], Hook]] = {
 }
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("make", [Asserts, _model])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("register", REGISTER)

@@ -123,6 +123,7 @@ class ReadsSlots(Layers):
         return self.c(y if self.settings.shift is None else y + self.settings.shift)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("slices", [{}, *SLICES])
 def test_settings_in_an_object_with_slots_that_change(slices: dict[str, int]) -> None:
     model, placed = _pair(ReadsSlots, {**SPEC, **slices})

@@ -59,7 +59,7 @@ def written(x: Tensor) -> Tensor:
     return x + mask
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "function", [array, old_constructor, listed, item, condition, indices, array_indices, written]
 )

@@ -145,7 +145,7 @@ def assert_equal(placed: nn.Module, plain: nn.Module, x: Tensor) -> None:
 SIZES = [(4, 6, 8), (3, 6, 8), (4, 8, 10), (2, 5, 8), (4, 6, 8)]
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("called", [(), ((4, 6, 8),), ((4, 8, 10), (4, 6, 8))], ids=len)
 @pytest.mark.parametrize("first", KEEPING)
 def test_a_placed_model_equals_the_plain_one_whatever_was_called_before(
@@ -294,6 +294,7 @@ def nothing(model: nn.Module) -> None:
     pass
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("first", "change"),
     [

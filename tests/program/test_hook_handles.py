@@ -98,7 +98,7 @@ def _train(model: Any, x: Tensor, *, step: bool) -> list[Tensor]:
     return [*found, *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("removed", ["before", "between", "in the call", "by clear"])
 def test_a_hook_is_removed_from_the_placed_module_too(removed: str, step: bool) -> None:
@@ -154,6 +154,7 @@ def test_a_hook_that_removes_itself_runs_once_where_its_layer_is_called_twice() 
         assert calls == wanted == [1]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("slices", [{"microbatches": 2}, {"replicas": 2}])
 def test_one_that_removes_itself_is_refused_with_several_slices(slices: dict[str, int]) -> None:
     with pytest.raises(placer.CaptureError, match="is set by a module that stays whole"):
@@ -179,7 +180,7 @@ class Watched(nn.Sequential):
             handle.remove()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("slices", [{}, {"microbatches": 2}])
 @pytest.mark.parametrize("copied", [False, True])
 def test_hooks_of_the_models_own_that_are_recorded(copied: bool, slices: dict[str, int]) -> None:
@@ -237,6 +238,7 @@ class Tracker:
         return 2 * out
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("attribute", [False, True])
 def test_an_object_counts_calls(attribute: bool) -> None:
     """Also one in an attribute of the model, whose count the recording saw there."""

@@ -68,6 +68,7 @@ class MultipliesInSomeOrder(nn.Module):
         return x.reshape(-1, known) * known + around * x.size(0)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("axes", [(1, 3, 2), (3, 2, 1), (2, 1, 3)])
 def test_the_order_in_which_sizes_are_multiplied_does_not_matter(axes: tuple[int, ...]) -> None:
     # Sets of strings have another order in every process; ranks compare their fingerprints.

@@ -214,6 +214,7 @@ class UntilDone(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("least", [1.0, 0.0])
 def test_a_loop_until_a_value_is_reached_ends_in_a_capture(
     least: float, monkeypatch: pytest.MonkeyPatch
@@ -301,6 +302,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_checkpointed_code_changes_twice(change: str, *, reentrant: bool) -> None:

@@ -114,6 +114,7 @@ def test_lengths_in_a_list() -> None:
     assert_equal_calls(Tagger, [tokens_and(list(lengths)) for lengths in LENGTHS[:3]])
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("way", CUT)
 def test_slices_are_refused(way: str) -> None:
     model, lengths = Tagger(is_sorted=True), LENGTHS[0]

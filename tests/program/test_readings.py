@@ -150,7 +150,7 @@ def test_a_branch_by_a_buffer_is_the_same_for_all_slices(spec: str) -> None:
     _assert_equal(*_net(torch.tanh, Flagged), SLICES[spec])
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("spec", SLICES)
 @pytest.mark.parametrize("name", DECIDES)
 def test_what_decides_by_values_of_the_batch_is_refused(name: str, spec: str) -> None:

@@ -74,7 +74,7 @@ def call() -> Arguments:
     return (torch.randn(4, 8, dtype=D),)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [write, assign, assign_in_containers, flip])
 def test_the_present_values_are_used(change: Callable[[], None], way: str) -> None:
@@ -176,7 +176,7 @@ def _values_restored() -> Iterator[None]:
     Options.scale = 2.0
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("put", PUTS)
 def test_a_plain_value_that_is_another_now(put: Callable[[float], None], way: str) -> None:
@@ -184,6 +184,7 @@ def test_a_plain_value_that_is_another_now(put: Callable[[float], None], way: st
     assert_equal_calls(Plain, [call] * 6, way, between=lambda: put(next(values)))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("put", PUTS[:5])
 def test_a_number_that_is_another_in_every_call_is_not_captured_for_each(
     put: Callable[[float], None],

@@ -33,6 +33,7 @@ class SetsItself(nn.Module):
         return self.last(x * self.scale)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("cut", [{"replicas": 2}, {"microbatches": 2}])
 def test_slices_that_would_set_other_weights_are_refused(cut: dict[str, int]) -> None:
     with pytest.raises(placer.CaptureError, match="it sets the parameter scale from the batch"):

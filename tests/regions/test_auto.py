@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import models
 import pytest
 import torch
-from captured import captured_once
 from oracle import assert_same
 from placements import estimated_plan
 from torch import nn
@@ -18,14 +16,10 @@ from unet3d import unet3d
 import placer
 from placer.planner import activation_policy
 
+pytestmark = pytest.mark.usefixtures("one_capture")
+
 D = torch.float64
 UNET = (unet3d(width=8, depth=2), (torch.randn(4, 1, 32, 32, 32),))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 def _plan(

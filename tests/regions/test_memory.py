@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from captured import captured_once
 from placements import estimated_plan
 from torch import nn
 from unet3d import unet3d
 
 import placer
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
+pytestmark = pytest.mark.usefixtures("one_capture")
 
 
 MODEL = unet3d(width=8, depth=3)

@@ -140,6 +140,7 @@ def _wide(stages: int, replicas: int, skips: int = 0) -> Plan:
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("stages", "replicas"), [(8, 1250), (64, 2)])
 def test_many_devices_are_rows_of_equal_ones(stages: int, replicas: int) -> None:
     text = page(_wide(stages, replicas, skips=min(6, stages - 2)))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from captured import captured_once
 from oracle import assert_same
 from placements import estimated_plan
 from torch import Tensor, nn
@@ -20,11 +18,7 @@ from placer.plan.check import check_pinned
 from placer.plan.store import plan_from_json, plan_to_json
 from placer.timeline import PINNED, Block, HostUsage, Recorder, host_usage
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
+pytestmark = pytest.mark.usefixtures("one_capture")
 
 
 ROWS, WIDTH = 1000, 96
@@ -59,6 +53,7 @@ def test_pinned_blocks_are_powers_of_two_that_are_used_again() -> None:
     assert host_usage(recorder.timeline(), "host") == HostUsage(peak=13, reserved=8 + 8 + 4)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize(("kind", "each"), [("cuda", PINNED_SAVED), ("cpu", SAVED)])
 def test_a_plan_says_what_waits_on_the_host(kind: str, each: int, *, processes: bool) -> None:
@@ -145,6 +140,7 @@ def test_ranks_share_the_host() -> None:
     assert needed[True] > 1.5 * needed[False]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_a_host_with_too_little_memory_is_no_fit(kind: str) -> None:
     model, x = network()

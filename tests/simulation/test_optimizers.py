@@ -28,7 +28,7 @@ def peaks(devices: list[str], model: nn.Module, **fields: Any) -> list[tuple[int
     return [(device.predicted, device.peak) for device in report.devices]
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"], ["cpu:0", "cpu:1"]])
 def test_the_step_of_adam_is_predicted(devices: list[str], bias: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from placer.plan.step_spans import step_spans
 from placer.program import lower
 from placer.simulation.simulate import dry_run
 from placer.timeline import OPTIMIZER
+
+pytestmark = pytest.mark.usefixtures("one_capture")
 
 WIDTH, LAYERS = 32, 4
 PAIRS = {"GPipe": (0, 0, 1, 1), "interleaved": (0, 1, 0, 1)}
@@ -30,6 +33,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def model_and_rows() -> tuple[nn.Module, torch.Tensor]:
     with torch.device("meta"):
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import models
 import pytest
 import torch
 import torchvision
-from captured import captured_once
 from placements import estimated_plan
 from torch import nn
 from torch.nn import functional as F
@@ -19,14 +18,10 @@ from placer.planner.build import build_plan
 from placer.program import lower
 from placer.simulation.simulate import dry_run
 
+pytestmark = pytest.mark.usefixtures("one_capture")
+
 ROWS = 12
 Case = tuple[nn.Module, tuple[torch.Tensor, ...]]
-
-
-@pytest.fixture(autouse=True)
-def _one_capture() -> Iterator[None]:
-    with captured_once():
-        yield
 
 
 def _resnet18() -> Case:

@@ -38,6 +38,7 @@ DENSE = WORDS * WIDTH * 4
 LOOKED_UP = ROWS * LENGTH * (WIDTH * 4 + 8)  # values and indices
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_real_step_takes_what_the_plan_says(options: dict[str, Any], microbatches: int) -> None:

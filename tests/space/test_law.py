@@ -164,7 +164,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models(

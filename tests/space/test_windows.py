@@ -13,6 +13,7 @@ from placer.space.windows import Axis, window
 D = torch.float64
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_windows_have_all_that_an_output_plane_reads_and_no_more(transposed: bool) -> None:
     """The planes that a plane of the output depends on, found by gradients, against the arithmetic."""
