@@ -13,9 +13,12 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.known_costs import known_costs
@@ -23,11 +26,15 @@ from placer.cost import CostTable
 from placer.partition import DeviceSlot, PlanningOptions
 from placer.partition.arrange import candidate_cuts
 from placer.partition.candidate import StageCosts, solve_order
+from placer.partition.chain import best_cuts
+from placer.partition.stage_cost.optimizer import optimizer_bytes
+from placer.partition.stage_cost.score import peak_bytes
 from placer.partition.stage_cost.tables import build_tables
 from placer.partition.units import random_order, unit_graph
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
 from placer.program import Program
+from placer.schedule import InFlight
 from placer.spec import PlacementSpec, resolve_layers
 
 
@@ -200,6 +207,83 @@ def one_order(
         for device, (begin, end) in enumerate(itertools.pairwise(boundaries))
         for node in nodes[begin:end]
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePeaks:
+    """Every stage that there can be: ``peaks[x, y]`` bytes from downset x up to downset y + 1."""
+
+    downsets: tuple[frozenset[int], ...]  # of nodes, by size
+    peaks: NDArray[np.float64]  # inf where the one does not hold the other
+
+
+def all_stage_peaks(
+    program: Program, costs: CostTable, *, most_pairs: int = 40_000
+) -> StagePeaks | None:
+    """The predicted peak of every contiguous stage, its nodes in program order (Adam, one
+    micro-batch, anywhere in the chain). None where there are more than ``most_pairs``."""
+    units = unit_graph(program)
+    found = all_downsets(units, int((2 * most_pairs) ** 0.5))
+    if found is None:
+        return None
+    downsets = tuple(
+        frozenset(node for unit in downset for node in units.nodes[unit]["nodes"])
+        for downset in found
+    )
+    peaks = np.full((len(downsets) - 1,) * 2, np.inf)
+    for x, before in enumerate(downsets[:-1]):
+        above = {y for y in range(x + 1, len(downsets)) if before < downsets[y]}
+        while above:  # those that follow each other in program order share their tables
+            rest = sorted(set(range(len(program.order))) - before)
+            first = min(above)
+            inside = sorted(downsets[first] - before)
+            after = [node for node in rest if node not in downsets[first]]
+            nodes = [*sorted(before), *inside, *after]
+            ends = {first: len(before) + len(inside)}
+            if nodes[len(before) :] == rest:
+                ends = {y: len(downsets[y]) for y in above
+                        if set(nodes[: len(downsets[y])]) == downsets[y]}  # fmt: skip
+            cuts = sorted({0, len(before), *ends.values(), len(nodes)})
+            tables = build_tables(costs, nodes, cuts)
+            row = peak_bytes(
+                tables, InFlight(), optimizer_bytes("adam", together=True), training=True
+            )
+            for y, end in ends.items():
+                peaks[x, y - 1] = row[cuts.index(len(before)), cuts.index(end) - 1]
+            above -= set(ends)
+    return StagePeaks(downsets=downsets, peaks=peaks)
+
+
+def exact_peaks(program: Program, stages: StagePeaks, k: int) -> Placement:
+    """The contiguous placement on k equal devices of least largest peak, as predicted."""
+    peaks = stages.peaks
+    result = best_cuts(
+        [peaks] * k, [np.isfinite(peaks)] * k, combine="max", may_be_empty=[True] * k
+    )
+    assert result is not None
+    boundaries = itertools.pairwise(stages.downsets[cut] for cut in result[0])
+    return {
+        program.order[node]: device
+        for device, (before, after) in enumerate(boundaries)
+        for node in after - before
+    }
+
+
+def all_downsets(units: nx.DiGraph, most: int) -> list[frozenset[int]] | None:
+    """Every set of units that has all predecessors of its units, by size; None if over ``most``."""
+    level = {frozenset[int]()}
+    found: list[frozenset[int]] = []
+    while level:
+        found += sorted(level, key=sorted)
+        if len(found) > most:
+            return None
+        level = {
+            ideal | {unit}
+            for ideal in level
+            for unit in units
+            if unit not in ideal and all(before in ideal for before in units.predecessors(unit))
+        }
+    return found
 
 
 RIVALS: dict[str, Rival] = {

@@ -1,4 +1,4 @@
-"""How good placer's placements are, against rivals and a lower bound.
+"""How good placer's placements are: against rivals, and against all placements where that finishes.
 
 For every model, 2, 3, 4 and 8 devices (a100, no budgets) and one micro-batch:
 
@@ -8,7 +8,9 @@ For every model, 2, 3, 4 and 8 devices (a100, no budgets) and one micro-batch:
     memory      the largest peak of any device in a training step with Adam, by the ledger
 
 Rivals are those of `benchmarks.baselines`; "one order" is the dynamic program along one arbitrary
-topological order. Captures and costs are shared; nothing is allocated.
+topological order. "exact" is the best of all contiguous placements: for throughput over every
+downset that can be part of a better one, for memory over every pair of nested downsets, with the
+prediction of each stage's peak. Captures and costs are shared; nothing is allocated.
 
     python -m benchmarks.quality [MODEL ...] [--objective OBJECTIVE] [--again]
 
@@ -32,17 +34,21 @@ from torch import Tensor, nn
 from benchmarks.baselines import (
     Placement,
     RivalFailure,
+    StagePeaks,
     accelerate_balanced,
+    all_stage_peaks,
     balance_by_size,
     balance_by_time,
     equal_layer_counts,
     equal_parameters,
+    exact_peaks,
     one_order,
     plan_placement,
 )
 from benchmarks.capacity import SUBJECTS as VOLUMES
 from benchmarks.known_costs import known_costs
 from benchmarks.loss import LOSS, MEAN_SQUARE
+from benchmarks.msr.proof.search import solve
 from benchmarks.record import RESULTS, write_page
 from placer.cost import CostTable, estimate_costs
 from placer.partition import DeviceSlot, PartitionProblem, PlanningOptions, stage_loads
@@ -58,6 +64,7 @@ from placer.spec import PlacementSpec
 DEVICES = (2, 3, 4, 8)
 GIB = 2**30
 NEVER_WORSE = 1.001  # placer's answer may be this much above a rival's: rounding of the estimates
+_MOST_ALIVE = 400_000  # of partly decided downsets; half a minute at most
 
 RIVALS = {
     "layers": equal_layer_counts,
@@ -121,6 +128,7 @@ class Judge:
         units = unit_graph(self.program)
         self.units: ModelUnits = model_units(units, program_order(units), self.costs, {})
         self._peaks: dict[object, int] = {}
+        self._stages: list[StagePeaks | None] | None = None  # not looked for yet
 
     def spec(self, k: int, objective: str) -> PlacementSpec:
         names: list[Any] = [f"cuda:{i}" for i in range(k)]
@@ -187,7 +195,7 @@ class Judge:
         }
 
     def rivals(self, k: int, objective: str) -> dict[str, Any]:
-        """The figures of every rival."""
+        """The figures of every rival and, where it finishes, of the best placement of all."""
         spec = self.spec(k, objective)
         chain = [device_slot(device, spec) for device in spec.devices]
         value = self.seconds if objective == "throughput" else self.peak
@@ -201,7 +209,18 @@ class Judge:
                 found[name] = None
         options = PlanningOptions(objective=spec.objective)
         found["one order"] = value(k, one_order(self.program, self.costs, chain, options))
-        return {"rivals": found}
+        return {"rivals": found, "exact": self.exact(k, objective)}
+
+    def exact(self, k: int, objective: str) -> float | None:
+        """The best of all contiguous placements; None where there are too many."""
+        if objective == "throughput":
+            solution = solve(self.problem(k), most_alive=_MOST_ALIVE)
+            assert solution is not None
+            return solution.value if solution.proven else None
+        if self._stages is None:
+            self._stages = [all_stage_peaks(self.program, self.costs)]
+        (stages,) = self._stages
+        return None if stages is None else self.peak(k, exact_peaks(self.program, stages, k))
 
 
 OBJECTIVES = ("throughput", "memory")
@@ -225,9 +244,8 @@ def run(
             row |= judge.ours(k, objective)
             if "rivals" not in row:
                 row |= judge.rivals(k, objective)
-            ratios = {
-                n: f"{v / row['placer']:.3f}" for n, v in row["rivals"].items() if v is not None
-            }
+            values = {**row["rivals"], "exact": row["exact"]}
+            ratios = {n: f"{v / row['placer']:.3f}" for n, v in values.items() if v is not None}
             took = time.perf_counter() - began
             print(
                 f"{name}, {objective} {k}: {row['placer']:.4g} {ratios} ({took:.0f} s)", flush=True
@@ -243,7 +261,7 @@ def write(results: Mapping[str, Mapping[str, Any]]) -> None:
     for objective, unit in (("throughput", "ms"), ("memory", "GiB")):
         names = [*RIVALS, "one order"]
         blocks += [f"## {objective}", ""]
-        heads = ["model", "devices", f"placer, {unit}", *names, "bound"]
+        heads = ["model", "devices", f"placer, {unit}", *names, "exact", "bound"]
         blocks += [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
         for name, rows in results.items():
             for k in DEVICES:
@@ -255,12 +273,14 @@ def write(results: Mapping[str, Mapping[str, Any]]) -> None:
                 folded = len(row["stages"]) > len(set(row["stages"]))
                 values = [row["rivals"].get(rival) for rival in names]
                 cells = ["" if value is None else f"{value / ours:.3f}" for value in values]
+                exact = "" if row["exact"] is None else f"{row['exact'] / ours:.3f}"
                 bound = f"{row['lower_bound'] / row['predicted']:.3f}"
                 where = f"{k}{' (folded)' if folded else ''}"
-                blocks.append(f"| {' | '.join([name, where, shown, *cells, bound])} |")
+                blocks.append(f"| {' | '.join([name, where, shown, *cells, exact, bound])} |")
+                others = {**row["rivals"], "exact": row["exact"]}
                 worse += [
                     f"- {objective}, {name}, {k} devices: {rival} is {ours / value - 1:.2%} better"
-                    for rival, value in row["rivals"].items()
+                    for rival, value in others.items()
                     if value is not None and ours > value * NEVER_WORSE
                 ]
         blocks.append("")
@@ -270,8 +290,9 @@ def write(results: Mapping[str, Mapping[str, Any]]) -> None:
     blocks += [__doc__.partition("\n\n")[2].partition("    python")[0]]
     blocks += [
         "layers, parameters: equal counts along the chain of layers; by size, by time: torchgpipe's "
-        "balancers; accelerate: `device_map=\"balanced\"`. bound: the plan's lower bound over its value. "
-        "folded: a device has more than one stage.",
+        "balancers; accelerate: `device_map=\"balanced\"`. exact is empty where it did not finish. "
+        "bound: the plan's lower bound over its value. folded: a device has more than "
+        "one stage.",
         "",
     ]  # fmt: skip
     write_page("quality", "Quality of placements", "python -m benchmarks.quality", blocks)
