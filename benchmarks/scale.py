@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def write_page(known: dict[str, dict[str, float]]) -> None:
-    """Write the table of all cases and the growth rates."""
+    """Write the table of all cases, the growth rates, and the plot."""
     rows, grown = [], []
     measured = [case for case in CASES if " ".join(map(str, case)) in known]
     for graph, n, k in measured:
@@ -210,8 +210,34 @@ def write_page(known: dict[str, dict[str, float]]) -> None:
         f"{len(CASES)} cases are not measured. Up to 1,500 units the "
         "downsets of a few orders and of a beam are tried, beyond that stages are "
         "intervals of a few orders: the step in the curves. Graphs of up to 1,000 nodes were measured "
-        "with one thread (OMP_NUM_THREADS=1).",
+        "with one thread (OMP_NUM_THREADS=1)."
+        "\n\n![log-log plot](scale.png)",
     )
+    plot(known, measured, RESULTS / "scale.png")
+
+
+def plot(
+    known: dict[str, dict[str, float]], measured: list[tuple[str, int, int]], path: Path
+) -> None:
+    """CPU seconds and MiB over units, both axes logarithmic, a line per number of stages."""
+    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+
+    figure: Figure
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), sharex=True)
+    for row, graph in zip(axes, ("random", "GPT"), strict=True):
+        for axis, field, label in zip(
+            row, ("cpu", "mebibytes"), ("CPU seconds", "MiB"), strict=True
+        ):
+            for k in STAGES:
+                runs = [known[f"{g} {n} {m}"] for g, n, m in measured if (g, m) == (graph, k)]
+                units = [run["units"] for run in runs]
+                axis.plot(units, [max(run[field], 0.01) for run in runs], "o-", label=f"{k} stages")
+            axis.set(xscale="log", yscale="log", xlabel="units", ylabel=label, title=graph)
+            axis.grid(alpha=0.3)
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":

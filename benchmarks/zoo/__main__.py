@@ -28,7 +28,7 @@ from benchmarks.zoo.judge import as_json, judge
 from benchmarks.zoo.subject import Subject, Verdict
 from benchmarks.zoo.table import write_table
 
-LIBRARIES = ("torchvision", "transformers", "monai", "timm", "research")
+LIBRARIES = ("torchvision", "transformers", "monai", "timm", "research", "patterns")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
