@@ -13,6 +13,11 @@ import placer
 
 SPECS: dict[str, dict[str, Any]] = {
     "stages": {"devices": ["cpu:0", "cpu:1"], "layers": {"a": "cpu:0", "n": "cpu:0", "c": "cpu:1"}},
+    "recomputed": {
+        "devices": ["cpu:0", "cpu:1"],
+        "layers": {"a": "cpu:0", "n": "cpu:0", "c": "cpu:1"},
+        "checkpoint": ["**"],
+    },
     "replicas": {"devices": ["cpu:0"], "replicas": 2, "replica_devices": [["cpu:1"]]},
 }
 _TABLES = frozenset(vars(nn.Module()))
@@ -66,6 +71,31 @@ class ReplacesBuffers(Layers):
     def forward(self, x: Tensor) -> Tensor:
         self.a.steps = self.a.steps + 1
         return super().forward(x * self.a.steps)
+
+
+class ActNorm(nn.Module):
+    """Its first batch sets its weights; ``in_buffer``: there it keeps that it has."""
+
+    def __init__(self, width: int = 4, *, in_buffer: bool = True) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("ready", torch.zeros((), dtype=torch.uint8))
+        self.in_buffer, self.known = in_buffer, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.ready.item() if self.in_buffer else self.known):
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / (x.std(0) + 1e-6))
+            self.known = True
+            self.ready.fill_(1)
+        return self.scale * (x + self.shift)
+
+
+class NormsByData(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = ActNorm()
 
 
 class Freezes(Layers):

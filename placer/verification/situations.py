@@ -47,6 +47,7 @@ from placer.verification.observation import (
     Watch,
     attributes,
     counted_hooks,
+    identities,
     observe,
     relative_error,
     values_in,
@@ -252,7 +253,8 @@ def run_plain(
 
     hooked = plain if reference.hooks else None
     run = (train, None) if step else (call, loss)
-    return _run(plain, plain, arguments, *run, step=step, hooked=hooked)
+    whole = reference.slices == 1
+    return _run(plain, plain, arguments, *run, step=step, hooked=hooked, whole=whole)
 
 
 def run_placed(
@@ -291,6 +293,7 @@ def _run(
     step: bool,
     hooked: nn.Module | None,
     rate: float | None = None,
+    whole: bool = True,
 ) -> Step:
     args, kwargs = fresh(arguments)
     call_given = bind_call(model, args, kwargs)
@@ -322,6 +325,8 @@ def _run(
             if total.requires_grad:
                 total.backward()
     seen = observe(module, model, output, bound, watch)
+    if whole and not step:
+        seen |= identities(module, output, bound)
     seen |= {
         each: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for each, x in joined.items()

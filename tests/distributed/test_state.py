@@ -22,6 +22,11 @@ def test_state_that_forward_changes(
     job_of(2).run(cases.call_in_both_modes, make, spec)
 
 
+@pytest.mark.parametrize("spec", ["stages", "recomputed"])
+def test_weights_that_the_first_batch_sets(job_of: Callable[[int], Job], spec: str) -> None:
+    job_of(2).run(cases.call_in_both_modes, cases.NormsByData, spec)
+
+
 @pytest.mark.parametrize("spec", cases.SPECS)
 def test_a_variable_that_holds_a_part(job_of: Callable[[int], Job], spec: str) -> None:
     job_of(2).run(cases.call_a_part_in_a_variable, spec)

@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from other_inputs import UNCUT, WAYS, Arguments, assert_equal_calls, compile_way
+from oracle import assert_close
+from other_inputs import (
+    UNCUT,
+    WAYS,
+    Arguments,
+    assert_equal_calls,
+    assert_equal_state,
+    compile_way,
+)
+from state_cases import ActNorm
 from torch import Tensor, nn
+
+import placer
 
 
 def call() -> Arguments:
@@ -107,6 +118,38 @@ def doubling(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return 2 * forward(*args)
 
     return wrapper
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_buffer", [False, True])
+def test_steps_of_weights_that_the_first_batch_sets(way: str, *, in_buffer: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [
+            ActNorm(8, in_buffer=in_buffer),
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            ActNorm(8, in_buffer=in_buffer),
+        ]
+        return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 2)).double()
+
+    if way not in UNCUT:
+        with pytest.raises(placer.CaptureError, match=r"it sets the parameter 1\.s"):
+            compile_way(make(), call(), way)
+        return
+    plain, placed = make(), compile_way(make(), call(), way)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, placed)]
+    for _ in range(3):
+        (x,) = call()
+        expected = plain(x).square().mean()
+        expected.backward()
+        assert_close(placed.step(x, loss_fn=lambda y: y.square().mean()), expected.detach(), "loss")
+        assert_equal_state(placed, plain, "step")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in plain.state_dict().items():
+        assert_close(placed.state_dict()[name], value, name)
 
 
 class Doubling:
