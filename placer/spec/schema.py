@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 from placer.spec.types import PlacementSpec
 
 
+@functools.cache
 def spec_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) in `specs/placement.schema.json`."""
     schema = PlacementSpec.model_json_schema(by_alias=True)

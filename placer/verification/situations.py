@@ -482,7 +482,10 @@ def draws_alike(plain: nn.Module, placed: PlacedModule) -> bool:
 def seeded(seed: int) -> Iterator[None]:
     """In this block, draw random numbers (torch, Python, numpy) from ``seed``; then restore the states."""
     with keep_random(), torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:  # without torch's notes of where GPUs that are not there were seeded, which take milliseconds
+            torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         yield
