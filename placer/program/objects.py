@@ -37,7 +37,7 @@ BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _PLAIN = frozenset({str, bool, int, float, type(None), Tensor, nn.Parameter})  # looked up faster
 _NO_OBJECTS = (*_ATOMS, *BOUND, FunctionType, functools.partial)
 _ITERABLES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
-_MOST = 50_000  # objects in one walk; a model whose attributes reach more is not searched further
+_MOST = 50_000  # objects in one walk besides twice its roots; attributes that reach more are not searched
 
 
 def parts(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -147,7 +147,8 @@ def walk(
     """
     seen: dict[int, Any] = {}  # the values keep the ids valid
     waiting = deque(roots)
-    while waiting and len(seen) < _MOST:
+    most = _MOST + 2 * len(waiting)  # each module is many roots, and has few tensors
+    while waiting and len(seen) < most:
         path, value = waiting.popleft()
         if id(value) in seen or id(value) in without:
             continue

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import placer
 from placer.program import lower
+from placer.program.copying import tensors_of
 from placer.program.fake_mode import FakeMode
 
 
@@ -86,3 +87,10 @@ def test_compile_runs_a_model_four_times(monkeypatch: pytest.MonkeyPatch) -> Non
     model = nn.Sequential(*[Block() for _ in range(6)])
     placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, torch.randn(2, 4))
     assert (ran["aten.tanh.default"], ran["aten.tanh_backward.default"]) == (4 * 6, 6)
+
+
+def test_every_tensor_of_a_model_of_many_modules_is_found() -> None:
+    """Each module has two dozen tables, so these are more objects than are searched in attributes."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(2_500)))
+    assert len(list(tensors_of(model))) == 5_000
