@@ -92,5 +92,5 @@ def test_compile_runs_a_model_four_times(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_tensor_of_a_model_of_many_modules_is_found() -> None:
     """Each module has two dozen tables, so these are more objects than are searched in attributes."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(2_500)))
-    assert len(list(tensors_of(model))) == 5_000
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4_000)))
+    assert len(list(tensors_of(model))) == 8_000
