@@ -16,7 +16,7 @@ from placer.spec.device_map import shortest
 
 # Fields of a plan that are shown as they are
 _FACTS = (
-    "fits", "objective", "processes", "replicas", "shards", "microbatches", "schedule", "precision",
+    "fits", "objective", "processes", "batch", "replicas", "shards", "microbatches", "schedule", "precision",
     "batch_norm", "optimizer", "training", "compile", "strategy", "shard_state", "shard_over",
     "node_layout",
 )  # fmt: skip
@@ -51,7 +51,8 @@ def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
     if before.rewrites == after.rewrites:  # which change the fingerprint of the same model
         yield Change("model", before.fingerprint[:12], after.fingerprint[:12])
     for name in _FACTS:
-        yield Change(name, str(getattr(before, name)), str(getattr(after, name)))
+        values = getattr(before, name), getattr(after, name)
+        yield Change(name, *(_NONE if value is None else str(value) for value in values))
     losses = [_NONE if plan.loss is None else plan.loss.function for plan in (before, after)]
     yield Change("loss", *losses)
     step = describe_step(after) + _share(before.step_seconds, after.step_seconds)

@@ -10,6 +10,7 @@ from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import Plan
 from placer.planner.devices import device_slot, with_all_devices, with_known_memory
 from placer.planner.remedies import find_largest_node, lacks_room, memory_needed
+from placer.planner.resolve import check_shard_over
 from placer.planner.unknown_times import ask_for_kind, unknown_kinds
 from placer.quantities import format_count
 from placer.search.answer import with_alternatives
@@ -62,6 +63,8 @@ def with_known_devices(wanted: PlacementSpec) -> PlacementSpec:
     """
     known = with_known_memory(with_all_devices(wanted), "which strategies fit")
     _check_kinds_known(known)
+    if "replicas" in wanted.model_fields_set and wanted.replicas != "auto":
+        check_shard_over(wanted, wanted.replicas)
     return known
 
 

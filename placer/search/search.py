@@ -323,7 +323,7 @@ class _Search:
 
     def _no_strategy(self) -> SpecError:
         """The error for fields that contradict each other, the devices or the batch."""
-        given = sorted(set(SEARCHED) & self._wanted.model_fields_set)
+        given = sorted({*SEARCHED, "shard_over"} & self._wanted.model_fields_set)
         fields = ", ".join(f'"{name}"' for name in given)
         devices = format_count(len(self._wanted.devices), "device")
         problem = (

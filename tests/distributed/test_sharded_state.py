@@ -71,6 +71,10 @@ def test_some_replicas_divide_the_state_between_them(
 def test_replicas_that_cannot_divide_the_state() -> None:
     with pytest.raises(placer.SpecError, match=r"/shard_over: 3 does not divide .* replicas, 4"):
         make_plan("convnet", (1, 4, 1), "1F1B", 3)
+    model, args, _ = cases.make_case("convnet", 8)
+    devices = [{"name": f"cuda:{i}", "kind": "a100"} for i in range(4)]
+    with pytest.raises(placer.SpecError, match=r"/shard_over: 3 does not divide .* replicas, 4"):
+        placer.auto_plan(model, args, devices=devices, replicas=4, shard_over=3, processes=True)
 
 
 def test_accumulation_and_clipping(job_of: Callable[[int], Job]) -> None:
