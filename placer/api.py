@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec
 from placer.spec.load import errors_located
+from placer.spec.options import SpecFields
 from placer.spec.rewrite import Rewrite
 
 Example = Sequence[Any] | Mapping[str, Any] | Tensor  # a mapping is one argument
@@ -164,8 +165,22 @@ def _plan_or_refuse(
     return make.program_of(plan), plan
 
 
+class SearchOptions(SpecFields, total=False):
+    """The keyword arguments of `auto_spec` and `auto_plan`."""
+
+    devices: Iterable[Any] | str | None
+    loss_fn: Callable[..., Tensor] | None
+    target: Any
+    whole_batch: bool
+    processes: bool
+    ignore_device_moves: bool
+
+
 def auto_spec(
-    model: nn.Module, args: Example = (), kwargs: Mapping[str, Any] | None = None, **options: Any
+    model: nn.Module,
+    args: Example = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[SearchOptions],
 ) -> PlacementSpec:
     """The spec of `auto_plan`, of the same arguments: the fastest way to train ``model`` that fits."""
     return _auto(model, args, kwargs, **options).spec
@@ -175,14 +190,7 @@ def auto_plan(
     model: nn.Module,
     args: Example = (),
     kwargs: Mapping[str, Any] | None = None,
-    *,
-    devices: Iterable[Any] | str | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None,
-    whole_batch: bool = False,
-    processes: bool = False,
-    ignore_device_moves: bool = False,
-    **options: Any,
+    **options: Unpack[SearchOptions],
 ) -> Plan:
     """The plan with the least seconds per step that fits on ``devices``, and why others lost.
 
@@ -192,22 +200,11 @@ def auto_plan(
     ``devices`` are device names, ``{"name", "memory", "kind"}`` objects or ``DeviceSpec`` values, or a single
     one of them, all of which may be used; ``machine="dgx-a100:2"`` stands for all devices of a machine.
     ``loss_fn`` (which the spec names, if it can be imported), ``target``, ``whole_batch``, ``processes`` and
-    ``ignore_device_moves`` are as for `make_plan`. ``options`` are other fields of the spec, and stay as they
+    ``ignore_device_moves`` are as for `make_plan`. All other options are fields of the spec, and stay as they
     are given. Raises ``SpecError`` if the memory or the kind of a device is not known, and ``BudgetError`` if
     nothing fits.
     """
-    return _auto(
-        model,
-        args,
-        kwargs,
-        devices=devices,
-        loss_fn=loss_fn,
-        target=target,
-        whole_batch=whole_batch,
-        processes=processes,
-        ignore_device_moves=ignore_device_moves,
-        **options,
-    ).plan
+    return _auto(model, args, kwargs, **options).plan
 
 
 def _auto(
@@ -221,7 +218,7 @@ def _auto(
     whole_batch: bool = False,
     processes: bool = False,
     ignore_device_moves: bool = False,
-    **options: Any,
+    **options: Unpack[SpecFields],
 ) -> Answer:
     spec = _wanted(devices, options)
     loss = _given_loss(loss_fn, target, whole_batch=whole_batch)
@@ -241,7 +238,7 @@ def largest(
     *,
     devices: Iterable[Any] | str | None = None,
     processes: bool = False,
-    **options: Any,
+    **options: Unpack[SpecFields],
 ) -> Largest:
     """The largest of ``sizes`` (ascending) with which ``model`` can be trained on ``devices``.
 
@@ -261,8 +258,8 @@ def largest(
     return find_largest(sizes, case_of)
 
 
-def _wanted(devices: Iterable[Any] | str | None, options: Mapping[str, Any]) -> PlacementSpec:
-    fields = dict(options)
+def _wanted(devices: Iterable[Any] | str | None, options: SpecFields) -> PlacementSpec:
+    fields: dict[str, Any] = dict(options)
     if devices is not None:
         one = isinstance(devices, str | Mapping | DeviceSpec)
         fields["devices"] = [devices] if one else list(devices)

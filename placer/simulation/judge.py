@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -160,9 +161,8 @@ class JudgingPlanner:
                     plan.fits or not self.processes or plan.replicas * plan.shards == 1
                 ),
             )
-        if spec.shard_over == "auto" and self._shares_in_node(spec) > 1:
-            replicas = count_replicas(spec)
-            return self._choose(spec, "shard_over", (replicas, self._shares_in_node(spec)))
+        if spec.shard_over == "auto" and (in_node := self._shares_in_node(spec)) > 1:
+            return self._choose(spec, "shard_over", (count_replicas(spec), in_node))
         plans = [self._plan(spec)]
         both = spec.checkpoint == spec.offload == "auto"
         if spec.training and both and not _is_plain(plans[0]):
@@ -186,16 +186,17 @@ class JudgingPlanner:
         return min(plans, key=partial(_rank, spec.objective))
 
     def _shares_in_node(self, spec: PlacementSpec) -> int:
-        """The replicas of a node that can divide their state between them; 1 if that are all, or none."""
+        """How many replicas of a node can divide their state, no group over two nodes; 1: no choice.
+
+        That is if none can, or if all replicas are in one node.
+        """
         links, replicas = links_of(spec), count_replicas(spec)
         if spec.shard_state != "optimizer" or not self.processes or links.network is None:
             return 1
         stages = len(spec.on_its_stages().devices) // spec.space.number
         grid = Grid(replicas=replicas, devices=stages, node_layout=node_layout_of(spec))
-        fit = links.node // (grid.stride * spec.space.number)
-        return max(
-            (n for n in range(1, min(fit, replicas - 1) + 1) if replicas % n == 0), default=1
-        )
+        in_node, rest = divmod(links.node, grid.stride * spec.space.number)
+        return 1 if rest or in_node >= replicas else math.gcd(in_node, replicas)
 
     def _schedules(self, spec: PlacementSpec) -> tuple[ScheduleName, ...]:
         """The schedules that can be the best: one with whole backwards, and one with split ones."""

@@ -13,6 +13,7 @@ import pytest
 
 from placer import PlacementSpec, SpecError, load_spec
 from placer.spec import DeviceSpec, schema_text, spec_schema
+from placer.spec.options import SpecFields
 
 ROOT = Path(__file__).parents[2]
 
@@ -269,6 +270,11 @@ def test_the_size_of_a_card_is_in_gib(text: str | int) -> None:
     assert device.memory == 2**34
     (decimal,) = load_spec({"devices": [{"name": "cuda:0", "memory": "16 GB"}]}).devices
     assert decimal.memory == 16 * 10**9
+
+
+def test_python_functions_take_the_fields_of_a_spec() -> None:
+    others = {"schema_uri", "devices", "loss"}
+    assert set(SpecFields.__annotations__) == set(PlacementSpec.model_fields) - others
 
 
 def test_values_are_told_in_the_words_of_json() -> None:
