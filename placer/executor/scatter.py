@@ -81,9 +81,17 @@ class ScatteredBatch:
 
 
 def scatter_batch(
-    call: CallFormat, leaves: Sequence[torch.Tensor], *, replicas: int, microbatches: int
+    call: CallFormat,
+    leaves: Sequence[torch.Tensor],
+    *,
+    replicas: int,
+    microbatches: int,
+    only_first: bool = False,
 ) -> ScatteredBatch:
-    """Split the batch of these inputs; a call without a batch is one slice, on the first replica."""
+    """Split the batch of these inputs; a call without a batch is one slice, on the first replica.
+
+    With ``only_first``, for a dry run, a slice of a further replica is one of the first with as many rows.
+    """
     one_slice = replicas == microbatches == 1
     total = (
         rows_of(call.batch_dims, [x.shape for x in leaves])
@@ -93,7 +101,13 @@ def scatter_batch(
     if total is None:
         return ScatteredBatch(total=None, rows=((1,),), slices=[list(leaves)])
     rows = split_batch(total, replicas, microbatches)
-    slices = split_rows(call, leaves, [size for row in rows for size in row])
+    sizes = [size for row in rows for size in row]
+    made = [*rows[0], *sorted(set(sizes) - set(rows[0]))] if only_first else sizes
+    left = total - sum(made)
+    slices = split_rows(call, leaves, [*made, left] if left else made)[: len(made)]
+    if only_first:
+        alike = dict(zip(made, slices, strict=True))
+        slices = [*slices[: len(rows[0])], *(alike[size] for size in sizes[len(rows[0]) :])]
     return ScatteredBatch(total=total, rows=rows, slices=slices)
 
 

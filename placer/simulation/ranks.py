@@ -139,6 +139,7 @@ class _FakeReplica:
                 call.leaves,
                 replicas=call.plan.replicas,
                 microbatches=call.plan.microbatches,
+                only_first=True,
             )
             own = batch.of_replica(0)
             self._slices = batch.slices[own.start : own.stop]

@@ -225,7 +225,8 @@ class CrossingFinder:
                 if path in modules and name in vars(modules[path]):
                     setattr(copied[path], name, getattr(modules[path], name))
             for path in modules.keys() & copied.keys():
-                copied[path].training = modules[path].training
+                if copied[path].training != modules[path].training:  # to set it is slow
+                    copied[path].training = modules[path].training
         self._modes = tuple(module.training for module in self.whole.modules())
 
     def train(self, mode: bool) -> None:
