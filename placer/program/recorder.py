@@ -96,6 +96,7 @@ _READS = (
     "__index__", "__contains__",
 )  # fmt: skip
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "backward", "grad", "retain_grad")
+_OF_EARLIER_STEPS = ("grad", "_version")  # properties of weights and inputs
 _DIFFERENTIATORS = (torch.autograd.grad, torch.autograd.backward)
 _REFUSALS = (Untraceable, DataDependentOutputException, DynamicOutputShapeException)
 _READS_VALUES = "its Python code depends on the value of a tensor"
@@ -627,6 +628,13 @@ class Recorder(TorchFunctionMode):
         if name == "requires_grad" and not runs_library(sys._getframe(3)):
             self.asked_flags = True
             return value and (self.setup.grad or self.setup.disabled or tensor.is_leaf)
+        if name in _OF_EARLIER_STEPS and tensor.is_leaf and not runs_library(sys._getframe(3)):
+            raise CaptureError(
+                type(self.model).__name__,
+                f"its forward reads the {name} of a tensor ({locate_caller()}), which depends on the steps "
+                "before, and is another for each replica and slice of the batch",
+                "keep what forward needs of it in a buffer, which you set between the steps",
+            )
         if name == "shape":
             return self.sizes.shape(tensor, value)
         if isinstance(value, Tensor) and name not in ("grad", "_base"):
