@@ -12,6 +12,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, fx
 
+from placer._torch import storage_key
 from placer.errors import CaptureError, SpecError
 from placer.operands import tensors_of_tree
 from placer.program import Program, register_rewrite, with_graph
@@ -31,6 +32,7 @@ from placer.spec.rewrite import Rewrite
 
 SPACE = "space"
 _MOVING = ("permute", "transpose", "swapaxes", "getitem", "__getitem__")
+_MAYBE_VIEWS = ("contiguous", "reshape", "reshape_as", "flatten")  # views if strides allow
 
 
 def spec_rewrites(spec: PlacementSpec, inputs: Sequence[str]) -> tuple[Rewrite, ...]:
@@ -341,7 +343,17 @@ class _Cutter:
     # -- the forms of a value ---------------------------------------------------------------------------
 
     def _copy(self, node: fx.Node, read: Any) -> fx.Node:
-        return self._graph.node_copy(node, read)
+        made = self._graph.node_copy(node, read)
+        if self._is_written_copy(node):
+            made = self._new(node, "call_method", "clone", (made,), f"{node.name}_copy")
+        return made
+
+    def _is_written_copy(self, node: fx.Node) -> bool:
+        """Is it a copy that is written, but a view if it reads a contiguous value, as a gathered one is?"""
+        if name_of(node) not in _MAYBE_VIEWS or node.name not in self._shared:
+            return False
+        source, made = self.values[node.all_input_nodes[0]], self.values[node]
+        return storage_key(source) != storage_key(made)
 
     def _new(
         self, reader: fx.Node, op: str, target: Any, arguments: tuple[Any, ...], name: str

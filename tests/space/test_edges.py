@@ -130,6 +130,12 @@ def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
+def _write_copies(model: nn.Module, y: Tensor) -> tuple[Tensor, ...]:
+    """Parts of these values, or gathered ones, are contiguous; the plain ones are not."""
+    some, turned = y[:, :, 1:6], model.again(y).permute(0, 2, 3, 4, 1)
+    return some.contiguous().add_(1), some, turned.reshape(-1, 4).add_(1), turned.flip(2)
+
+
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
     "sum of an axis": (TWO, {}, lambda m, y: (y.sum(axis=1), y.sum(axis=2, keepdims=True))),
     "mean of axes": (TWO, {}, lambda m, y: torch.mean(y, axis=(2, 3, 4))),
@@ -148,6 +154,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
     "numbers of elements": (TWO, {}, lambda m, y: y / y.numel() * y.shape.numel()),
     "written items": (TWO, {}, _write_item),
     "written buffer": (TWO, {"kept": _buffer}, _add_to_buffer),
+    "written copies": (TWO, {}, _write_copies),
     "written between reads": (TWO, {}, _read_write_read),
     "written after a resize": (TWO, {}, _write_after_resize),
     "weight per plane, grid": (GRID, {"p": lambda: _weight(1, 4, 8, 1, 1)}, lambda m, y: y + m.p),
@@ -241,6 +248,10 @@ CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
             ),
             *(F.pad(y, (1, 2) * 3, "reflect"), F.pad(y, (0, 0, 0, 0, -7, 6), value=2.0)),
         ),
+    ),
+    "written pads": (
+        {"up": lambda: nn.ConvTranspose3d(4, 1, 3, stride=2), "pad": lambda: nn.ReflectionPad3d(1)},
+        lambda m, y: [F.relu_(x) for x in (m.pad(y), m.up(y), F.pad(y, (1, 2)))],
     ),
     "slices": (
         {},
