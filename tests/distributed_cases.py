@@ -184,16 +184,25 @@ def count_exchanged(name: str, plan: placer.Plan) -> int:
 
 
 def check_boxes(name: str, plan: placer.Plan, rows: int) -> None:
-    """A step and a result from this rank's parts of the inputs, and of inputs of other sizes."""
+    """A step and a result from this rank's parts of the inputs, and the gradients of the parts."""
     model, args, kwargs = make_case(name, rows)
     (placed,) = compile_all(model, [plan], capture_case(name, rows))
-    pairs = zip(args, placed.boxes.values(), strict=True)
-    parts = [placer.Box(x[own], x.shape) for x, own in pairs]
+    wanted = [x.clone().requires_grad_() for x in args]
+    given = [x.clone().requires_grad_() for x in args]
+    boxes = list(placed.boxes.values())
+    # The first is a leaf, the others have been computed from leaves.
+    leaf = given[0].detach()[boxes[0]].requires_grad_()
+    values = [leaf, *(x[own] for x, own in zip(given[1:], boxes[1:], strict=True))]
+    parts = [placer.Box(value, x.shape) for value, x in zip(values, args, strict=True)]
     assert all(part.value.numel() < x.numel() for part, x in zip(parts, args, strict=True))
     plain = copy.deepcopy(model)
-    expected = reference_step(plain, args, kwargs, plan.replicas, plan.microbatches)
+    expected = reference_step(plain, wanted, kwargs, plan.replicas, plan.microbatches)
     assert_close(placed.step(*parts, loss_fn=mean_square, **kwargs), expected, "loss")
     compare_state(placed, plain, "boxes")
+    for x, own, made in zip(wanted, boxes, [leaf, *given[1:]], strict=True):
+        assert x.grad is not None and made.grad is not None
+        found = made.grad if made is leaf else made.grad[own]
+        assert_close(found, x.grad[own], "gradient of a part")
     for module in (plain, placed):
         module.eval()
     with torch.no_grad():
@@ -207,9 +216,11 @@ def wrong_boxes(name: str, plan: placer.Plan, rows: int) -> list[str]:
     """What this rank is told of boxes that are none."""
     model, (x, *others), kwargs = make_case(name, rows)
     said = []
+    part = x[:, :, :4].clone().requires_grad_()
+    mixed = placer.Box(part, x.shape) if dist.get_rank() else x.clone().requires_grad_()
     for given, target in (
         (placer.Box(x[:, :, :3], x.shape), None),
-        (placer.Box(x[:, :, :4].clone().requires_grad_(), x.shape), None),
+        (mixed, None),
         (x, placer.Box(x[:, :, :4], x.shape)),
     ):
         placed = placer.compile(model, plan, (x, *others), kwargs)
