@@ -75,7 +75,9 @@ def test_what_is_no_box_of_the_rank_is_refused(job_of: Callable[[int], Job]) -> 
         part, mixed, target = said
         wanted = f"shard {rank} needs [:, :, {4 * rank}:{4 * rank + 4}, :, :] of [4, 1, 8, 8, 8]"
         assert wanted in part and "of shape [4, 1, 3, 8, 8]" in part
-        assert "inputs with gradients of a placer.Box: is ['x'] on rank 1, but [] on rank 0" in mixed
+        assert (
+            "inputs with gradients of a placer.Box: is ['x'] on rank 1, but [] on rank 0" in mixed
+        )
         assert "part of a target" in target
 
 

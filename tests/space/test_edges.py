@@ -458,3 +458,11 @@ def test_a_gradient_penalty_is_refused() -> None:
     (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     with pytest.raises(placer.PlacerError, match="once only"):
         (output.mean() + gradient.square().mean()).backward()
+
+
+def test_a_dry_run_counts_the_gradient_of_a_cast_on_the_device_of_its_shard() -> None:
+    plain = _Calls(lambda m, y: m.again(y.to(torch.float64).float()))
+    x = torch.randn(2, 2, 8, 6, 6)
+    plan = placer.make_plan(plain, TWO, x)
+    first, second = placer.simulate(plain, plan, args=(x,)).devices
+    assert second.peak == pytest.approx(first.peak, rel=0.1)
