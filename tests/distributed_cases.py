@@ -901,10 +901,18 @@ def memory_case() -> tuple[nn.Module, Tensor]:
     return unet3d(width=4, depth=2), torch.randn(8, 1, 8, 8, 8)
 
 
-def count_bytes(plan: placer.Plan) -> int:
-    """This rank's peak bytes of real tensors in a training step or a forward."""
-    model, x = memory_case()
+def space_memory_case() -> tuple[nn.Module, Tensor]:
+    """The input takes much of the memory."""
+    torch.manual_seed(0)
+    return unet3d(in_channels=12, width=4, depth=2), torch.randn(2, 12, 16, 8, 8)
+
+
+def count_bytes(plan: placer.Plan, *, boxes: bool = False) -> int:
+    """This rank's peak bytes of real tensors in a training step or a forward, perhaps with its own boxes."""
+    model, x = space_memory_case() if plan.shards > 1 else memory_case()
     placed = placer.compile(model, plan, x)
+    if boxes:
+        x = placer.Box(x[placed.boxes["x"]].clone(), x.shape)  # type: ignore[assignment]
     if not plan.training:
         return _count_forward(placed, x)
     optimizer = torch.optim.Adam(placed.parameters())
@@ -913,7 +921,7 @@ def count_bytes(plan: placer.Plan) -> int:
     optimizer.step()  # with sharded state it is tried whether it can update pieces
     ledger = RankLedger(kernels=lambda _: "cpu")
     ledger.add_state((*placed.parameters(), *placed.buffers()))
-    ledger.add(x, CALLER)
+    ledger.add(x.value if isinstance(x, placer.Box) else x, CALLER)
     with ledger:
         for _ in range(2):
             placed.step(x, loss_fn=placer.cost.mean_square)
@@ -927,7 +935,7 @@ def _count_forward(placed: nn.Module, x: Tensor) -> int:
     placed(x)  # finds what crosses
     ledger = RankLedger(kernels=lambda _: "cpu")
     ledger.add_state((*placed.parameters(), *placed.buffers()))
-    ledger.add(x, CALLER)
+    ledger.add(x.value if isinstance(x, placer.Box) else x, CALLER)
     with ledger:
         placed(x)
     return ledger.peak.nbytes
