@@ -465,3 +465,50 @@ def test_a_dry_run_finds_the_gradient_of_a_cast_on_the_device_of_its_shard() -> 
     x = torch.randn(2, 2, 8, 6, 6)
     plan = placer.make_plan(plain, TWO, x)
     assert placer.simulate(plain, plan, args=(x,)).step_ok  # no operation mixes devices
+
+
+class _Numbers(nn.Module):
+    """Calls that take a number of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(2, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, size: int, share: float) -> tuple[Tensor, ...]:
+        y = self.conv(x)
+        return (
+            *(F.group_norm(y, 2, eps=share), F.huber_loss(y, y.flip(1), delta=share)),
+            *(F.dropout(y, share - 0.125), y.std((2, 3, 4), correction=share), y.clamp(min=share)),
+            *(F.avg_pool3d(y, size), F.interpolate(y, scale_factor=size), y[:, :, size:]),
+            *(F.adaptive_avg_pool3d(y, size), F.pad(y, (0, 0, 0, 0, size, 0))),
+        )
+
+
+@pytest.mark.parametrize("spec", [TWO, {**TWO, "chunks": 2}], ids=["2", "2 in chunks"])
+def test_numbers_that_differ_between_calls(spec: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = _Numbers().double()
+    x = torch.randn(2, 2, 8, 6, 6, dtype=D)
+    placed = placer.compile(plain, spec, (x, 2, 0.125))
+    for size, share in ((2, 0.5), (3, 0.25), (1, 0.75)):
+        found = []
+        for model in (plain, placed):
+            torch.manual_seed(1)
+            found.append(model(x, size, share))
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm3d(4), nn.GroupNorm(2, 4)], ids=["batch", "group"])
+def test_norms_whose_weights_have_half_precision(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv3d(2, 4, 3), norm).bfloat16()
+    x = torch.randn(2, 2, 8, 6, 6, dtype=torch.bfloat16)
+    placed = placer.compile(plain, TWO, x)
+    assert not any("Gathered" in note for note in placed.plan.notes)
+    results = []
+    for model in (placed, plain):
+        result = model(x)
+        result.square().mean().backward()
+        results.append([result, *(p.grad for p in model.parameters())])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
