@@ -231,6 +231,17 @@ def _padding(mode: str) -> tuple[dict[str, Any], Callable[..., Any]]:
 
 CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     **{f"{mode} convolutions": _padding(mode) for mode in ("circular", "reflect", "replicate")},
+    "padded on one side": (
+        {
+            "one": lambda: nn.Conv3d(4, 2, 2, padding="same"),
+            "two": lambda: nn.Conv3d(8, 2, (4, 2, 3), padding="same", dilation=(1, 3, 1)),
+            "mirror": lambda: nn.Conv3d(4, 2, (2, 1, 2), padding="same", padding_mode="reflect"),
+        },
+        lambda m, y: (
+            *(m.one(y), m.two(torch.cat([y, F.relu(y)], 1)), m.mirror(y)),
+            F.conv3d(y, m.one.weight, padding="same"),
+        ),
+    ),
     "circular pads": (
         {"pad": lambda: nn.CircularPad3d((0, 1, 2, 2, 1, 1))},
         lambda m, y: (m.pad(y), F.pad(y, (1, 1, 0, 0, 2, 1), "circular")),
@@ -286,6 +297,7 @@ CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize(
     "spec", [TWO, GRID, {**FIVE, "chunks": 3}], ids=["2", "2x2", "5 in chunks"]
