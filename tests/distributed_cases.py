@@ -184,16 +184,25 @@ def count_exchanged(name: str, plan: placer.Plan) -> int:
 
 
 def check_boxes(name: str, plan: placer.Plan, rows: int) -> None:
-    """A step and a result from this rank's parts of the inputs, and of inputs of other sizes."""
+    """A step and a result from this rank's parts of the inputs, and the gradients of the parts."""
     model, args, kwargs = make_case(name, rows)
     (placed,) = compile_all(model, [plan], capture_case(name, rows))
-    pairs = zip(args, placed.boxes.values(), strict=True)
-    parts = [placer.Box(x[own], x.shape) for x, own in pairs]
+    wanted = [x.clone().requires_grad_() for x in args]
+    given = [x.clone().requires_grad_() for x in args]
+    boxes = list(placed.boxes.values())
+    # The first is a leaf, the others have been computed from leaves.
+    leaf = given[0].detach()[boxes[0]].requires_grad_()
+    values = [leaf, *(x[own] for x, own in zip(given[1:], boxes[1:], strict=True))]
+    parts = [placer.Box(value, x.shape) for value, x in zip(values, args, strict=True)]
     assert all(part.value.numel() < x.numel() for part, x in zip(parts, args, strict=True))
     plain = copy.deepcopy(model)
-    expected = reference_step(plain, args, kwargs, plan.replicas, plan.microbatches)
+    expected = reference_step(plain, wanted, kwargs, plan.replicas, plan.microbatches)
     assert_close(placed.step(*parts, loss_fn=mean_square, **kwargs), expected, "loss")
     compare_state(placed, plain, "boxes")
+    for x, own, made in zip(wanted, boxes, [leaf, *given[1:]], strict=True):
+        assert x.grad is not None and made.grad is not None
+        found = made.grad if made is leaf else made.grad[own]
+        assert_close(found, x.grad[own], "gradient of a part")
     for module in (plain, placed):
         module.eval()
     with torch.no_grad():
@@ -207,9 +216,11 @@ def wrong_boxes(name: str, plan: placer.Plan, rows: int) -> list[str]:
     """What this rank is told of boxes that are none."""
     model, (x, *others), kwargs = make_case(name, rows)
     said = []
+    part = x[:, :, :4].clone().requires_grad_()
+    mixed = placer.Box(part, x.shape) if dist.get_rank() else x.clone().requires_grad_()
     for given, target in (
         (placer.Box(x[:, :, :3], x.shape), None),
-        (placer.Box(x[:, :, :4].clone().requires_grad_(), x.shape), None),
+        (mixed, None),
         (x, placer.Box(x[:, :, :4], x.shape)),
     ):
         placed = placer.compile(model, plan, (x, *others), kwargs)
@@ -890,10 +901,18 @@ def memory_case() -> tuple[nn.Module, Tensor]:
     return unet3d(width=4, depth=2), torch.randn(8, 1, 8, 8, 8)
 
 
-def count_bytes(plan: placer.Plan) -> int:
-    """This rank's peak bytes of real tensors in a training step or a forward."""
-    model, x = memory_case()
+def space_memory_case() -> tuple[nn.Module, Tensor]:
+    """The input takes much of the memory."""
+    torch.manual_seed(0)
+    return unet3d(in_channels=12, width=4, depth=2), torch.randn(2, 12, 16, 8, 8)
+
+
+def count_bytes(plan: placer.Plan, *, boxes: bool = False) -> int:
+    """This rank's peak bytes of real tensors in a training step or a forward, perhaps with its own boxes."""
+    model, x = space_memory_case() if plan.shards > 1 else memory_case()
     placed = placer.compile(model, plan, x)
+    if boxes:
+        x = placer.Box(x[placed.boxes["x"]].clone(), x.shape)  # type: ignore[assignment]
     if not plan.training:
         return _count_forward(placed, x)
     optimizer = torch.optim.Adam(placed.parameters())
@@ -902,7 +921,7 @@ def count_bytes(plan: placer.Plan) -> int:
     optimizer.step()  # with sharded state it is tried whether it can update pieces
     ledger = RankLedger(kernels=lambda _: "cpu")
     ledger.add_state((*placed.parameters(), *placed.buffers()))
-    ledger.add(x, CALLER)
+    ledger.add(x.value if isinstance(x, placer.Box) else x, CALLER)
     with ledger:
         for _ in range(2):
             placed.step(x, loss_fn=placer.cost.mean_square)
@@ -916,7 +935,7 @@ def _count_forward(placed: nn.Module, x: Tensor) -> int:
     placed(x)  # finds what crosses
     ledger = RankLedger(kernels=lambda _: "cpu")
     ledger.add_state((*placed.parameters(), *placed.buffers()))
-    ledger.add(x, CALLER)
+    ledger.add(x.value if isinstance(x, placer.Box) else x, CALLER)
     with ledger:
         placed(x)
     return ledger.peak.nbytes

@@ -26,7 +26,7 @@ from placer.program import FakeConverter, Program, first_names, named_state, rea
 from placer.program.alias import NodeFailure
 from placer.program.blocks import Shortened, shorten
 from placer.program.call import describe_shapes, objects_of
-from placer.space import cuts_of
+from placer.space import cuts_of, own_parts
 
 
 class CostOptions(TypedDict, total=False):
@@ -179,13 +179,15 @@ def _record(
     constants = {name: converter.tensor(t) for name, t in program.captured.constants.items()}
     rows = batch_rows(program, inputs)
     state = read_state(program.captured, rows)
+    cuts = cuts_of(program)
     try:
         with converter.running(program.captured.conditions.guess):
+            given = [converter.tensor(x) if isinstance(x, Tensor) else x for x in (*inputs, *state)]
             return record_run(
                 ran.graph,
                 ran.order,
                 model,
-                [converter.tensor(x) if isinstance(x, Tensor) else x for x in (*inputs, *state)],
+                given if cuts is None else own_parts(program, given, cuts.middle),
                 constants,
                 training=key.training,
                 run_context=partial(precision_context, key.precision, "cpu"),
@@ -196,7 +198,7 @@ def _record(
                 loss=key.loss,
                 unflatten=program.call.result.unflatten,
                 rows=rows,
-                cuts=cuts_of(program),
+                cuts=cuts,
             )
     except NodeFailure as failure:
         raise _does_not_run(program, failure, inputs, key.precision) from failure.__cause__
@@ -256,6 +258,10 @@ def _table(
     program: Program, inputs: Sequence[Tensor], found: Measured, *, training: bool
 ) -> CostTable:
     readers, input_readers = _readers(program)
+    given: list[Any] = [*inputs, *read_state(program.captured, batch_rows(program, inputs))]
+    if cuts := cuts_of(program):
+        on_meta = [x.to("meta") if isinstance(x, Tensor) else x for x in given]
+        given = own_parts(program, on_meta, cuts.middle)
     return CostTable(
         names=program.order,
         nodes=found.nodes,
@@ -265,10 +271,7 @@ def _table(
         added=found.added,
         readers=readers,
         input_readers=input_readers,
-        input_nbytes=tuple(
-            nbytes_of(x) if isinstance(x, Tensor) else 0
-            for x in (*inputs, *read_state(program.captured, batch_rows(program, inputs)))
-        ),
+        input_nbytes=tuple(nbytes_of(x) if isinstance(x, Tensor) else 0 for x in given),
         state=_state(program, found.row_gradients, training=training),
         saving=found.saving,
         loss=found.loss,

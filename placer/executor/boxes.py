@@ -48,13 +48,8 @@ def with_stand_ins(
             raise PlacerError("placer.Box", "has no tensor", "pass a tensor and the whole shape")
         if leaf.value.shape == torch.Size(leaf.shape):
             return leaf.value
-        if leaf.value.requires_grad:
-            raise PlacerError(
-                "placer.Box",
-                "has a tensor that requires gradients, which are those of the whole tensor",
-                "pass the whole tensor, or detach it",
-            )
         whole = leaf.value.new_zeros(()).expand(leaf.shape)
+        whole.requires_grad_(leaf.value.requires_grad)
         boxes[id(whole)] = leaf.value
         return whole
 

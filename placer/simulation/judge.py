@@ -280,7 +280,8 @@ class JudgingPlanner:
     ) -> Callable[..., Plan]:
         """`build_plan` for ``spec``, the program and its inputs."""
         names = [each.name for each in self.program.call.inputs]
-        known = self._known((*self.program.rewrites, *spec_rewrites(spec, names)))
+        asked = spec_rewrites(spec, names, processes=self.processes)
+        known = self._known((*self.program.rewrites, *asked))
         self._about = _describe(spec)
         self._say("looking for stages")
         return partial(

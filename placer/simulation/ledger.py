@@ -102,7 +102,8 @@ class Ledger(TimelineMode):
     def _place_of(self, func: Any, leaves: Sequence[Tensor], kwargs: Mapping[str, Any]) -> str:
         here = current_place()
         copies = func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None
-        if copies and here is not None:
+        # Not the backward of a cast, which names its device too
+        if copies and here is not None and kwargs.get("dtype") in (None, leaves[0].dtype):
             return here.name
         found = dict.fromkeys(
             entry.device

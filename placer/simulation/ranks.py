@@ -41,7 +41,7 @@ from placer.simulation.ledger import Ledger
 from placer.simulation.roles import Role, find_role
 from placer.simulation.steps import FakeCall, Process, running_kernels
 from placer.simulation.usage import DeviceTimeline
-from placer.space import Alone, similar_shards
+from placer.space import Alone, own_parts, similar_shards
 from placer.state_layout import sharing_replicas
 from placer.timeline import Moment, Timeline, rename_nodes
 
@@ -202,7 +202,7 @@ class _FakeReplica:
 
         For inference it is that of a forward and the broadcast of its result.
         """
-        call, plan, staged, slices = self._call, self._plan, self._staged, self._slices
+        call, plan, staged = self._call, self._plan, self._staged
         kind = device_type(device)
         attribution = Attribution(staged.stages, call.program.layers)
         ledger = RankLedger(attribution.where, kernels=lambda _: kind)
@@ -228,6 +228,8 @@ class _FakeReplica:
                 tree=self._tree,
             )
             ledger.add_state((*part.parameters(), *part.buffers()))
+            shard = assignment.shard_index
+            slices = [own_parts(call.program, each, shard) for each in self._slices]
             for leaf in tensors_of_tree((call.leaves, slices, call.target, self._targets)):
                 ledger.add(leaf, CALLER, kind="input")
             pipeline = _pipeline(plan, staged, part, assignment)

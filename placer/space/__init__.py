@@ -25,6 +25,7 @@ from placer.space.queries import (
     cuts_of,
     find_gathered,
     nodes_in_space,
+    own_parts,
     parts_in,
     similar_shards,
 )

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 
+from placer.program.rows import name_of
 from placer.space.layout import Layout
 from placer.space.nodes import InSpace
 
@@ -51,6 +52,14 @@ class Call:
             found, lambda x: x if isinstance(self.values[x], Tensor) else self.values[x]
         )
         return known
+
+    def is_of_sizes(self, node: fx.Node) -> bool:
+        """Does it follow from sizes of tensors, and is no number of the caller's, or of an attribute?"""
+        if node.op == "placeholder":
+            return False
+        if any(isinstance(self.values[x], Tensor) for x in node.all_input_nodes):
+            return name_of(node) in ("size", "numel", "getattr")
+        return all(map(self.is_of_sizes, node.all_input_nodes))
 
     def is_fixed(self, given: Any) -> bool:
         """Are all numbers in ``given`` the same in every call?"""

@@ -87,7 +87,8 @@ class Normalize(torch.autograd.Function):
             with exchange.at(shard):
                 mean, squares = moments_of_all(each, counts)
             var = squares / total
-            view, (m, v, w, b) = groups.expand(x, (mean, var), (weight, bias))
+            affine = [None if t is None else t.to(mean.dtype) for t in (weight, bias)]
+            view, (m, v, w, b) = groups.expand(x, (mean, var), affine)
             y = F.batch_norm(view, m, v, w, b, False, 0.0, eps) if x.numel() else view.clone()
             # No view: those of a function with several results must not be changed in place.
             results.append(y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
-from torch import fx
+from torch import Tensor, fx
 
 from placer.program import Program
 from placer.space.layout import Cuts, Layout, is_empty, sizes
 from placer.space.nodes import CutWhole, GatherParts, InSpace, RunInWindows
 
+OWN_BOXES = "own_boxes"  # a setting of the rewrite
 _EXACT = 8  # shards, of which each that takes another amount of memory is told apart
 _Load: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -55,6 +56,28 @@ def cut_inputs(program: Program) -> dict[str, Layout | str]:
             layers = (program.layers.get(user.name) or user.name for user in others)
             found[node.name] = next(layers, cuts[0].layout)
     return found
+
+
+def own_parts(program: Program, inputs: Sequence[Any], shard: int) -> list[Any]:
+    """``inputs``, fake, with the part of ``shard`` in place of each of which a process passes its own.
+
+    Those are all that are cut and nothing reads whole, if the spec says so.
+    """
+    if not any(each.settings.get(OWN_BOXES) for each in program.rewrites):
+        return list(inputs)
+    layouts = cut_inputs(program)
+    names = (node.name for node in program.graph.nodes if node.op == "placeholder")
+    return [
+        _own_part(x, layout, shard)
+        if isinstance(x, Tensor) and isinstance(layout := layouts.get(name), Layout)
+        else x
+        for name, x in zip(names, inputs, strict=False)
+    ]
+
+
+def _own_part(x: Tensor, layout: Layout, shard: int) -> Tensor:
+    shape = layout.shape_of(layout.boxes[shard], x.shape)
+    return x.new_empty(shape, requires_grad=x.requires_grad)
 
 
 def cuts_of(program: Program) -> Cuts | None:

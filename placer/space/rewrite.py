@@ -12,6 +12,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, fx
 
+from placer._torch import storage_key
 from placer.errors import CaptureError, SpecError
 from placer.operands import tensors_of_tree
 from placer.program import Program, register_rewrite, with_graph
@@ -23,6 +24,7 @@ from placer.space.inputs import input_layouts, refuse_unknown
 from placer.space.layout import Layout
 from placer.space.nodes import CutWhole, GatherParts, SpreadWhole, WholeShape
 from placer.space.operators import FIRST
+from placer.space.queries import OWN_BOXES
 from placer.space.rules import find_rule
 from placer.space.values import whole_values
 from placer.spec import PlacementSpec
@@ -30,13 +32,17 @@ from placer.spec.layers import resolve_patterns
 from placer.spec.rewrite import Rewrite
 
 SPACE = "space"
+_MAYBE_VIEWS = ("contiguous", "reshape", "reshape_as", "flatten")  # views if strides allow
 _MOVING = ("permute", "transpose", "swapaxes", "getitem", "__getitem__")
 
 
-def spec_rewrites(spec: PlacementSpec, inputs: Sequence[str]) -> tuple[Rewrite, ...]:
+def spec_rewrites(
+    spec: PlacementSpec, inputs: Sequence[str], *, processes: bool
+) -> tuple[Rewrite, ...]:
     """The rewrites that ``spec`` asks for: a split in space, or convolutions in chunks.
 
-    ``inputs`` are the names of the model's. Raises ``SpecError`` if what is cut is said of others.
+    ``inputs`` are the names of the model's. Only with ``processes``, one per device, are there inputs of
+    which a process has its own part. Raises ``SpecError`` if what is cut is said of others.
     """
     space = spec.space
     if space.number == 1:
@@ -50,6 +56,8 @@ def spec_rewrites(spec: PlacementSpec, inputs: Sequence[str]) -> tuple[Rewrite, 
     if spec.space_dims:
         refuse_unknown(spec.space_dims, inputs)
         settings["inputs"] = {pattern: list(dims) for pattern, dims in spec.space_dims.items()}
+    if space.own_boxes and processes:
+        settings[OWN_BOXES] = True
     return (Rewrite(name=SPACE, settings=settings),)
 
 
@@ -58,8 +66,9 @@ def split_in_space(program: Program, settings: Mapping[str, JsonValue]) -> Progr
     """Let every shard have a part of each value: windows, norms, sums and gathers are nodes of the program.
 
     ``settings`` are ``shards``, and perhaps the ``grid``, ``dims`` of the inputs, patterns of ``layers``
-    outside of which nothing is cut, the dims of some ``inputs``, and the number of ``chunks``. Raises
-    ``SpecError`` if no input can be cut so, and ``CaptureError`` if forward writes to its inputs.
+    outside of which nothing is cut, the dims of some ``inputs``, the number of ``chunks``, and whether each
+    process has ``own_boxes`` (`own_parts`). Raises ``SpecError`` if no input can be cut so, and
+    ``CaptureError`` if forward writes to its inputs.
     """
     if program.written_inputs:
         raise CaptureError(
@@ -341,7 +350,17 @@ class _Cutter:
     # -- the forms of a value ---------------------------------------------------------------------------
 
     def _copy(self, node: fx.Node, read: Any) -> fx.Node:
-        return self._graph.node_copy(node, read)
+        made = self._graph.node_copy(node, read)
+        if self._is_written_copy(node):
+            made = self._new(node, "call_method", "clone", (made,), f"{node.name}_copy")
+        return made
+
+    def _is_written_copy(self, node: fx.Node) -> bool:
+        """Is it a copy that is written, but a view if it reads a contiguous value, as a gathered one is?"""
+        if name_of(node) not in _MAYBE_VIEWS or node.name not in self._shared:
+            return False
+        source, made = self.values[node.all_input_nodes[0]], self.values[node]
+        return storage_key(source) != storage_key(made)
 
     def _new(
         self, reader: fx.Node, op: str, target: Any, arguments: tuple[Any, ...], name: str

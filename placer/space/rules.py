@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from placer.program import is_torch_leaf, must_stay_whole
@@ -26,7 +27,12 @@ def find_rule(call: Call) -> Rule:
     if len({len(layout.dims) for layout in call.layouts.values()}) > 1:
         return "its inputs are cut in different ways"
     maker = _RULES.get(call.name)
-    return "placer has no rule for it" if maker is None else maker(call)
+    if maker is None:
+        return "placer has no rule for it"
+    numbers = [x for x in call.inputs if isinstance(call.values[x], int | float | torch.Size)]
+    if maker is not _pointwise and not all(map(call.is_of_sizes, numbers)):
+        return "a number that it is called with may be another one in the next call"
+    return maker(call)
 
 
 def _pointwise(call: Call) -> Rule:

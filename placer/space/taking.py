@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from placer._torch import storage_key
 from placer.space.call import Call, Local, Replace, Rule
 from placer.space.layout import Layout, is_empty
 from placer.space.nodes import RunInWindows
@@ -166,9 +167,10 @@ def _take(call: Call, layout: Layout, first: list[int], step: list[int]) -> Rule
 def _taken(call: Call, windows: Windows | str) -> Rule:
     if isinstance(windows, str):
         return windows
-    if call.is_shared:  # a slice in parts is a copy
-        return "it shares memory that is written"
     source = next(node for node in call.inputs if node in call.layouts)
+    is_view = storage_key(call.result) == storage_key(call.values[source])
+    if call.is_shared and is_view:  # in parts it is a copy
+        return "it shares memory that is written"
     return Replace(RunInWindows(windows), (source,), dims=windows.output.dims)
 
 

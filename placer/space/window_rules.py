@@ -97,15 +97,17 @@ def convolution(call: Call) -> Rule:
         return "it is called without rows"
     dilation = _sizes(dilation, rank)
     if isinstance(padding, str):
-        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        padding = (0,) * rank if padding == "valid" else tuple(r // 2 for r in reach)
-        if any(r % 2 for r in reach) and any(padding):
-            return "its two sides are padded differently"
-    padding, lengths, before = _sizes(padding, rank), layout.shape[FIRST:], []
-    if mode != "zeros" and any(padding):
+        same = padding == "same"
+        reach = [same * d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        sides = [(r // 2, r - r // 2) for r in reach]
+    else:
+        sides = [(n, n) for n in _sizes(padding, rank)]
+    padding, lengths, before = tuple(n for n, _ in sides), layout.shape[FIRST:], []
+    if any(a != b for a, b in sides) or (mode != "zeros" and any(padding)):
         # Each input is padded first, and then read without padding.
+        kind = "constant" if mode == "zeros" else mode
         for x in inputs:
-            made = padded(call.layouts[x], [(n, n) for n in (0, 0, *padding)], mode, call.count)
+            made = padded(call.layouts[x], [(0, 0), (0, 0), *sides], kind, call.count)
             if isinstance(made, str):
                 return made
             before.append(RunInWindows(made))

@@ -136,7 +136,9 @@ class _Run:
             if len(parts) == 1:
                 if any(storage_key(made) == storage_key(x) for x in self.inputs[at]):
                     return made.clone(memory_format=torch.contiguous_format)
-                return made.contiguous()
+                made = made.contiguous()
+                # No view: those of a function with several results must not be changed in place.
+                return made if made._base is None else torch.ops.aten._unsafe_view(made, made.shape)
             if result is None:
                 result = made.new_empty((*made.shape[:FIRST], *sizes(box)))
             cut_spatial(result, part, box).copy_(made)

@@ -31,7 +31,7 @@ _KEYS = {
     "devices": ["name", "memory", "kind", "allocator"],
     "inputs": ["batch_dim", "space_dims"],
     "loss": ["function", "target"],
-    "space": ["shards", "grid", "dims", "layers"],
+    "space": ["shards", "grid", "dims", "layers", "own_boxes"],
 }
 _DTYPES = {
     **dict.fromkeys(("float32", "float", "32-true"), "fp32"),

@@ -70,6 +70,11 @@ class SpaceSpec(BaseModel):
         description="Patterns of the layers that are cut; others run whole on every shard. By default all "
         "are cut that can be.",
     )
+    own_boxes: bool = Field(
+        default=False,
+        description="Whether each process passes its own part of the inputs that are cut, as placer.Box. "
+        "Then only that part is counted; for one process per device.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +103,8 @@ class SpaceSpec(BaseModel):
     @model_serializer
     def _shortest(self) -> int | str | dict[str, Any]:
         given = {"grid": self.grid, "dims": self.dims, "layers": self.layers}
-        fields = {key: list(value) for key, value in given.items() if value}
+        fields: dict[str, Any] = {key: list(value) for key, value in given.items() if value}
+        fields |= {"own_boxes": True} if self.own_boxes else {}
         return {"shards": self.shards, **fields} if fields else self.shards
 
     @classmethod

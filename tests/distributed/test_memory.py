@@ -37,6 +37,23 @@ def test_a_rank_peaks_where_its_plan_says(
     )
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_rank_that_passes_its_own_part_of_the_input_has_only_that(
+    job_of: Callable[[int], Job], *, training: bool
+) -> None:
+    """On a CPU it is the caller's; of a whole input the rank has a copy of its part."""
+    model, x = cases.space_memory_case()
+    peaks = {}
+    for own in (False, True):
+        space = {"shards": 2, "own_boxes": own}
+        spec = cases.make_spec(2, 1, 1, "GPipe", space=space, loss="mean_square", training=training)
+        plan = placer.make_plan(model, spec, x, processes=True)
+        peaks[own] = [device.peak for device in plan.devices]
+        found = job_of(2).run(cases.count_bytes, plan, boxes=own)
+        assert found == pytest.approx(peaks[own], rel=0.001, abs=_DIGESTS)
+    assert all(own < whole for own, whole in zip(peaks[True], peaks[False], strict=True))
+
+
 def test_a_plan_whose_ranks_do_not_fit_is_made_again() -> None:
     """Of one process's peaks the first stages would fit; the engine holds more than the budget."""
     model, x = cases.memory_case()

@@ -72,10 +72,13 @@ def test_what_is_no_box_of_the_rank_is_refused(job_of: Callable[[int], Job]) -> 
     model, args, kwargs = cases.make_case("3D U-Net", 4)
     plan = placer.make_plan(model, cases.make_spec(2, 1, 1, space=2), args, kwargs)
     for rank, said in enumerate(job_of(2).run(cases.wrong_boxes, "3D U-Net", plan, 4)):
-        part, gradients, target = said
+        part, mixed, target = said
         wanted = f"shard {rank} needs [:, :, {4 * rank}:{4 * rank + 4}, :, :] of [4, 1, 8, 8, 8]"
         assert wanted in part and "of shape [4, 1, 3, 8, 8]" in part
-        assert "requires gradients" in gradients and "part of a target" in target
+        assert (
+            "inputs with gradients of a placer.Box: is ['x'] on rank 1, but [] on rank 0" in mixed
+        )
+        assert "part of a target" in target
 
 
 def test_a_loss_over_the_whole_batch(job_of: Callable[[int], Job]) -> None:

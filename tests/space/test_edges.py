@@ -130,6 +130,12 @@ def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
+def _write_copies(model: nn.Module, y: Tensor) -> tuple[Tensor, ...]:
+    """Parts of these values, or gathered ones, are contiguous; the plain ones are not."""
+    some, turned = y[:, :, 1:6], model.again(y).permute(0, 2, 3, 4, 1)
+    return some.contiguous().add_(1), some, turned.reshape(-1, 4).add_(1), turned.flip(2)
+
+
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
     "sum of an axis": (TWO, {}, lambda m, y: (y.sum(axis=1), y.sum(axis=2, keepdims=True))),
     "mean of axes": (TWO, {}, lambda m, y: torch.mean(y, axis=(2, 3, 4))),
@@ -148,6 +154,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
     "numbers of elements": (TWO, {}, lambda m, y: y / y.numel() * y.shape.numel()),
     "written items": (TWO, {}, _write_item),
     "written buffer": (TWO, {"kept": _buffer}, _add_to_buffer),
+    "written copies": (TWO, {}, _write_copies),
     "written between reads": (TWO, {}, _read_write_read),
     "written after a resize": (TWO, {}, _write_after_resize),
     "weight per plane, grid": (GRID, {"p": lambda: _weight(1, 4, 8, 1, 1)}, lambda m, y: y + m.p),
@@ -224,6 +231,17 @@ def _padding(mode: str) -> tuple[dict[str, Any], Callable[..., Any]]:
 
 CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     **{f"{mode} convolutions": _padding(mode) for mode in ("circular", "reflect", "replicate")},
+    "padded on one side": (
+        {
+            "one": lambda: nn.Conv3d(4, 2, 2, padding="same"),
+            "two": lambda: nn.Conv3d(8, 2, (4, 2, 3), padding="same", dilation=(1, 3, 1)),
+            "mirror": lambda: nn.Conv3d(4, 2, (2, 1, 2), padding="same", padding_mode="reflect"),
+        },
+        lambda m, y: (
+            *(m.one(y), m.two(torch.cat([y, F.relu(y)], 1)), m.mirror(y)),
+            F.conv3d(y, m.one.weight, padding="same"),
+        ),
+    ),
     "circular pads": (
         {"pad": lambda: nn.CircularPad3d((0, 1, 2, 2, 1, 1))},
         lambda m, y: (m.pad(y), F.pad(y, (1, 1, 0, 0, 2, 1), "circular")),
@@ -241,6 +259,10 @@ CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
             ),
             *(F.pad(y, (1, 2) * 3, "reflect"), F.pad(y, (0, 0, 0, 0, -7, 6), value=2.0)),
         ),
+    ),
+    "written pads": (
+        {"up": lambda: nn.ConvTranspose3d(4, 1, 3, stride=2), "pad": lambda: nn.ReflectionPad3d(1)},
+        lambda m, y: [F.relu_(x) for x in (m.pad(y), m.up(y), F.pad(y, (1, 2)))],
     ),
     "slices": (
         {},
@@ -275,6 +297,7 @@ CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize(
     "spec", [TWO, GRID, {**FIVE, "chunks": 3}], ids=["2", "2x2", "5 in chunks"]
@@ -447,3 +470,57 @@ def test_a_gradient_penalty_is_refused() -> None:
     (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     with pytest.raises(placer.PlacerError, match="once only"):
         (output.mean() + gradient.square().mean()).backward()
+
+
+def test_a_dry_run_finds_the_gradient_of_a_cast_on_the_device_of_its_shard() -> None:
+    plain = _Calls(lambda m, y: m.again(y.to(torch.float64).float()))
+    x = torch.randn(2, 2, 8, 6, 6)
+    plan = placer.make_plan(plain, TWO, x)
+    assert placer.simulate(plain, plan, args=(x,)).step_ok  # no operation mixes devices
+
+
+class _Numbers(nn.Module):
+    """Calls that take a number of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(2, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, size: int, share: float) -> tuple[Tensor, ...]:
+        y = self.conv(x)
+        return (
+            *(F.group_norm(y, 2, eps=share), F.huber_loss(y, y.flip(1), delta=share)),
+            *(F.dropout(y, share - 0.125), y.std((2, 3, 4), correction=share), y.clamp(min=share)),
+            *(F.avg_pool3d(y, size), F.interpolate(y, scale_factor=size), y[:, :, size:]),
+            *(F.adaptive_avg_pool3d(y, size), F.pad(y, (0, 0, 0, 0, size, 0))),
+        )
+
+
+@pytest.mark.parametrize("spec", [TWO, {**TWO, "chunks": 2}], ids=["2", "2 in chunks"])
+def test_numbers_that_differ_between_calls(spec: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = _Numbers().double()
+    x = torch.randn(2, 2, 8, 6, 6, dtype=D)
+    placed = placer.compile(plain, spec, (x, 2, 0.125))
+    for size, share in ((2, 0.5), (3, 0.25), (1, 0.75)):
+        found = []
+        for model in (plain, placed):
+            torch.manual_seed(1)
+            found.append(model(x, size, share))
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm3d(4), nn.GroupNorm(2, 4)], ids=["batch", "group"])
+def test_norms_whose_weights_have_half_precision(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv3d(2, 4, 3), norm).bfloat16()
+    x = torch.randn(2, 2, 8, 6, 6, dtype=torch.bfloat16)
+    placed = placer.compile(plain, TWO, x)
+    assert not any("Gathered" in note for note in placed.plan.notes)
+    results = []
+    for model in (placed, plain):
+        result = model(x)
+        result.square().mean().backward()
+        results.append([result, *(p.grad for p in model.parameters())])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)

@@ -127,3 +127,18 @@ def test_a_part_of_an_input_that_something_reads_whole_is_refused(whole: bool) -
             check_boxes(staged, **given)
     else:
         check_boxes(staged, **given)
+
+
+def test_plans_count_own_boxes_of_processes() -> None:
+    """A GPU has a copy of its part then, and otherwise one of all the input; one process gets all of it."""
+    model, x = nn.Conv3d(16, 2, 3, padding=1), torch.empty(1, 16, 32, 16, 16)
+    peaks = {}
+    for own in (False, True):
+        spec = _spec({"shards": 2, "own_boxes": own}, loss="mean_square")
+        spec["devices"] = ["cuda:0", "cuda:1"]
+        assert placer.PlacementSpec(**json.loads(placer.PlacementSpec(**spec).to_json()))
+        for processes in (False, True):
+            plan = placer.make_plan(model, spec, x, processes=processes)
+            peaks[own, processes] = max(device.peak for device in plan.devices)
+    assert peaks[True, False] == peaks[False, False]
+    assert peaks[True, True] <= peaks[False, True] - x.nbytes // 4

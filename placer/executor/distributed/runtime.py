@@ -212,6 +212,7 @@ class DistributedRuntime(Runtime):
         leaves = call.leaves
         check_inference(leaves, training=self.module.training)
         leaves = [leaf.detach() for leaf in leaves]
+        call = call._replace(boxes={i: box.detach() for i, box in call.boxes.items()})
         with torch.no_grad(), self._own_random_state(), self.watch():
             agreement = self._ask(call, "placed(x)", leaves)
             with self._agreed(agreement):
@@ -256,7 +257,8 @@ class DistributedRuntime(Runtime):
                 "pass the whole tensor, or remove the hooks",
             )
         callers = CallerGraph()
-        leaves, target = callers.cut((leaves, target))
+        leaves, target, boxes = callers.cut((leaves, target, dict(call.boxes)))
+        call = call._replace(boxes=boxes)
         if loss_of.whole_batch and not own_rows:
             target = Whole(unmarked(target))  # need not have a row per sample
         rows = batch_size(programs.call, leaves)
@@ -354,8 +356,8 @@ class DistributedRuntime(Runtime):
             sum_input_gradients(
                 leaves,
                 [dim is not None for dim in programs.call.batch_dims],
-                row=groups.row,
-                world=groups.world,
+                boxes,
+                groups,
                 own_rows=own_rows,
                 device=self.device,
             )
@@ -508,6 +510,9 @@ class DistributedRuntime(Runtime):
             own_rows=own_rows,
             counted=counted,
             options={
+                "inputs with gradients of a placer.Box": [
+                    call.inputs[i].name for i, x in sorted(asked.boxes.items()) if x.requires_grad
+                ],
                 "mode": "train" if self.module.training else "eval",
                 "autocast": autocast_state(self.device.type),
                 **options,
