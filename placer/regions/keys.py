@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
+from torch import fx, nn
+
 from placer.regions.types import Region, RegionBoundaries, RegionKey
 
 if TYPE_CHECKING:
@@ -70,17 +72,25 @@ def _no_region_ends(program: Program) -> Callable[[Sequence[int], int], bool]:
 def _groups(program: Program) -> tuple[list[list[int]], set[int]]:
     """Groups of nodes that share written memory, and nodes that must run once.
 
-    These are the groups that read an input, and modules that change attributes or variables.
+    These are the groups that read an input, modules that change attributes or variables, and RReLUs.
     """
     position = {name: i for i, name in enumerate(program.order)}
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = {node.name for node in program.graph.nodes if node.op == "placeholder"}
     changing = program.captured.changing
     unsafe = {i for i, each in enumerate(program.nodes.values()) if each.layer in changing}
+    unsafe |= {position[name] for name, node in nodes.items() if _is_rrelu(program, node)}
     for names in program.colocated:
         if any(source.name in inputs for n in names for source in nodes[n].all_input_nodes):
             unsafe |= {position[name] for name in names}
     return [[position[name] for name in group] for group in program.colocated], unsafe
+
+
+def _is_rrelu(program: Program, node: fx.Node) -> bool:
+    """Is it an RReLU? It writes its noise after autograd has saved it, which hooks on saved tensors miss."""
+    if node.op == "call_module":
+        return isinstance(program.model.get_submodule(str(node.target)), nn.RReLU)
+    return getattr(node.target, "__name__", "") in ("rrelu", "rrelu_")
 
 
 def whole_groups(program: Program, keys: Sequence[RegionKey | None]) -> Keys:

@@ -57,6 +57,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]
         lambda: torch.randn(5, 1, 8, 8, 8, dtype=D),
         ["**.0", "**.1", "**.3", "**.4"],
     ),
+    "noise that autograd saves before it is written": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.RReLU(), nn.Linear(4, 2)),
+        lambda: torch.randn(6, 4, dtype=D),
+        ["0", "1"],
+    ),
     "recurrent": (models.Recurrent, lambda: torch.randn(7, 4, 3, dtype=D), ["rnn", "out"]),
     "batch norm": (
         lambda: unet3d(width=2, depth=3, norm="batch"),
