@@ -19,16 +19,22 @@ SPLIT = "InterleavedZeroBubble"
 
 
 def make_plan(
-    name: str, shape: tuple[int, int, int], schedule: str, over: int | str = "auto"
+    name: str,
+    shape: tuple[int, int, int],
+    schedule: str,
+    over: int | str = "auto",
+    state: str = "optimizer",
+    microbatches: int = 2,
 ) -> placer.Plan:
     stages, replicas, shards = shape
     model, args, kwargs = cases.make_case(name, 8)
-    fields = {"space": shards, "shard_state": "optimizer", "shard_over": over}
-    spec = cases.make_spec(stages * shards, replicas, 2, schedule, **fields)
+    fields = {"space": shards, "shard_state": state, "shard_over": over}
+    spec = cases.make_spec(stages * shards, replicas, microbatches, schedule, **fields)
     return placer.make_plan(model, spec, args, kwargs, processes=True)
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("state", ["optimizer", "gradients"])
 @pytest.mark.parametrize("make", sharded_cases.OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", SPLIT])
 @pytest.mark.parametrize(
@@ -43,10 +49,15 @@ def make_plan(
     ],
 )
 def test_weights_equal_the_plain_models(
-    job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], schedule: str, make: str
+    job_of: Callable[[int], Job],
+    name: str,
+    shape: tuple[int, int, int],
+    schedule: str,
+    make: str,
+    state: str,
 ) -> None:
     """With 3 rows some replicas have fewer micro-batches, with one row most have none."""
-    plan = make_plan(name, shape, schedule)
+    plan = make_plan(name, shape, schedule, state=state)
     job = job_of(shape[0] * shape[1] * shape[2])
     found = job.run(sharded_cases.train, name, plan, make, (8, 3, 1))
     elements, whole = [own for own, _ in found], found[0][1]
