@@ -98,14 +98,15 @@ class Pieces:
     def end(self) -> None:
         """Gather the updated pieces, and give parameters their whole weights and gradients again."""
         updated = [self.shared[key] for key in self.shared if key in self._wholes]
-        for members in bucketed(updated):
-            self._gather(members)
+        pieces = {id(shared.parameter): self._updated(shared.parameter) for shared in updated}
         for shared in updated:
-            parameter, whole = shared.parameter, self._wholes.pop(id(shared.parameter))
-            parameter.grad = None
-            parameter.data = whole.weights
-            parameter.grad = whole.gradient
-            increment_version(parameter)  # also on ranks that have updated nothing
+            shared.parameter.grad = None
+            shared.parameter.data = self._whole(shared.parameter)
+        for members in bucketed(updated):
+            self._gather(members, [pieces[id(shared.parameter)] for shared in members])
+        for shared in updated:
+            shared.parameter.grad = self._wholes.pop(id(shared.parameter)).gradient
+            increment_version(shared.parameter)  # also on ranks that have updated nothing
 
     def cut_state(self, parameter: Tensor, state: State) -> None:
         """Cut what ``state`` has of the whole ``parameter``, because it was loaded or made before a step."""
@@ -138,12 +139,11 @@ class Pieces:
         held = self._wholes.get(id(parameter))
         return parameter if held is None else held.weights
 
-    def _gather(self, members: Sequence[SharedParameter]) -> None:
-        """Gather the weights of ``members``, which are one bucket."""
+    def _gather(self, members: Sequence[SharedParameter], own: Sequence[Tensor]) -> None:
+        """Gather the weights of ``members``, which are one bucket, from each rank's ``own`` pieces."""
         group = members[0].sharing
-        wholes = [self._whole(m.parameter) for m in members]
+        wholes = [m.parameter.data for m in members]
         lengths = [piece_length(whole.numel(), group.size) for whole in wholes]
-        own = [self._updated(m.parameter) for m in members]
         first = wholes[0]
         if len(members) == 1 and first.is_contiguous() and first.numel() % group.size == 0:
             group.start_gather(first.view(-1), own[0])()
