@@ -894,9 +894,16 @@ def memory_case() -> tuple[nn.Module, Tensor]:
     return unet3d(width=4, depth=2), torch.randn(8, 1, 8, 8, 8)
 
 
-def count_bytes(plan: placer.Plan) -> int:
+def wide_case() -> tuple[nn.Module, Tensor]:
+    """Most of its memory is weights; each is summed in a message of its own."""
+    torch.manual_seed(0)
+    layers = (layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.Tanh()))
+    return nn.Sequential(*layers), torch.randn(8, 512)
+
+
+def count_bytes(plan: placer.Plan, case: str = "memory_case") -> int:
     """This rank's peak bytes of real tensors in a training step or a forward."""
-    model, x = memory_case()
+    model, x = globals()[case]()
     placed = placer.compile(model, plan, x)
     if not plan.training:
         return _count_forward(placed, x)

@@ -300,17 +300,23 @@ class _Search:
         worst = plan.rank_time
         if self._links.network is not None and plan.processes and plan.step_seconds is not None:
             # Replicas share nothing but sums, so one of them takes as long as all.
-            ranks = plan.replicas * plan.shards
+            pieces = plan.state_layout.gradients
             slower = [
                 replace(
                     stage,
-                    sum_seconds=self._links.at_worst().all_reduce_seconds(
-                        stage.memory.gradients, ranks=ranks, stride=plan.grid.stride
+                    sum_seconds=self._links.at_worst().reduce_seconds(
+                        stage.memory.gradients * pieces,
+                        ranks=plan.replicas * plan.shards,
+                        stride=plan.grid.stride,
+                        pieces=pieces,
+                        rounds=plan.microbatches,
                     ),
                 )
                 for stage in plan.stages
             ]
-            worst = end_of(step_spans(replace(plan, stages=tuple(slower), replicas=1)))
+            over = plan.shard_over or plan.replicas
+            alone = replace(plan, stages=tuple(slower), replicas=1, shard_over=over)
+            worst = end_of(step_spans(alone))
         return replace(rated, plan=plan, fits=plan.fits, judged=judged, worst_time=worst)
 
     def _plan(self, make: Callable[[PlacementSpec], Plan], spec: PlacementSpec) -> Plan | None:
@@ -442,6 +448,5 @@ class _Search:
 
 def _costs(family: Family) -> int:
     """How much more a strategy of ``family`` costs to estimate: other programs, and searches in stages."""
-    return (
-        2 * family.shards + family.recompute + family.offload + family.chunks + family.shard_state
-    )
+    helped = family.recompute + family.offload + family.chunks + (family.shard_state != "none")
+    return 2 * family.shards + helped

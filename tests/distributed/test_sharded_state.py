@@ -67,14 +67,15 @@ def test_weights_equal_the_plain_models(
         assert max(elements) <= whole / len(elements) + values
 
 
+@pytest.mark.parametrize("state", ["optimizer", "gradients"])
 @pytest.mark.parametrize(
     ("name", "shape", "over"),
     [("convnet", (1, 4, 1), 2), ("tied transformer", (2, 2, 1), 1), ("3D U-Net", (1, 2, 2), 1)],
 )
 def test_some_replicas_divide_the_state_between_them(
-    job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], over: int
+    job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], over: int, state: str
 ) -> None:
-    plan = make_plan(name, shape, "1F1B", over)
+    plan = make_plan(name, shape, "1F1B", over, state)
     found = job_of(4).run(sharded_cases.train, name, plan, "adam", (8, 3, 1), 1, 0.01)
     assert sum(own for own, _ in found) == found[0][1] * shape[1] // over
 
@@ -88,8 +89,12 @@ def test_replicas_that_cannot_divide_the_state() -> None:
         placer.auto_plan(model, args, devices=devices, replicas=4, shard_over=3, processes=True)
 
 
-def test_accumulation_and_clipping(job_of: Callable[[int], Job]) -> None:
-    plan = make_plan("tied transformer", (2, 2, 1), SPLIT)
+@pytest.mark.parametrize("state", ["optimizer", "gradients"])
+@pytest.mark.parametrize("over", ["auto", 1])
+def test_accumulation_and_clipping(
+    job_of: Callable[[int], Job], state: str, over: int | str
+) -> None:
+    plan = make_plan("tied transformer", (2, 2, 1), SPLIT, over, state)
     job_of(4).run(sharded_cases.train, "tied transformer", plan, "adam", (8, 5), 2, 0.01)
 
 

@@ -22,14 +22,13 @@ of its own pieces only::
     rank 0   grad[0:8]  ──┐                  ┌──►  sum[0:4]
     rank 1   grad[0:8]  ──┴──►  scattered  ──┴──►  sum[4:8]
 
-A gradient is whole only until its bucket is sent; at most two buckets are on their way.
+A gradient is whole only until its bucket is sent; a bucket is sent when the one before it has arrived.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -179,7 +178,7 @@ class GradientReducer:
         self._left: list[int] = []  # for each of these, how many gradients are still to come
         self._microbatches = 0
         self._next = 0
-        self._scattering: deque[_Scatter] = deque()
+        self._scattering: list[_Scatter] = []
         self._before: dict[
             int, GradientPiece
         ] = {}  # from earlier steps, by the number of the member
@@ -220,6 +219,7 @@ class GradientReducer:
     def _await_round(self, bucket: _Bucket) -> None:
         """Let ``bucket`` wait until every member has the gradients that are sent in its next message."""
         backwards = 1 if _is_sent_in_rounds(bucket) else self._microbatches
+        bucket.waiting = 0
         for number, member in enumerate(bucket.members, bucket.first):
             self._left[number] += backwards * member.readers
             bucket.waiting += self._left[number] > 0
@@ -236,7 +236,7 @@ class GradientReducer:
     def _send(self) -> None:
         bucket = self._order[self._next]
         self._next += 1
-        self._finish_scatters(1)
+        self._finish_scatters()
         there = [m.parameter.grad is not None for m in bucket.members]
         bucket.exists = [a or b for a, b in zip(bucket.exists, there, strict=True)]
         grads = [_flat_grad(m.parameter) for m in bucket.members]
@@ -259,9 +259,8 @@ class GradientReducer:
             padded(grad, ranks * length).view(ranks, length)
             for grad, length in zip(grads, bucket.sizes, strict=True)
         ]
-        grads.clear()
-        whole = sendable(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1))
-        del rows
+        whole = sendable(rows[0] if self._may_write(rows) else torch.cat(rows, dim=1))
+        del rows, grads[:]
         _drop_gradients(bucket)
         part = whole.new_empty(whole.shape[1])
         wait = bucket.sharing.start_scatter(whole.view(-1), part)
@@ -269,27 +268,24 @@ class GradientReducer:
         if self._left:
             self._await_round(bucket)
 
-    def _finish_scatters(self, most: int) -> None:
-        """Wait until at most so many scatters are on their way, not counting those of tied weights.
+    def _finish_scatters(self, *, tied: bool = False) -> None:
+        """Wait for what is being scattered, but for ``tied`` weights only if that is said.
 
-        For the latter another stage may have to get a gradient first that is computed here.
+        To send these, another stage may have to get a gradient first that is computed here.
         """
-        free = [scatter for scatter in self._scattering if not scatter.bucket.is_tied]
-        for scatter in free[: max(len(free) - most, 0)]:
-            self._finish_scatter(scatter)
-
-    def _finish_scatter(self, scatter: _Scatter) -> None:
-        self._scattering.remove(scatter)
-        scatter.wait()
-        bucket = scatter.bucket
-        bucket.total = scatter.part if bucket.total is None else bucket.total.add_(scatter.part)
+        for scatter in [each for each in self._scattering if tied or not each.bucket.is_tied]:
+            self._scattering.remove(scatter)
+            scatter.wait()
+            bucket = scatter.bucket
+            bucket.total = scatter.part if bucket.total is None else bucket.total.add_(scatter.part)
 
     def _may_write(self, grads: Sequence[Tensor]) -> bool:
-        """Whether there is just one gradient, which shares its memory with no other tensor."""
+        """Is there just one gradient, which shares its memory with no other tensor?"""
         storage = grads[0].untyped_storage()
         if len(grads) > 1 or storage.nbytes() != grads[0].nbytes:
             return False
-        flying = (b.flat for b in self._buckets if b.flat is not None)
+        flying = [bucket.flat for bucket in self._buckets if bucket.flat is not None]
+        flying += [scatter.whole for scatter in self._scattering]
         return all(storage_key(flat) != storage_key(grads[0]) for flat in flying)
 
     def send_rest(self) -> None:
@@ -301,9 +297,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Send the remaining buckets, wait for all sums, and assign them to ``.grad``."""
         self.send_rest()
-        self._finish_scatters(0)
-        for scatter in list(self._scattering):
-            self._finish_scatter(scatter)
+        self._finish_scatters(tied=True)
         for bucket in self._buckets:
             if bucket.total is not None and (across := bucket.members[0].across) is not None:
                 bucket.wait = across.start_sum(bucket.total)

@@ -31,7 +31,7 @@ class SummingGroup(Protocol):
         """Sum ``tensor`` over the ranks, in place."""
 
     def start_scatter(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
-        """Fill every rank's ``part``, in order of rank, from the sum of ``whole`` over the ranks."""
+        """Fill every rank's ``part``, in order of rank, from the sum of ``whole``, which may be changed."""
 
     def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         """Fill ``whole`` with every rank's ``part``, in order of rank; that may be a part of ``whole``."""
@@ -55,8 +55,17 @@ class GroupSum:
         return wait_function(dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def start_scatter(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
-        work = dist.reduce_scatter_tensor(part, whole, group=self._group, async_op=True)
-        return wait_function(work)
+        if "gloo" not in dist.get_backend(self._group):
+            work = dist.reduce_scatter_tensor(part, whole, group=self._group, async_op=True)
+            return wait_function(work)
+        # Gloo sums a copy of the whole, so this takes less memory than its own reduce-scatter.
+        wait = self.start_sum(whole)
+
+        def finish() -> None:
+            wait()
+            part.copy_(whole.view(self.size, -1)[self.rank])
+
+        return finish
 
     def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         work = dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
