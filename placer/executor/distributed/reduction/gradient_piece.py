@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,9 +64,8 @@ class GradientPiece(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = args, kwargs or {}
-        like = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, GradientPiece))
-        _check(func, args, like)
+        like = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, GradientPiece))
+        _check(func, args, kwargs or {}, like)
 
         def cut(value: Tensor) -> Tensor:
             if isinstance(value, GradientPiece):
@@ -77,9 +76,11 @@ class GradientPiece(Tensor):
             return GradientPiece(made, shape=like.shape, name=like.parameter_name, group=like.group)
 
         is_list = any(isinstance(value, list) for value in args)
-        own_args, own_kwargs = tree_map_only(GradientPiece if is_list else Tensor, cut, given)
-        result = func(*own_args, **own_kwargs)
-        return args[0] if func._schema.is_mutable else tree_map_only(Tensor, wrap, result)
+        own = tree_map_only(GradientPiece if is_list else Tensor, cut, args)
+        result = func(*own, **(kwargs or {}))
+        if result is not None and func._schema.is_mutable:
+            return args[0]
+        return tree_map_only(Tensor, wrap, result)
 
 
 def piece_of_gradient(gradient: Tensor, own: slice) -> Tensor:
@@ -87,12 +88,15 @@ def piece_of_gradient(gradient: Tensor, own: slice) -> Tensor:
     return gradient.piece if isinstance(gradient, GradientPiece) else gradient.reshape(-1)[own]
 
 
-def _check(func: Any, args: Sequence[Any], like: GradientPiece) -> None:
+def _check(func: Any, args: Sequence[Any], options: Mapping[str, Any], like: GradientPiece) -> None:
     """Raise ``PlacerError`` unless ``func`` computes each element by itself and changes pieces only."""
     is_elementwise = torch.Tag.pointwise in func.tags or func._schema.name in _ELEMENTWISE
     is_tensor = torch.Tag.data_dependent_output not in func.tags  # not a number
     tensors = [value for value in args if isinstance(value, Tensor)]
+    if args and isinstance(args[0], list):  # of gradients; the others are numbers
+        tensors = []
     is_like = all(tensor.shape in (like.shape, torch.Size()) for tensor in tensors)
+    is_like &= not any(isinstance(value, Tensor) for value in options.values())  # such as ``out``
     changes_whole = func._schema.is_mutable and tensors and type(tensors[0]) is not GradientPiece
     if is_elementwise and is_tensor and is_like and not changes_whole:
         return
