@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import get_args
 
 from placer.program import Program
 from placer.schedule import num_chunks, split_evenly
-from placer.search.strategy import SEARCHED, Strategy, degrees
+from placer.search.strategy import SEARCHED, STATES, Strategy, degrees
 from placer.space import CONVOLUTIONS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.fields import ScheduleName
@@ -77,7 +76,7 @@ def list_strategies(
                     continue
                 state: tuple[ShardState, ...] = ("none",)
                 if divisible and replica * shard > 1:
-                    state = get_args(ShardState)
+                    state = STATES
                 for count, light, away, chunked, divided in product(
                     counts, recompute, offload, chunks, state
                 ):

@@ -20,7 +20,7 @@ from placer.planner.devices import links_of, with_known_memory
 from placer.quantities import format_count
 from placer.search.bounds import SPARE, Bound, Bounds
 from placer.search.candidates import list_strategies
-from placer.search.strategy import SEARCHED, Family, Pool, Strategy
+from placer.search.strategy import SEARCHED, STATES, Family, Pool, Strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 from placer.timeline import end_of
@@ -258,6 +258,10 @@ class _Search:
                 break  # all others are worse
             if strategy.stages * strategy.microbatches > _MOST_ACTIONS:
                 continue
+            # Gradients are divided to save memory only, because code that reads them gets pieces.
+            less = replace(strategy, shard_state="optimizer")
+            if strategy.shard_state == "gradients" and less not in self._too_large:
+                continue
             found = self._bounds.along_program_order(strategy, self._room.get(family, 1.0))
             if found is None:
                 self._too_large.add(strategy)
@@ -266,8 +270,8 @@ class _Search:
         if best is None:
             return
         strategy, bound = best
-        less = (self._rated.get(each) for each in strategy.with_less_help())
-        if any(rated is not None and rated.bound.seconds <= bound.seconds for rated in less):
+        simpler = (self._rated.get(each) for each in strategy.with_less_help())
+        if any(rated is not None and rated.bound.seconds <= bound.seconds for rated in simpler):
             return  # it helps nothing
         if (spec := strategy.spec(self._wanted, self._pool)) is not None:
             layout = {"node_layout": bound.node_layout}
@@ -448,5 +452,5 @@ class _Search:
 
 def _costs(family: Family) -> int:
     """How much more a strategy of ``family`` costs to estimate: other programs, and searches in stages."""
-    helped = family.recompute + family.offload + family.chunks + (family.shard_state != "none")
-    return 2 * family.shards + helped
+    helped = family.recompute + family.offload + family.chunks
+    return 2 * family.shards + helped + STATES.index(family.shard_state)

@@ -19,7 +19,7 @@ SEARCHED = (
     "shard_state", "node_layout",
 )  # fmt: skip
 _HELP = ("recompute", "offload", "chunks")  # ways of saving memory, besides dividing state
-_STATES: tuple[ShardState, ...] = get_args(ShardState)  # from none to all that can be divided
+STATES: tuple[ShardState, ...] = get_args(ShardState)  # from none to all that can be divided
 
 
 class Family(NamedTuple):
@@ -64,7 +64,7 @@ class Strategy:
     def lighter(self) -> int:
         """How many ways of saving memory are allowed."""
         ways = [getattr(self, way) for way in _HELP]
-        return ways.count(True) + _STATES.index(self.shard_state)
+        return ways.count(True) + STATES.index(self.shard_state)
 
     def with_less_help(self) -> Iterator[Strategy]:
         """The same with one way of saving memory less, for each that it has."""
@@ -72,8 +72,8 @@ class Strategy:
             if getattr(self, way):
                 changed: dict[str, Any] = {way: False}
                 yield replace(self, **changed)
-        if level := _STATES.index(self.shard_state):
-            yield replace(self, shard_state=_STATES[level - 1])
+        if level := STATES.index(self.shard_state):
+            yield replace(self, shard_state=STATES[level - 1])
 
     @property
     def family(self) -> Family:
