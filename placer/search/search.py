@@ -126,6 +126,7 @@ class _Search:
         unfit = self._list_families()
         if not self._left and not unfit:
             raise self._no_strategy()
+        listed = {family: list(members) for family, members in self._left.items()}
         many = len(self._wanted.devices) > MANY_STAGES
         self._estimate_families(many=many)
         smallest = [] if self._any_will_do or self._rated else [*unfit, *self._smallest()]
@@ -134,6 +135,16 @@ class _Search:
         if not self._rated and self._failure is not None:
             raise self._failure  # it is not a matter of memory
         best = self._choose(self._judge_best() if many else self._judge())
+        known = 0
+        while best is None and not many and known < len(self._rated):
+            # What was judged needs more than its estimate, so more ways of saving memory may help.
+            known = len(self._rated)
+            self._left = {
+                family: [pair for pair in members if pair[0] not in self._rated]
+                for family, members in listed.items()
+            }
+            self._estimate_families(many=False)
+            best = self._choose(self._judge())
         others = list(self._best_of_families(best))
         tried = [rated for rated in self._rated.values() if rated.plan is not None]
         nearest = min(

@@ -145,8 +145,9 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
 def _shard_state(value: Any) -> Any:
     if isinstance(value, str) and value == "parameters":
         raise ValueError(
-            "'parameters' is not possible yet; write 'gradients' to divide gradients and the optimizer's "
-            "state over replicas, 'optimizer', 'none', or 'auto'"
+            "'parameters' is not possible yet (torch's fully_shard is wrong where a schedule splits "
+            "backwards, and hangs where a replica has no rows); write 'gradients' to divide gradients and "
+            "the optimizer's state over replicas, 'optimizer', 'none', or 'auto'"
         )
     return value
 
