@@ -81,6 +81,19 @@ def test_some_replicas_divide_the_state_between_them(
     assert sum(own for own, _ in found) == found[0][1] * shape[1] // over
 
 
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", SPLIT])
+@pytest.mark.parametrize(
+    ("microbatches", "shape"), [(1, (2, 2, 1)), (4, (2, 2, 1)), (4, (4, 1, 1))]
+)
+def test_gradients_are_divided_after_every_microbatch(
+    job_of: Callable[[int], Job], microbatches: int, shape: tuple[int, int, int], schedule: str
+) -> None:
+    """With 5 rows or one, replicas have other numbers of micro-batches."""
+    plan = make_plan("tied transformer", shape, schedule, "auto", "gradients", microbatches)
+    job_of(4).run(sharded_cases.train, "tied transformer", plan, "adamw", (8, 5, 1))
+
+
 def test_replicas_that_cannot_divide_the_state() -> None:
     with pytest.raises(placer.SpecError, match=r"/shard_over: 3 does not divide .* replicas, 4"):
         make_plan("convnet", (1, 4, 1), "1F1B", 3)

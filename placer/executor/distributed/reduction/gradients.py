@@ -179,9 +179,8 @@ class GradientReducer:
         self._microbatches = 0
         self._next = 0
         self._scattering: list[_Scatter] = []
-        self._before: dict[
-            int, GradientPiece
-        ] = {}  # from earlier steps, by the number of the member
+        # From earlier steps, by the number of the member
+        self._before: dict[int, GradientPiece] = {}
         self.is_unsummed = False  # whether ``.grad`` has gradients that are still to be summed
         # The garbage collector does not see hooks of parameters, so they must not keep this alive.
         arrived = weakref.WeakMethod(self._arrived)
