@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ShardState = Literal["none", "optimizer"]
+ShardState = Literal["none", "optimizer", "gradients"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
     """Over how many ranks each kind of state is divided; 1 if each of them has all of it.
 
-    ``optimizer`` is the state of the optimizer (``exp_avg``, ``momentum_buffer``, …) of a parameter.
+    ``optimizer`` is the state of the optimizer (``exp_avg``, ``momentum_buffer``, …) of a parameter, and
+    ``gradients`` is its ``.grad``.
     """
 
     optimizer: int = 1
+    gradients: int = 1
 
 
 def layout_of(
@@ -23,7 +25,10 @@ def layout_of(
 ) -> StateLayout:
     """The layout where state is divided between ``shard_over`` replicas (None: all) and their shards."""
     ranks = (shard_over or replicas) * shards
-    return StateLayout(optimizer=ranks if shard_state == "optimizer" else 1)
+    return StateLayout(
+        optimizer=ranks if shard_state != "none" else 1,
+        gradients=ranks if shard_state == "gradients" else 1,
+    )
 
 
 def sharing_replicas(replica: int, shard_over: int) -> range:

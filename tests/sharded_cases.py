@@ -146,6 +146,70 @@ def refused(spec: placer.PlacementSpec) -> list[str]:
     return found
 
 
+def read_divided_gradients(spec: placer.PlacementSpec) -> list[str]:
+    """Does with pieces of gradients what a rank can do; returns the errors of what it cannot."""
+    model, (x,), _ = make_case("convnet", 8)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    for module in (placed, plain):
+        next(module.parameters()).register_hook(lambda gradient: gradient * 2)
+    reference_step(plain, (x,), {}, spec.replicas, int(spec.microbatches))
+    with placed.accumulate():
+        placed.step(x, loss_fn=mean_square)
+    pairs = list(zip(placed.parameters(), plain.parameters(), strict=True))
+    pieces = [p.grad.piece.numel() for p, _ in pairs]
+    assert sum(pieces) <= sum(q.numel() for _, q in pairs) / 2 + len(pairs)
+    for both in pairs:
+        for p in both:
+            p.grad = p.grad.clamp(-0.1, 0.1) * 2 + p.detach()
+            p.grad.add_(p.detach(), alpha=0.1)
+    for module in (placed, plain):
+        nn.utils.clip_grad_value_(module.parameters(), 0.5)
+    for p, q in pairs:
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12)
+        assert (p.grad.shape, p.grad.dtype) == (q.grad.shape, q.grad.dtype)
+    found = []
+    for read in (
+        lambda: nn.utils.clip_grad_norm_(placed.parameters(), 1.0),
+        lambda: pairs[0][0].grad.sum(),
+        lambda: torch.zeros_like(pairs[0][1]).add_(pairs[0][0].grad),
+        lambda: torch.mul(pairs[0][0].grad, 2, out=torch.zeros_like(pairs[0][1])),
+        lambda: torch.equal(pairs[0][0].grad, pairs[0][0].grad),
+    ):
+        try:
+            read()
+        except placer.PlacerError as error:
+            found.append(str(error))
+    placed.zero_grad(set_to_none=False)
+    for p, _ in pairs:
+        assert not p.grad.piece.any()
+    return found
+
+
+def step_with_a_scaler(spec: placer.PlacementSpec, overflows: bool) -> None:
+    """A GradScaler unscales pieces; an infinite number in one rank's piece skips the step on all ranks."""
+    model, (x,), _ = make_case("convnet", 8)
+    plain = copy.deepcopy(model)
+    placed = placer.compile(model, spec, x)
+    scaler = placed.grad_scaler(init_scale=8.0, enabled=True)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (placed, plain))
+    placed.step(x, loss_fn=mean_square, scaler=scaler)
+    reference_step(plain, (x,), {}, spec.replicas, int(spec.microbatches))
+    if overflows:
+        first = next(p for p in placed.parameters() if p.grad is not None and p.numel() > 1)
+        if dist.get_rank() == 0:
+            first.grad.piece[0] = torch.inf
+    scaler.unscale_(ours)
+    if not overflows:
+        compare_state(placed, plain, "unscaled")
+        theirs.step()
+    scaler.step(ours)
+    scaler.update()
+    for p, q in zip(placed.parameters(), plain.parameters(), strict=True):
+        assert_close(p.detach(), q.detach(), "weights")
+    assert scaler.get_scale() == (4.0 if overflows else 8.0)
+
+
 def step_with_hooks_and_a_closure(spec: placer.PlacementSpec) -> None:
     """The optimizer's own hooks, its closure, and hooks on gradients see whole tensors."""
     model, (x,), _ = make_case("convnet", 8)

@@ -15,7 +15,7 @@ from placer.cost.estimate import CostEstimates, Estimate, batch_rows, estimate_c
 from placer.cost.kernels import device_kernels
 from placer.cost.loss import Loss, find_loss, loss_of, mean_square
 from placer.cost.regions import with_regions
-from placer.cost.rows import with_added_rows, with_fewer_rows
+from placer.cost.rows import with_added_rows, with_divided_gradients, with_fewer_rows
 from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
 from placer.cost.types import (
     AddedGradient,

@@ -1,4 +1,4 @@
-"""Scale a cost table to other numbers of rows, without running the model again."""
+"""Scale a cost table to other numbers of rows or ranks, without running the model again."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def _with_row_gradients(costs: CostTable, factor: float) -> tuple[StateTensor, .
         else replace(tensor, row_gradient_nbytes=int(factor * tensor.row_gradient_nbytes))
         for tensor in costs.state
     )
+
+
+def with_divided_gradients(costs: CostTable, ranks: int) -> CostTable:
+    """``costs`` where each of so many ranks keeps a piece of every gradient."""
+    if ranks == 1:
+        return costs
+    state = tuple(replace(tensor, gradient_ranks=ranks) for tensor in costs.state)
+    return replace(costs, state=state)
 
 
 def with_fewer_rows(costs: CostTable, share: float) -> CostTable:

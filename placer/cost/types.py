@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from placer.cost.work import Work
 from placer.regions.types import RegionKey
+from placer.state_layout import piece_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +97,13 @@ class StateTensor:
     is_buffer: bool
     trained: bool  # it gets a gradient
     row_gradient_nbytes: int | None = None  # of a sparse gradient, for the rows that are looked up
+    gradient_ranks: int = 1  # over which its gradient is divided
 
     @property
     def gradient_nbytes(self) -> int:
-        """Bytes of its gradient."""
+        """Bytes of its gradient, or of a rank's piece of it."""
+        if self.gradient_ranks > 1:  # sums of sparse gradients are dense
+            return piece_length(self.nbytes, self.gradient_ranks)
         return self.nbytes if self.row_gradient_nbytes is None else self.row_gradient_nbytes
 
 

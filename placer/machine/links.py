@@ -64,6 +64,21 @@ class Links:
         """Seconds to gather ``nbytes`` from shares of so many ranks, or to sum and scatter them."""
         return self.all_reduce_seconds(nbytes, ranks=ranks, stride=stride) / 2
 
+    def reduce_seconds(
+        self, nbytes: float, *, ranks: int, stride: int, pieces: int = 1, rounds: int = 1
+    ) -> float:
+        """Seconds of each of ``rounds`` in which gradients of ``nbytes`` are summed over so many ranks.
+
+        If they are divided, each of so many neighbours gets the sum of a piece in every round; what others
+        have of the same piece is added once.
+        """
+        if pieces == 1:
+            return self.all_reduce_seconds(nbytes, ranks=ranks, stride=stride)
+        across = self.all_reduce_seconds(
+            nbytes / pieces, ranks=ranks // pieces, stride=stride * pieces
+        )
+        return self.gather_seconds(nbytes, ranks=pieces, stride=stride) + across / rounds
+
     def at_worst(self) -> Links:
         """The same where collectives over nodes use one network card of a node, however many it has."""
         return replace(self, cards=1)

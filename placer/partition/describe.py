@@ -178,13 +178,21 @@ def _stages(
 
 
 def _sum_seconds(options: PlanningOptions, stages: int, nbytes: int) -> float:
-    """Seconds to sum ``nbytes`` of gradients over the ranks of a stage; in one process, to copy them once."""
+    """Seconds to sum gradients, of which a rank keeps ``nbytes``, over the ranks of a stage.
+
+    If they are divided, those of each micro-batch; in one process, to copy them once.
+    """
     ranks = options.replicas * options.shards
     if not options.training or ranks == 1:
         return 0.0
     if options.processes:
-        stride = options.grid(stages).stride
-        return options.links.all_reduce_seconds(nbytes, ranks=ranks, stride=stride)
+        return options.links.reduce_seconds(
+            nbytes * options.state_layout.gradients,
+            ranks=ranks,
+            stride=options.grid(stages).stride,
+            pieces=options.state_layout.gradients,
+            rounds=options.microbatches,
+        )
     return options.links.send_seconds(nbytes, 0, 1)
 
 

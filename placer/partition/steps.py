@@ -48,6 +48,7 @@ def step_seconds(
         processes=options.processes,
         optimizer_seconds=optimizer_seconds,
         shards=options.shards,
+        state_layout=options.state_layout,
         latest=latest,
     )
     return latest([span.end for span in spans])

@@ -85,7 +85,8 @@ def one_copy() -> PlacerError:
     """The error for sharded state where one process runs all devices."""
     return PlacerError(
         "/shard_state",
-        "is for a process per device: one process has one copy of the optimizer's state anyway",
+        "is for a process per device: one process has one copy of the optimizer's state anyway, and sums the "
+        "gradients of all replicas into one",
         'start one process per device (torchrun; --processes for plans), or use "none"',
     )
 

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from placer.plan.types import Plan, StagePlan, Transfer
 from placer.schedule import Action, linearize, one_process_order, ranks_of, schedule_on
+from placer.state_layout import StateLayout
 from placer.timeline import Operation, Span, Task, run
 
+_WHOLE = StateLayout()
 BUCKET_NBYTES = 25 * 2**20  # in which processes sum gradients: DistributedDataParallel's default
 
 
@@ -40,6 +42,7 @@ def step_spans(plan: Plan) -> tuple[Span, ...]:
         processes=plan.processes,
         optimizer_seconds=plan.optimizer_seconds or 0,
         shards=plan.shards,
+        state_layout=plan.state_layout,
     )
     return tuple(span for shard in range(plan.shards) for span in _of_shard(spans, plan, shard))
 
@@ -67,6 +70,7 @@ def lay_out_step(
     processes: bool,
     optimizer_seconds: float,
     shards: int = 1,
+    state_layout: StateLayout = _WHOLE,
     latest: Callable[[Sequence[float]], float] = max,
 ) -> tuple[Span, ...]:
     """The spans of a step of ``stages`` in the order of ``schedule``.
@@ -76,8 +80,9 @@ def lay_out_step(
     own, and messages overlap with computations; as replicas then share nothing, all take as long as the first
     one. Offloading that overlaps has a link per device and direction. Each half of a split backward takes
     half of its seconds. Processes sum gradients in buckets, all but the last of which overlap with the last
-    backward of their stage. In one process, the weights are copied from the first replica and shard to the
-    others at the beginning, and gradients back after every backward. Seconds may be arrays (see `Operation`).
+    backward of their stage, or with each of its backwards if ranks divide gradients by ``state_layout``. In
+    one process, the weights are copied from the first replica and shard to the others at the beginning, and
+    gradients back after every backward. Seconds may be arrays (see `Operation`).
     """
     order = _order(
         schedule if training else "GPipe",
@@ -100,7 +105,7 @@ def lay_out_step(
         for replica in replicas:
             done = _operations(order, stages, replica, rows[replica], moved, processes=processes)
             if training and processes:
-                found += _with_sums(list(done), stages)
+                found += _with_sums(list(done), stages, state_layout.gradients)
             else:
                 found += _with_copies(done, stages, rows[replica], rows[0], copied.get(replica, 0))
         if optimizer_seconds:
@@ -222,20 +227,28 @@ def _operations(
             )
 
 
-def _with_sums(operations: Sequence[Operation], stages: Sequence[StagePlan]) -> Iterator[Operation]:
-    """``operations``, and after the last backward of each stage the sum of its gradients over processes."""
+def _with_sums(
+    operations: Sequence[Operation], stages: Sequence[StagePlan], pieces: int
+) -> Iterator[Operation]:
+    """``operations``, and after the last backward of each stage the sum of its gradients over processes.
+
+    After every one, if ranks keep one of several ``pieces`` of the sums.
+    """
     last = {
         o.task.action.stage_index: o for o in operations if o.task is not None and o.task.action
     }
     for operation in operations:
         yield operation
         action = None if operation.task is None else operation.task.action
-        if action is None or last[action.stage_index] is not operation:
+        if action is None:
+            continue
+        if last[action.stage_index] is not operation and (pieces == 1 or action.kind not in "BW"):
             continue
         stage = stages[action.stage_index]
         if not stage.sum_seconds:
             continue
-        bucket = min(1.0, BUCKET_NBYTES / max(stage.memory.gradients, 1))
+        whole = pieces * stage.memory.gradients
+        bucket = min(1.0, BUCKET_NBYTES / max(whole, 1))
         name, on = f"gradients of stage {stage.index}", (f"{operation.on[0]} to other ranks",)
         parts = [
             Operation(
@@ -245,7 +258,7 @@ def _with_sums(operations: Sequence[Operation], stages: Sequence[StagePlan]) -> 
                 seconds=stage.sum_seconds * share,
                 after=after,
                 beside=operation,
-                nbytes=int(stage.memory.gradients * share),
+                nbytes=int(whole * share),
             )
             for share, after in ((1 - bucket, ()), (bucket, (operation,)))
             if share

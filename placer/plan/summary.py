@@ -22,7 +22,8 @@ def plan_facts(plan: Plan) -> list[str]:
     """What holds for the whole plan, in a few words each."""
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else "an optimizer of its own"
     if (ranks := plan.state_layout.optimizer) > 1:
-        optimizer += f", its state over {ranks} ranks"
+        what = "its state and gradients" if plan.state_layout.gradients > 1 else "its state"
+        optimizer += f", {what} over {ranks} ranks"
     shards = f" of {format_count(plan.shards, 'shard')}" if plan.shards > 1 else ""
     return [
         format_count(len(plan.stages), "stage") + shards,

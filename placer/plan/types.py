@@ -92,7 +92,8 @@ class StagePlan:
     # and back in backward. Copies that do not overlap are part of the seconds above.
     host_copy_seconds: Seconds = 0.0
     host_copy_nbytes: Bytes = 0
-    # To sum its gradients over replicas and shards, between processes; in one process, to copy them once
+    # To sum its gradients over replicas and shards, between processes, and to divide them after each
+    # micro-batch if they are; in one process, to copy them once
     sum_seconds: Seconds = 0.0
     # What each shard sends to the others in forward and backward of a micro-batch, recomputation not counted
     exchanged_nbytes: Bytes = 0

@@ -17,6 +17,7 @@ from placer.cost import (
     batch_rows,
     find_loss,
     with_added_rows,
+    with_divided_gradients,
     with_regions,
 )
 from placer.errors import CaptureError
@@ -203,6 +204,10 @@ def _plan_for(
         recomputing = options.with_whole_backwards()
     offloaded = any(key is not None and key.offload for key in keys)
 
+    def of_step(costs: CostTable) -> CostTable:
+        divided = with_divided_gradients(costs, options.state_layout.gradients)
+        return with_added_rows(divided, len(sizes))
+
     def place(kernels: str | Mapping[str, str], pins: Mapping[str, str]) -> PolicyChoice:
         def choose(
             options: PlanningOptions, costs: CostTable, more_pins: Mapping[str, str]
@@ -212,12 +217,12 @@ def _plan_for(
                 program, costs, slots, wanted, options, tables=tables, stop_at_share=stop_at_share
             )
 
-        plain = with_added_rows(costs_of(kernels=kernels, offloads=offloaded), len(sizes))
+        plain = of_step(costs_of(kernels=kernels, offloads=offloaded))
         first = choose(options, with_regions(plain, keys), {})
         heavy = is_heavy(first, choices, slots, options)
         used = recomputing if heavy else options
         if heavy and spec.offload:  # needs another run of the model
-            plain = with_added_rows(costs_of(kernels=kernels, offloads=True), len(sizes))
+            plain = of_step(costs_of(kernels=kernels, offloads=True))
         return choose_policy(
             program,
             plain,

@@ -233,11 +233,15 @@ def _own_placement(spec: PlacementSpec) -> Iterator[_Candidate]:
 
 
 def _divided_state(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
-    """Optimizer state that is divided over the replicas and shards there are."""
+    """Optimizer state, and then gradients, that are divided over the replicas and shards there are."""
     ranks = plan.replicas * plan.shards
-    if plan.processes and spec.training and spec.shard_state == "none" and ranks > 1:
-        change = f'"shard_state": "optimizer" (each of {ranks} ranks keeps a part of the optimizer\'s state)'
-        yield _Candidate(change, _updated(spec, shard_state="optimizer"))
+    if not plan.processes or not spec.training or ranks == 1:
+        return
+    parts = {"optimizer": "the optimizer's state", "gradients": "that and the gradients"}
+    more = {"none": ("optimizer", "gradients"), "optimizer": ("gradients",)}
+    for state in more.get(spec.shard_state, ()):
+        change = f'"shard_state": "{state}" (each of {ranks} ranks keeps a part of {parts[state]})'
+        yield _Candidate(change, _updated(spec, shard_state=state))
 
 
 def _microbatches(spec: PlacementSpec, batch_size: int) -> Iterator[_Candidate]:

@@ -26,7 +26,7 @@ def check_supported(spec: PlacementSpec, *, processes: bool) -> None:
     """Raise ``PlacerError`` for a spec that asks for something unsupported, with ``processes`` or without."""
     if problems := execution_problems(dict(spec)):  # of a spec that was made by `model_copy`
         raise SpecError(SpecError.UNNAMED, problems)
-    if spec.shard_state == "optimizer" and not processes:
+    if spec.shard_state in ("optimizer", "gradients") and not processes:
         raise one_copy()
 
 

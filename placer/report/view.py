@@ -182,12 +182,14 @@ def _runs_as(plan: Plan, number: int) -> str:
 
 def _one_replica(plan: Plan) -> Plan:
     stages = tuple(replace(stage, devices=plan.devices_of(stage, 0)) for stage in plan.stages)
-    return replace(plan, replicas=1, stages=stages)
+    # State stays divided between as many ranks.
+    over = plan.shard_over or plan.replicas
+    return replace(plan, replicas=1, shard_over=over, stages=stages)
 
 
 def _facts(plan: Plan) -> dict[str, str]:
     """Name -> value of what holds for the whole plan."""
-    optimizer, divided = plan.optimizer, plan.state_layout.optimizer
+    optimizer, divided = plan.optimizer, plan.state_layout
     if not isinstance(optimizer, str):
         optimizer = f"{optimizer['bytes_per_parameter']} bytes per parameter"
     return {
@@ -201,7 +203,14 @@ def _facts(plan: Plan) -> dict[str, str]:
         "precision": plan.precision,
         **({"compiled": "with torch.compile"} if plan.compile else {}),
         "optimizer": optimizer if plan.training else "none (inference)",
-        **({"optimizer state": f"divided over {divided} ranks"} if divided > 1 else {}),
+        **{
+            what: f"divided over {ranks} ranks"
+            for what, ranks in (
+                ("optimizer state", divided.optimizer),
+                ("gradients", divided.gradients),
+            )
+            if ranks > 1
+        },
     }
 
 

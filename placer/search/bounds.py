@@ -166,12 +166,13 @@ class Bounds:
         counts = self._schedule(strategy), strategy.stages, strategy.microbatches
         layout = self._layout(strategy)
         memory = optimizer_bytes(self._optimizer, together=True).divided(layout.optimizer)
+        kept = 1 + 1 / layout.gradients + memory.state
         limits = Limits(
             in_flight=_in_flight(*counts),
             waiting=_waiting(*counts),
             room=self.room * share * (1 - SPARE),
-            state=2 + memory.state,
-            updating=2 + memory.state + memory.together,
+            state=kept,
+            updating=kept + memory.together,
             recomputes=strategy.recompute,
         )
         chain = self._chain(self._rows_of(strategy))
@@ -262,29 +263,41 @@ class Bounds:
             work = least = strategy.replicas * count * strategy.shards * (forward + backward)
         found = []
         for links in (self._links, self._at_worst):
-            exchanged = self._exchange(links, grid, own, backward / stages)
+            exchanged = self._exchange(links, grid, own, slowest, backward / stages, strategy)
             found.append(max(work + exchanged * (not self._serial), least) + update)
         return found[0], found[1]
 
     def _layout(self, strategy: Strategy) -> StateLayout:
-        divided = strategy.shard_state or self._wanted.shard_state == "optimizer"
-        over = self._wanted.shard_over
+        given, over = self._wanted.shard_state, self._wanted.shard_over
         return layout_of(
-            "optimizer" if divided else "none",
+            strategy.shard_state if given == "auto" or strategy.shard_state != "none" else given,
             replicas=strategy.replicas,
             shards=strategy.shards,
             shard_over=None if over == "auto" else over,
         )
 
-    def _exchange(self, links: Links, grid: Grid, own: float, backward: float) -> float:
+    def _exchange(
+        self,
+        links: Links,
+        grid: Grid,
+        own: float,
+        slowest: float,
+        backward: float,
+        strategy: Strategy,
+    ) -> float:
         """Seconds of the sums of gradients that nothing hides."""
         ranks = grid.replicas * grid.shards
         if ranks == 1 or not own:
             return 0.0
         if not self._processes:  # the weights are copied to all others, one after the other
             return (ranks - 1) * links.send_seconds(own, 0, 1)
-        summed = links.all_reduce_seconds(own, ranks=ranks, stride=grid.stride)
-        return max(0.0, summed - backward)
+        pieces, rounds = self._layout(strategy).gradients, strategy.microbatches
+        summed = links.reduce_seconds(
+            own, ranks=ranks, stride=grid.stride, pieces=pieces, rounds=rounds
+        )
+        if pieces == 1:
+            return max(0.0, summed - backward)
+        return (rounds - 1) * max(0.0, summed - slowest) + max(0.0, summed - backward)
 
     def _schedule(self, strategy: Strategy) -> str:
         """The schedule that its plan has: in one process, or recomputing, backwards are whole."""
@@ -293,8 +306,10 @@ class Bounds:
 
     def _state(self, strategy: Strategy) -> float:
         """Bytes of weights, gradients and optimizer state that the fullest device holds at least."""
-        optimizer = optimizer_bytes(self._optimizer).state / self._layout(strategy).optimizer
-        trained = (1 + optimizer) * self._trained if self._wanted.training else 0.0
+        layout = self._layout(strategy)
+        optimizer = optimizer_bytes(self._optimizer).state / layout.optimizer
+        each = 1 / layout.gradients + optimizer
+        trained = each * self._trained if self._wanted.training else 0.0
         return (self._parameters + trained) / strategy.stages
 
     def _activations(self, strategy: Strategy, sums: _Sums) -> float:
@@ -303,7 +318,8 @@ class Bounds:
             return 0.0
         # A stage with k micro-batches in flight holds at most 1/k of what another holds with one.
         room = _saved_room(self._schedule(strategy), strategy.stages, strategy.microbatches)
-        return max(0.0, sums.saved / strategy.shards / room - self._trained / strategy.stages)
+        gradients = self._trained / strategy.stages / self._layout(strategy).gradients
+        return max(0.0, sums.saved / strategy.shards / room - gradients)
 
 
 def _in_flight(schedule: str, stages: int, microbatches: int) -> list[int]:

@@ -7,10 +7,11 @@ from itertools import product
 
 from placer.program import Program
 from placer.schedule import num_chunks, split_evenly
-from placer.search.strategy import SEARCHED, Strategy, degrees
+from placer.search.strategy import SEARCHED, STATES, Strategy, degrees
 from placer.space import CONVOLUTIONS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.fields import ScheduleName
+from placer.state_layout import ShardState
 
 _SHARDS = (1, 2, 4, 8, 16, 32, 64)
 _FEW = 8  # numbers of replicas up to this one may give some of them fewer rows
@@ -57,6 +58,7 @@ def list_strategies(
     recompute = _ways("checkpoint", free, allowed=wanted.training)
     offload = _ways("offload", free, allowed=wanted.training and wanted.offload == "auto")
     chunks = _ways("chunks", free, allowed=chunkable)
+    divisible = processes and wanted.training and "shard_state" in free
     for shard in shards:
         if shard > most:
             continue
@@ -72,11 +74,9 @@ def list_strategies(
             for stage in stages if counts else ():
                 if not 0 < stage <= min(left, operations):
                     continue
-                state = _ways(
-                    "shard_state",
-                    free,
-                    allowed=processes and wanted.training and replica * shard > 1,
-                )
+                state: tuple[ShardState, ...] = ("none",)
+                if divisible and replica * shard > 1:
+                    state = STATES
                 for count, light, away, chunked, divided in product(
                     counts, recompute, offload, chunks, state
                 ):

@@ -20,7 +20,7 @@ from placer.planner.devices import links_of, with_known_memory
 from placer.quantities import format_count
 from placer.search.bounds import SPARE, Bound, Bounds
 from placer.search.candidates import list_strategies
-from placer.search.strategy import SEARCHED, Family, Pool, Strategy
+from placer.search.strategy import SEARCHED, STATES, Family, Pool, Strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 from placer.timeline import end_of
@@ -126,6 +126,7 @@ class _Search:
         unfit = self._list_families()
         if not self._left and not unfit:
             raise self._no_strategy()
+        listed = {family: list(members) for family, members in self._left.items()}
         many = len(self._wanted.devices) > MANY_STAGES
         self._estimate_families(many=many)
         smallest = [] if self._any_will_do or self._rated else [*unfit, *self._smallest()]
@@ -134,6 +135,16 @@ class _Search:
         if not self._rated and self._failure is not None:
             raise self._failure  # it is not a matter of memory
         best = self._choose(self._judge_best() if many else self._judge())
+        known = 0
+        while best is None and not many and known < len(self._rated):
+            # What was judged needs more than its estimate, so more ways of saving memory may help.
+            known = len(self._rated)
+            self._left = {
+                family: [pair for pair in members if pair[0] not in self._rated]
+                for family, members in listed.items()
+            }
+            self._estimate_families(many=False)
+            best = self._choose(self._judge())
         others = list(self._best_of_families(best))
         tried = [rated for rated in self._rated.values() if rated.plan is not None]
         nearest = min(
@@ -258,6 +269,10 @@ class _Search:
                 break  # all others are worse
             if strategy.stages * strategy.microbatches > _MOST_ACTIONS:
                 continue
+            # Gradients are divided to save memory only, because code that reads them gets pieces.
+            less = replace(strategy, shard_state="optimizer")
+            if strategy.shard_state == "gradients" and less not in self._too_large:
+                continue
             found = self._bounds.along_program_order(strategy, self._room.get(family, 1.0))
             if found is None:
                 self._too_large.add(strategy)
@@ -266,8 +281,8 @@ class _Search:
         if best is None:
             return
         strategy, bound = best
-        less = (self._rated.get(each) for each in strategy.with_less_help())
-        if any(rated is not None and rated.bound.seconds <= bound.seconds for rated in less):
+        simpler = (self._rated.get(each) for each in strategy.with_less_help())
+        if any(rated is not None and rated.bound.seconds <= bound.seconds for rated in simpler):
             return  # it helps nothing
         if (spec := strategy.spec(self._wanted, self._pool)) is not None:
             layout = {"node_layout": bound.node_layout}
@@ -300,17 +315,23 @@ class _Search:
         worst = plan.rank_time
         if self._links.network is not None and plan.processes and plan.step_seconds is not None:
             # Replicas share nothing but sums, so one of them takes as long as all.
-            ranks = plan.replicas * plan.shards
+            pieces = plan.state_layout.gradients
             slower = [
                 replace(
                     stage,
-                    sum_seconds=self._links.at_worst().all_reduce_seconds(
-                        stage.memory.gradients, ranks=ranks, stride=plan.grid.stride
+                    sum_seconds=self._links.at_worst().reduce_seconds(
+                        stage.memory.gradients * pieces,
+                        ranks=plan.replicas * plan.shards,
+                        stride=plan.grid.stride,
+                        pieces=pieces,
+                        rounds=plan.microbatches,
                     ),
                 )
                 for stage in plan.stages
             ]
-            worst = end_of(step_spans(replace(plan, stages=tuple(slower), replicas=1)))
+            over = plan.shard_over or plan.replicas
+            alone = replace(plan, stages=tuple(slower), replicas=1, shard_over=over)
+            worst = end_of(step_spans(alone))
         return replace(rated, plan=plan, fits=plan.fits, judged=judged, worst_time=worst)
 
     def _plan(self, make: Callable[[PlacementSpec], Plan], spec: PlacementSpec) -> Plan | None:
@@ -442,6 +463,5 @@ class _Search:
 
 def _costs(family: Family) -> int:
     """How much more a strategy of ``family`` costs to estimate: other programs, and searches in stages."""
-    return (
-        2 * family.shards + family.recompute + family.offload + family.chunks + family.shard_state
-    )
+    helped = family.recompute + family.offload + family.chunks
+    return 2 * family.shards + helped + STATES.index(family.shard_state)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from placer.quantities import format_count
 from placer.space import MOST_CHUNKS
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.fields import ScheduleName
 from placer.spec.rows import shifted_rows
+from placer.state_layout import ShardState
 
 # The fields of a spec that the search chooses where they are not given
 SEARCHED = (
     "replicas", "stages", "space", "microbatches", "schedule", "checkpoint", "offload", "chunks",
     "shard_state", "node_layout",
 )  # fmt: skip
-_HELP = ("recompute", "offload", "chunks", "shard_state")  # ways of saving memory
+_HELP = ("recompute", "offload", "chunks")  # ways of saving memory, besides dividing state
+STATES: tuple[ShardState, ...] = get_args(ShardState)  # from none to all that can be divided
 
 
 class Family(NamedTuple):
@@ -29,7 +31,7 @@ class Family(NamedTuple):
     recompute: bool
     offload: bool
     chunks: bool
-    shard_state: bool
+    shard_state: ShardState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,7 @@ class Strategy:
     """Degrees of parallelism, and what is done to save memory.
 
     ``recompute``, ``offload`` and ``chunks`` say what the planner may do with a model that does not fit
-    otherwise; with ``shard_state`` the optimizer's state is divided between the ranks that have the same
-    weights.
+    otherwise; ``shard_state`` says what the ranks that have the same weights divide between them.
 
     >>> Strategy(replicas=2, stages=2, microbatches=4, schedule="1F1B", recompute=True).describe()
     '2 replicas x 2 stages, 4 micro-batches (1F1B), recomputing'
@@ -52,7 +53,7 @@ class Strategy:
     recompute: bool = False
     offload: bool = False
     chunks: bool = False
-    shard_state: bool = False
+    shard_state: ShardState = "none"
 
     @property
     def devices(self) -> int:
@@ -62,7 +63,8 @@ class Strategy:
     @property
     def lighter(self) -> int:
         """How many ways of saving memory are allowed."""
-        return sum(getattr(self, way) for way in _HELP)
+        ways = [getattr(self, way) for way in _HELP]
+        return ways.count(True) + STATES.index(self.shard_state)
 
     def with_less_help(self) -> Iterator[Strategy]:
         """The same with one way of saving memory less, for each that it has."""
@@ -70,6 +72,8 @@ class Strategy:
             if getattr(self, way):
                 changed: dict[str, Any] = {way: False}
                 yield replace(self, **changed)
+        if level := STATES.index(self.shard_state):
+            yield replace(self, shard_state=STATES[level - 1])
 
     @property
     def family(self) -> Family:
@@ -78,6 +82,7 @@ class Strategy:
             replicas=self.replicas > 1,
             stages=self.stages > 1,
             shards=self.shards > 1,
+            shard_state=self.shard_state,
             **{way: getattr(self, way) for way in _HELP},
         )
 
@@ -98,7 +103,8 @@ class Strategy:
             "recomputing": self.recompute,
             "offloading": self.offload,
             "in chunks": self.chunks,
-            "optimizer state divided": self.shard_state,
+            "optimizer state divided": self.shard_state == "optimizer",
+            "gradients and optimizer state divided": self.shard_state == "gradients",
         }
         parts += [word for word, is_so in words.items() if is_so]
         return ", ".join(parts)
@@ -130,8 +136,8 @@ class Strategy:
             fields["offload"] = "auto" if self.offload else ()
         if self.chunks or wanted.chunks == "auto":
             fields["chunks"] = MOST_CHUNKS if self.chunks else 1
-        if self.shard_state or wanted.shard_state == "auto":
-            fields["shard_state"] = "optimizer" if self.shard_state else "none"
+        if self.shard_state != "none" or wanted.shard_state == "auto":
+            fields["shard_state"] = self.shard_state
         return wanted.model_copy(update=fields)
 
 

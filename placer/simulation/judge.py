@@ -191,7 +191,7 @@ class JudgingPlanner:
         That is if none can, or if all replicas are in one node.
         """
         links, replicas = links_of(spec), count_replicas(spec)
-        if spec.shard_state != "optimizer" or not self.processes or links.network is None:
+        if spec.shard_state in ("none", "auto") or not self.processes or links.network is None:
             return 1
         stages = len(spec.on_its_stages().devices) // spec.space.number
         grid = Grid(replicas=replicas, devices=stages, node_layout=node_layout_of(spec))

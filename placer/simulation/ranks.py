@@ -51,12 +51,15 @@ _RANK = "rank"
 
 @dataclass(frozen=True, eq=False)
 class _NoSum:
-    """A group of ``size`` ranks in which only this rank exists, so sums and gathers change nothing."""
+    """A group of ``size`` ranks in which only this rank exists, so that messages change nothing."""
 
     size: int
     rank: int
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
+        return lambda: None
+
+    def start_scatter(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         return lambda: None
 
     def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
@@ -255,9 +258,11 @@ class _FakeReplica:
                 assignment.stage_indices,
                 cache(group_of),
                 cache(sharing),
+                None,
             )
-            reducer = _FakeReducer(shared)
-            pieces = Pieces(shared if plan.shard_state == "optimizer" else [])
+            divided = plan.microbatches if plan.shard_state == "gradients" else None
+            reducer = _FakeReducer(shared, divided=divided)
+            pieces = Pieces([] if plan.shard_state == "none" else shared)
 
             def infer() -> None:
                 finder = self._finder(kind, assignment.shard_index)

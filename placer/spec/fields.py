@@ -23,7 +23,6 @@ DEVICE_TYPES = ("cuda", "cpu", "xpu", "mps", "hpu")
 
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9]\d{0,5}))?")
 _MISSPELT_DEVICE = re.compile(r"\s*([a-z]+)[^a-z0-9]*(\d{0,6})\s*", re.IGNORECASE)
-_NOT_YET = ("gradients", "parameters")  # values of shard_state to come
 _ALIASES = {"gpu": "cuda", "nvidia": "cuda", "hip": "cuda", "rocm": "cuda"}
 MOST = 2**16  # replicas or micro-batches; a larger number must be a typo
 _LEAST_MEMORY = 512  # bytes of a device; a smaller number was meant in GiB
@@ -144,10 +143,11 @@ def _patterns(value: Any) -> tuple[str, ...] | str:
 
 
 def _shard_state(value: Any) -> Any:
-    if isinstance(value, str) and value in _NOT_YET:
+    if isinstance(value, str) and value == "parameters":
         raise ValueError(
-            f"{value!r} is not possible yet; write 'optimizer' to divide the optimizer's state over "
-            "replicas, 'none', or 'auto'"
+            "'parameters' is not possible yet (torch's fully_shard is wrong where a schedule splits "
+            "backwards, and hangs where a replica has no rows); write 'gradients' to divide gradients and "
+            "the optimizer's state over replicas, 'optimizer', 'none', or 'auto'"
         )
     return value
 

@@ -30,7 +30,7 @@ class SpecFields(TypedDict, total=False):
     offload_overlap: bool
     batch_norm: Literal["per_microbatch", "deferred", "sync"]
     optimizer: str | Mapping[str, int]
-    shard_state: Literal["none", "optimizer"] | Auto
+    shard_state: Literal["none", "optimizer", "gradients"] | Auto
     shard_over: int | Auto
     node_layout: Literal["stages", "replicas"] | Auto
     compile: bool

@@ -258,8 +258,8 @@ class PlacementSpec(BaseModel):
     shard_state: ShardStateField = Field(
         default="none",
         description="optimizer: the optimizer's state of every parameter is divided over the replicas, and "
-        "over the shards in space, instead of kept whole by each; for one process per device. auto: if the "
-        "model does not fit otherwise.",
+        "over the shards in space, instead of kept whole by each; for one process per device. gradients: "
+        "gradients too, which are then summed after every micro-batch. auto: what the model needs to fit.",
     )
     shard_over: Count = Field(
         default="auto",

@@ -71,18 +71,36 @@ def test_a_plan_whose_ranks_do_not_fit_is_made_again() -> None:
     assert [s.nodes for s in again.stages] != [s.nodes for s in first.stages]
 
 
-def test_sharded_state_takes_what_the_plan_says(job_of: Callable[[int], Job]) -> None:
-    """Adam's state, and its step's own tensors, of an even share of the parameters on each rank."""
-    model, x = cases.memory_case()
-    spec = cases.make_spec(2, 2, 4, "1F1B", loss="mean_square")
-    sharded = spec.model_copy(update={"shard_state": "optimizer"})
-    whole, plan = (placer.make_plan(model, s, x, processes=True) for s in (spec, sharded))
-    for one, other in zip(whole.stages, plan.stages, strict=True):
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("state", ["optimizer", "gradients"])
+@pytest.mark.parametrize("case", ["memory_case", "wide_case"])
+def test_sharded_state_takes_what_the_plan_says(
+    job_of: Callable[[int], Job], case: str, state: str, schedule: str
+) -> None:
+    """Gradients and Adam's state, and its step's own tensors, of an even share of the parameters."""
+    model, x = getattr(cases, case)()
+    spec = cases.make_spec(2, 2, 4, schedule, loss="mean_square")
+    none, optimizer, gradients = (
+        placer.make_plan(model, spec.model_copy(update={"shard_state": s}), x, processes=True)
+        for s in ("none", "optimizer", "gradients")
+    )
+    plan = optimizer if state == "optimizer" else gradients
+    for one, other in zip(none.stages, plan.stages, strict=True):
         assert other.memory.optimizer == one.memory.optimizer / 2 == one.memory.parameters
+        share = 2 if state == "gradients" else 1
+        assert other.memory.gradients == one.memory.gradients / share
     predicted = [device.peak for device in plan.devices]
-    assert max(predicted) < max(device.peak for device in whole.devices)
-    found = job_of(4).run(cases.count_bytes, plan)
+    found = job_of(4).run(cases.count_bytes, plan, case)
     assert found == pytest.approx(predicted, rel=0.001, abs=_DIGESTS)
+    if case == "wide_case":
+        most = [max(d.peak for d in each.devices) for each in (none, optimizer, gradients)]
+        weight = 2**20  # a rank has six
+        assert (
+            most[0] - most[1] > 5 * weight
+        )  # twice its state, and half of a step's temporary tensors
+        assert (
+            most[1] - most[2] > weight
+        )  # three weights, without those of the buckets that are whole
 
 
 @pytest.mark.matrix(1)

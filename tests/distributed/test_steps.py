@@ -21,6 +21,7 @@ FORWARDS = {"first": "cpu:0", "last": "cpu:1"}
 BACKWARDS = {"first": "cpu:1", "last": "cpu:0"}
 SAID = {"inputs": {"x": {"batch_dim": 0}}}
 SHARDED = {"shard_state": "optimizer"}
+DIVIDED = {"shard_state": "gradients"}
 SYNC = {"batch_norm": "sync"}
 SOME_SHARDS = {"shards": 2, "layers": ["encoder.**", "head"]}  # others run whole
 
@@ -131,11 +132,22 @@ def runs(case: Callable[..., Any], *variants: Any, ranks: int = 2) -> Iterator[A
         *runs(loss_cases.step_over_whole_batches, (2, 2, 2), ranks=4),
         *runs(loss_cases.step_over_whole_batches, (1, 2, 2), (2, 1, 2)),
         # Sharded optimizer state
-        *runs(sharded_cases.step_with_hooks_and_a_closure, make_spec(1, 2, 2, **SHARDED)),
+        *runs(
+            sharded_cases.step_with_hooks_and_a_closure,
+            make_spec(1, 2, 2, **SHARDED),
+            make_spec(1, 2, 2, **DIVIDED),
+        ),
+        *runs(
+            sharded_cases.step_with_a_scaler,
+            (make_spec(1, 2, 2, **DIVIDED), False),
+            (make_spec(1, 2, 2, **DIVIDED), True),
+        ),
         *runs(
             sharded_cases.train_odd_parameters,
             (make_spec(1, 2, 1, **SHARDED), "adam"),
             (make_spec(1, 2, 1, **SHARDED), "adagrad"),
+            (make_spec(1, 2, 2, **DIVIDED), "adam"),
+            (make_spec(1, 2, 2, **DIVIDED), "adagrad"),
         ),
     ],
 )

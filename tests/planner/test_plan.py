@@ -466,7 +466,7 @@ def test_the_schedule_is_the_best_one(processes: bool) -> None:
 
 
 def test_state_is_divided_if_the_model_does_not_fit_otherwise() -> None:
-    model, x = _layers(4, 1024), torch.randn(64, 1024)
+    model, x = _layers(8, 2048), torch.randn(64, 2048)
     fields = {"replicas": 2, "shard_state": "auto"}
 
     def chosen(memory: str, *, processes: bool) -> tuple[str, bool]:
@@ -475,8 +475,9 @@ def test_state_is_divided_if_the_model_does_not_fit_otherwise() -> None:
         return plan.shard_state, plan.fits
 
     assert chosen("1 G", processes=True) == ("none", True)
-    assert chosen("150 MB", processes=True) == ("optimizer", True)
-    assert chosen("50 MB", processes=False) == ("none", False)
+    assert chosen("600 MB", processes=True) == ("optimizer", True)
+    assert chosen("500 MB", processes=True) == ("gradients", True)
+    assert chosen("300 MB", processes=False) == ("none", False)
 
 
 def test_a_device_without_room_is_named() -> None:

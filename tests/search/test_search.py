@@ -283,3 +283,16 @@ def test_a_given_number_of_replicas_may_leave_one_without_rows() -> None:
     devices = [{"name": f"cpu:{i}", "memory": "1GiB"} for i in range(3)]
     plan = placer.auto_plan(torch.nn.Linear(8, 8), torch.randn(4, 8), devices=devices, replicas=3)
     assert "A batch of 4 rows gives work to only 2 of 3 replicas." in plan.notes
+
+
+def test_what_does_not_fit_in_a_dry_run_gets_more_help() -> None:
+    """By their estimates, a rank has room for all state at 700 MB, and for whole gradients at 500 MB."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+        x = torch.empty(64, 2048)
+    fields: dict[str, Any] = {"replicas": 2, "processes": True, "context": 0, "reserve": 0}
+    chosen = [
+        placer.auto_plan(model, x, devices=_cards(2, memory), **fields).shard_state
+        for memory in ("1GiB", "700MB", "500MB")
+    ]
+    assert chosen == ["none", "optimizer", "gradients"]

@@ -202,7 +202,7 @@ def make_distributed(runtime: DistributedRuntime) -> DistributedModule:
     """The placed module of this rank, which ``runtime`` runs."""
     module = make_placed(DistributedModule, runtime)
     refuse_wrappers(module)
-    if runtime.plan.shard_state == "optimizer":
+    if runtime.plan.shard_state != "none":
         update_pieces(module)
     if runtime.assignment.num_devices > 1:
         refuse_joint_optimizers(module)

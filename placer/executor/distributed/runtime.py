@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -50,15 +51,16 @@ from placer.executor.distributed.messages.pipeline import LossOf, LossOfBatch, P
 from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.messages.whole_batch import FirstReplica, loss_over_replicas
 from placer.executor.distributed.randomness import own_random_state
+from placer.executor.distributed.reduction.gradient_piece import GradientPiece
 from placer.executor.distributed.reduction.gradients import (
     GradientReducer,
-    GroupSum,
     find_shared_parameters,
 )
 from placer.executor.distributed.reduction.inputs import sum_input_gradients
 from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.distributed.reduction.statistics import moments_of_replicas
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
+from placer.executor.distributed.reduction.summing import GroupSum
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.executor.gradient_hooks import hooks_run_once
@@ -159,6 +161,11 @@ class DistributedRuntime(Runtime):
         self._pieces = Pieces([])
         self._reduced: tuple[int, ...] = ()  # ids of the parameters that these are for
         self._frozen = frozenset(n for n, p in part.named_parameters() if not p.requires_grad)
+
+    @property
+    def _rounds(self) -> int | None:
+        """How often a step sums gradients if they are divided, which is after every micro-batch."""
+        return self.plan.microbatches if self.plan.shard_state == "gradients" else None
 
     @property
     def process_groups(self) -> Groups:
@@ -413,22 +420,34 @@ class DistributedRuntime(Runtime):
         self._require_sums("clip_grad_norm_")
         norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
-        index = self.assignment.device_index
-        names = self.tensor_names
-        own = [
-            p.grad
-            for n, p in self.tree.named_parameters()
-            if p.grad is not None and self.ownership.holders[names[n]][0] == index
-        ]
-        norm = nn.utils.get_total_norm(own, norm_type).to(self.device, torch.float64)
         largest = norm_type == float("inf")
-        norm = norm if largest else norm**norm_type
+        norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        for copies, found in self._own_gradients().items():
+            part = nn.utils.get_total_norm(found, norm_type).to(norm)
+            norm = torch.maximum(norm, part) if largest else norm + part**norm_type / copies
+        groups = self.process_groups
         with self.watch():
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(norm, op, group=self.process_groups.pp)
+            dist.all_reduce(norm, op, group=groups.world if self._rounds else groups.pp)
         total: Tensor = norm if largest else norm ** (1 / norm_type)
         nn.utils.clip_grads_with_norm_(self.tree.parameters(), max_norm, total)
         return total
+
+    def _own_gradients(self) -> Mapping[float, Sequence[Tensor]]:
+        """The gradients that this rank counts, or its pieces of them, by how many ranks count the same.
+
+        Whole ones are counted by their first stage in each replica, pieces by every rank that has them.
+        """
+        names, replicas = self.tensor_names, self.plan.replicas * self.plan.shards
+        found = defaultdict[float, list[Tensor]](list)
+        for name, parameter in self.tree.named_parameters():
+            holders, gradient = self.ownership.holders[names[name]], parameter.grad
+            if isinstance(gradient, GradientPiece):
+                if gradient.piece.numel():
+                    found[replicas * len(holders) / gradient.group.size].append(gradient.piece)
+            elif gradient is not None and holders[0] == self.assignment.device_index:
+                found[replicas if self._rounds else 1].append(gradient)
+        return found
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -595,6 +614,7 @@ class DistributedRuntime(Runtime):
             self._pieces.require_whole()
             if self._reducer is not None:
                 self._reducer.close()
+            across = self.process_groups.across
             shared = find_shared_parameters(
                 self.tree,
                 self.staged,
@@ -602,11 +622,12 @@ class DistributedRuntime(Runtime):
                 self.assignment.stage_indices,
                 cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
                 cache(lambda devices: GroupSum(self.process_groups.sharing[devices])),
+                None if across is None else GroupSum(across),
             )
             before = self._reducer
-            self._reducer = GradientReducer(shared)
+            self._reducer = GradientReducer(shared, divided=self._rounds)
             self._reducer.is_unsummed = before is not None and before.is_unsummed
-            if self.plan.shard_state == "optimizer":
+            if self.plan.shard_state != "none":
                 self._pieces = Pieces(shared)
             self._connection.before_closing = self._reducer.close
             self._reduced = trained
@@ -615,7 +636,7 @@ class DistributedRuntime(Runtime):
     @property
     def pieces(self) -> Pieces:
         """The pieces of parameters that optimizers update here; none unless their state is sharded."""
-        if self.plan.shard_state == "optimizer":
+        if self.plan.shard_state != "none":
             parameters = self.tree.parameters()
             self._current_reducer(tuple(id(p) for p in parameters if p.requires_grad))
         return self._pieces
@@ -623,7 +644,8 @@ class DistributedRuntime(Runtime):
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         refuse_unsummed_steps(self.tree, self._require_sums)
-        self._accumulates = True
+        # Divided gradients cannot wait for their sum: no rank has room for whole ones.
+        self._accumulates = not self._rounds
         try:
             yield
         finally:

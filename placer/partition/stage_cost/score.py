@@ -19,6 +19,7 @@ smaller last micro-batch counts by its share of the rows). Then the peak of the 
              gradients + the optimizer's own transient (`OptimizerMemory`) )
 
 and under a schedule with split backwards the gradients of the most micro-batches whose second half waits.
+If ranks keep pieces of gradients, those that are whole still come in addition.
 
 `placer.partition.stage_cost.tables` has every term for all stages of an order, so each peak takes O(1).
 """
@@ -89,6 +90,7 @@ def peak_bytes(
                 + pending(in_flight.pending_at_forwards)
             )
             peak = np.maximum(peak, saved_beside(others, share) + forward)
+    peak = peak + tables.state.being_divided
     if in_flight.waiting:
         peak = peak + in_flight.waiting * _intervals(tables, tables.waiting)
     return np.maximum(static + peak, tables.state.while_updating(optimizer))

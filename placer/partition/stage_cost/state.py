@@ -26,6 +26,7 @@ class StageState:
     trained: Table  # gradients of the parameters that get one here
     owned: Table  # the trained parameters whose gradient and optimizer state are kept here
     kept_gradients: Table  # the gradients of those
+    being_divided: Table  # gradients that are whole still, where ranks keep pieces of them
     updating: Table  # temporary tensors of Adam's loop over the parameters
 
     def kept(self, optimizer: OptimizerMemory | None) -> Table:

@@ -26,6 +26,7 @@ from placer.partition.stage_cost.pending_gradients import IntervalCorrection, la
 from placer.partition.stage_cost.received import releases
 from placer.partition.stage_cost.region_liveness import RegionLiveness
 from placer.partition.stage_cost.state import StageState
+from placer.plan.step_spans import BUCKET_NBYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,7 @@ def build_tables(
             trained=build.pick_ends(used),
             owned=build.at_ends(state.owned),
             kept_gradients=build.pick_ends(stays),
+            being_divided=_being_divided(costs, build.pick_ends(used)),
             updating=build.running_max(_updating(state.trained_at, build)),
         ),
         saved=saved,
@@ -160,6 +162,14 @@ def _backward_live(
     # recorded with the first micro-batch.
     grown = build.running_max(live - (used - stays) - casts, corrections=corrections)
     return growing, grown + trained + build.pick_ends(casts)
+
+
+def _being_divided(costs: CostTable, pieces: Table) -> Table:
+    """The most bytes of whole gradients beside ``pieces`` of all: those of two buckets."""
+    trained = [tensor for tensor in costs.state if tensor.trained]
+    ranks = max((tensor.gradient_ranks for tensor in trained), default=1)
+    largest = max([BUCKET_NBYTES, *(tensor.nbytes for tensor in trained)])
+    return np.minimum((ranks - 1) * pieces, BUCKET_NBYTES + largest)
 
 
 def _updating(trained_at: Iterable[tuple[int, int]], build: _Builder) -> Table:

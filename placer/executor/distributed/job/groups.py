@@ -32,7 +32,8 @@ class Groups:
     same shard, ``pp`` the ranks of the same replica and shard, ``sp`` the shards of a stage (None if there is
     one), ``row`` the ranks of the same replica, and ``world`` all ranks. ``tied`` has, for each set of
     devices that share a tensor, the group of these devices in all replicas and shards. ``sharing`` has, for
-    a rank's own device and each such set, the ranks between which training state is divided.
+    a rank's own device and each such set, the ranks between which training state is divided. ``across`` has
+    those with the same pieces of it, None if there are no others.
     """
 
     dp: dist.ProcessGroup
@@ -43,6 +44,7 @@ class Groups:
     world: dist.ProcessGroup
     tied: Mapping[tuple[int, ...], dist.ProcessGroup]
     sharing: Mapping[tuple[int, ...], dist.ProcessGroup]
+    across: dist.ProcessGroup | None
 
     def of_holders(self, devices: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of ``devices`` in all replicas, which must include this rank's device."""
@@ -51,7 +53,7 @@ class Groups:
     def each(self) -> list[dist.ProcessGroup]:
         """All groups, each once."""
         found = [self.world, self.pp, self.dp, self.columns, self.row, self.sp]
-        found += [*self.tied.values(), *self.sharing.values()]
+        found += [*self.tied.values(), *self.sharing.values(), self.across]
         return list(dict.fromkeys(group for group in found if group is not None))
 
 
@@ -64,17 +66,23 @@ def make_groups(
     """
     rank, made = dist.get_rank(), dict[tuple[int, ...], dist.ProcessGroup]()
 
-    def along(*axes: Axis, replicas: int | None = None) -> dist.ProcessGroup:
-        groups = grid.groups(*axes, replicas=replicas)
+    def own_of(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
         made.update((ranks, _make_group(ranks, device)) for ranks in groups if ranks not in made)
         return next(made[ranks] for ranks in groups if rank in ranks)
+
+    def along(*axes: Axis, replicas: int | None = None) -> dist.ProcessGroup:
+        return own_of(grid.groups(*axes, replicas=replicas))
 
     shared = sorted({holders for holders in ownership.holders.values() if len(holders) > 1})
     dp, own = along("dp", "sp"), (grid.coordinates(rank).pp,)
     # Of their own, because their messages come at other times.
     tied = {holders: _make_group(grid.ranks_of(holders), device) for holders in shared}
     sharing = {own: dp, **tied}
+    across = None
     if shard_over < grid.replicas:
+        across = own_of(
+            [ranks[n::shard_over] for ranks in grid.groups("dp") for n in range(shard_over)]
+        )
         sharing = {own: along("dp", "sp", replicas=shard_over)}
         for holders in shared:
             for first in range(0, grid.replicas, shard_over):
@@ -91,6 +99,7 @@ def make_groups(
         world=along(*AXES),
         tied=tied,
         sharing=sharing,
+        across=across,
     )
 
 

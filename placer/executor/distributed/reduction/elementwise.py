@@ -34,7 +34,7 @@ def require_elementwise(optimizer: Optimizer, like: Tensor) -> None:
             why = f"a trial with a small matrix failed: {type(error).__name__}: {first_line(error)}"
     raise PlacerError(
         type(optimizer).__name__,
-        f"does not update each number by itself, as \"shard_state\": 'optimizer' needs ({why})",
+        f'does not update each number by itself, as divided state ("shard_state") needs ({why})',
         "use \"shard_state\": 'none', if need be with torch.distributed.optim.ZeroRedundancyOptimizer, which "
         "divides whole parameters, or an optimizer that does (SGD, Adam, AdamW, …)",
     )

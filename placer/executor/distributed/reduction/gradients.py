@@ -14,79 +14,49 @@ the weights' half of the backward. (``set_manual_backward_finalization`` and ``f
 torch 2.15 mend that.) A replica without any rows takes no part in its all-gather, so the others wait for
 it. A job with weights tied over stages failed (the reason is not known). And its parameters are shards
 (``DTensor``), which our memory estimates, clipping and checkpoints do not support.
+
+Gradients may also be divided over the ranks, which is the second stage of ZeRO (Rajbhandari et al. 2020,
+arXiv:1910.02054). Then a bucket is sent after the backward of every micro-batch, and each rank keeps the sum
+of its own pieces only::
+
+    rank 0   grad[0:8]  ──┐                  ┌──►  sum[0:4]
+    rank 1   grad[0:8]  ──┴──►  scattered  ──┴──►  sum[4:8]
+
+A gradient is whole only until its bucket is sent; a bucket is sent when the one before it has arrived.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from placer._torch import storage_key
 from placer.emit import StagedModel
-from placer.executor.distributed.job.groups import sendable, wait_function
+from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.job.ownership import Ownership
+from placer.executor.distributed.reduction.gradient_piece import GradientPiece
+from placer.executor.distributed.reduction.summing import SummingGroup, padded
 from placer.plan.step_spans import BUCKET_NBYTES
+from placer.state_layout import piece_length
 
 # A gradient of this size or more is summed in place. A copy into a bucket would take more time (new
 # memory pages) than a separate message, and keep the gradient twice.
 _ALONE_NBYTES = 2**20
 
 
-class SummingGroup(Protocol):
-    """A group of ranks that have the same parameters; it can sum tensors, and gather them."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    def start_sum(self, tensor: Tensor) -> Callable[[], object]:
-        """Start to sum ``tensor`` over the ranks, in place; call the returned function to wait for it."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group."""
-
-    def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
-        """Start to fill ``whole`` with every rank's ``part``, in order of rank; returns a function to wait.
-
-        ``part`` may be this rank's part of ``whole``.
-        """
-
-
-class GroupSum:
-    """Sums over the ranks of a process group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    def start_sum(self, tensor: Tensor) -> Callable[[], object]:
-        return wait_function(dist.all_reduce(tensor, group=self._group, async_op=True))
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self._group)
-
-    def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
-        work = dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
-        return wait_function(work)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParameter:
     """A parameter, the group of ranks that have it, and the number of this rank's stages that read it.
 
-    ``sharing`` are the ranks of the group between which its training state is divided, if it is.
+    ``sharing`` are the ranks of the group between which its training state is divided, if it is, and
+    ``across`` those that have the same piece of it, if there are others.
     ``holders`` are the devices of a replica that have it (several for a tied parameter), and ``name`` is
     the first of its names. These two define an order in which all ranks of a group agree.
     """
@@ -95,6 +65,7 @@ class SharedParameter:
     name: str
     group: SummingGroup
     sharing: SummingGroup
+    across: SummingGroup | None
     holders: tuple[int, ...]
     readers: int
 
@@ -106,6 +77,7 @@ def find_shared_parameters(
     stage_indices: Sequence[int],
     group_of: Callable[[tuple[int, ...]], SummingGroup],
     sharing: Callable[[tuple[int, ...]], SummingGroup],
+    across: SummingGroup | None,
 ) -> list[SharedParameter]:
     """The trained parameters of a rank's part.
 
@@ -124,6 +96,7 @@ def find_shared_parameters(
                     name=first,
                     group=group_of(holders),
                     sharing=sharing(holders),
+                    across=across,
                     holders=holders,
                     readers=max(sum(first in names for names in read), 1),
                 )
@@ -142,16 +115,39 @@ class _Bucket:
     members: list[SharedParameter]
     group: SummingGroup
     counted: Sequence[_Bucket] = ()  # in the last bucket of a group, all buckets of that group
-    waiting: int = 0  # the number of members whose last gradient of this step is still to come
-    # For each member, whether this rank has a gradient; when the sums are there, whether any rank has.
+    is_divided: bool = False  # sums are divided between the ranks that share state
+    first: int = 0  # the number of the first member, counted over all buckets
+    waiting: int = 0  # the number of members for whose gradients this waits until it is sent
+    # For each member, whether this rank has had a gradient; when sums are there, whether any rank has.
     exists: list[bool] = field(default_factory=list)
     flat: Tensor | None = None
     wait: Callable[[], object] | None = None
+    total: Tensor | None = None  # the sum of this rank's pieces so far, if it is divided
 
     @property
     def sizes(self) -> list[int]:
-        """The number of elements of every gradient."""
-        return [member.parameter.numel() for member in self.members]
+        """The number of elements of every gradient, or of its largest piece."""
+        numels = [member.parameter.numel() for member in self.members]
+        return [piece_length(n, self.sharing.size) for n in numels] if self.is_divided else numels
+
+    @property
+    def sharing(self) -> SummingGroup:
+        """The ranks between which the state of its members is divided."""
+        return self.members[0].sharing
+
+    @property
+    def is_tied(self) -> bool:
+        """Do other stages of the replica have its members as well, if there are any?"""
+        return any(len(member.holders) > 1 for member in self.members)
+
+
+class _Scatter(NamedTuple):
+    """Gradients of a bucket that are being summed and divided: ``wait`` until ``part`` has this rank's."""
+
+    bucket: _Bucket
+    part: Tensor
+    wait: Callable[[], object]
+    whole: Tensor  # is kept until then
 
 
 class GradientReducer:
@@ -159,14 +155,32 @@ class GradientReducer:
 
     Buckets are sent in a fixed order, each as soon as all its gradients are complete. The last one also
     counts on how many ranks each gradient exists; a gradient that exists on none stays None.
+
+    If sums are ``divided``, each rank has a `GradientPiece` of each. Buckets are then sent in so many rounds,
+    one for each micro-batch of a full batch, with what there is of their gradients; a rank with fewer
+    micro-batches sends zeros at the end. Tied weights are sent in the last round: in an earlier one a stage
+    would wait for another, which has its backward later.
     """
 
-    def __init__(self, shared: Iterable[SharedParameter]) -> None:
-        self._buckets = _fill_buckets([s for s in shared if s.group.size > 1])
+    def __init__(self, shared: Iterable[SharedParameter], *, divided: int | None = None) -> None:
+        self._buckets = _fill_buckets(
+            [s for s in shared if s.group.size > 1], divided=divided is not None
+        )
+        rounds = range(divided or 1)
+        self._order = [
+            bucket
+            for number in rounds
+            for bucket in self._buckets
+            if number == rounds[-1] or _is_sent_in_rounds(bucket)
+        ]
         places = [(member, bucket) for bucket in self._buckets for member in bucket.members]
         self._homes = [bucket for _, bucket in places]
         self._left: list[int] = []  # for each of these, how many gradients are still to come
+        self._microbatches = 0
         self._next = 0
+        self._scattering: list[_Scatter] = []
+        # From earlier steps, by the number of the member
+        self._before: dict[int, GradientPiece] = {}
         self.is_unsummed = False  # whether ``.grad`` has gradients that are still to be summed
         # The garbage collector does not see hooks of parameters, so they must not keep this alive.
         arrived = weakref.WeakMethod(self._arrived)
@@ -181,19 +195,33 @@ class GradientReducer:
         """Prepare a step of ``microbatches`` backwards; unless it ``sums``, a later one sums its gradients.
 
         Divides gradients that are sums already by the number of ranks, so that they count once in the next.
+        Pieces are put aside instead.
         """
-        self._next = 0
-        self._left = []
+        self._next, self._microbatches = 0, microbatches
+        self._left = [0] * len(self._homes)
+        self._scattering.clear()
+        self._before = {}
         for bucket in self._buckets:
-            bucket.waiting = len(bucket.members)
+            bucket.exists, bucket.total = [False] * len(bucket.members), None
+            self._await_round(bucket)
             share = 1 / bucket.group.size
-            for member in bucket.members:
-                self._left.append(microbatches * member.readers)
-                if member.parameter.grad is not None and not self.is_unsummed:
-                    member.parameter.grad.mul_(share)
+            for number, member in enumerate(bucket.members, bucket.first):
+                gradient = member.parameter.grad
+                if isinstance(gradient, GradientPiece):
+                    self._before[number], member.parameter.grad = gradient, None
+                elif gradient is not None and not self.is_unsummed:
+                    gradient.mul_(share)
         self.is_unsummed = not sums
         if not sums:
             self._left = []
+
+    def _await_round(self, bucket: _Bucket) -> None:
+        """Let ``bucket`` wait until every member has the gradients that are sent in its next message."""
+        backwards = 1 if _is_sent_in_rounds(bucket) else self._microbatches
+        bucket.waiting = 0
+        for number, member in enumerate(bucket.members, bucket.first):
+            self._left[number] += backwards * member.readers
+            bucket.waiting += self._left[number] > 0
 
     def _arrived(self, number: int) -> None:
         if not self._left:
@@ -201,57 +229,108 @@ class GradientReducer:
         self._left[number] -= 1
         if self._left[number] == 0:
             self._homes[number].waiting -= 1
-            while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+            while self._next < len(self._order) and self._order[self._next].waiting == 0:
                 self._send()
 
     def _send(self) -> None:
-        bucket = self._buckets[self._next]
+        bucket = self._order[self._next]
         self._next += 1
-        bucket.exists = [m.parameter.grad is not None for m in bucket.members]
+        self._finish_scatters()
+        there = [m.parameter.grad is not None for m in bucket.members]
+        bucket.exists = [a or b for a, b in zip(bucket.exists, there, strict=True)]
         grads = [_flat_grad(m.parameter) for m in bucket.members]
+        if bucket.is_divided:
+            self._scatter(bucket, grads)
+            return
         if bucket.counted:
             exists = [there for b in bucket.counted for there in b.exists]
             like = (bucket.members or bucket.counted[0].members)[0].parameter
             grads.append(torch.tensor(exists, dtype=like.dtype, device=like.device))
         bucket.flat = sendable(grads[0] if self._may_write(grads) else torch.cat(grads))
         del grads
-        for member in bucket.members:  # free them, as they are in the bucket now
-            member.parameter.grad = None
+        _drop_gradients(bucket)  # they are in the bucket now
         bucket.wait = bucket.group.start_sum(bucket.flat)
 
+    def _scatter(self, bucket: _Bucket, grads: list[Tensor]) -> None:
+        """Start to sum ``grads``, of which each rank gets its pieces, in the order of the ranks."""
+        ranks = bucket.sharing.size
+        rows = [
+            padded(grad, ranks * length).view(ranks, length)
+            for grad, length in zip(grads, bucket.sizes, strict=True)
+        ]
+        whole = sendable(rows[0] if self._may_write(rows) else torch.cat(rows, dim=1))
+        del rows, grads[:]
+        _drop_gradients(bucket)
+        part = whole.new_empty(whole.shape[1])
+        wait = bucket.sharing.start_scatter(whole.view(-1), part)
+        self._scattering.append(_Scatter(bucket, part, wait, whole))
+        if self._left:
+            self._await_round(bucket)
+
+    def _finish_scatters(self, *, tied: bool = False) -> None:
+        """Wait for what is being scattered, but for ``tied`` weights only if that is said.
+
+        To send these, another stage may have to get a gradient first that is computed here.
+        """
+        for scatter in [each for each in self._scattering if tied or not each.bucket.is_tied]:
+            self._scattering.remove(scatter)
+            scatter.wait()
+            bucket = scatter.bucket
+            bucket.total = scatter.part if bucket.total is None else bucket.total.add_(scatter.part)
+
     def _may_write(self, grads: Sequence[Tensor]) -> bool:
-        """Whether there is just one gradient, which shares its memory with no other tensor."""
+        """Is there just one gradient, which shares its memory with no other tensor?"""
         storage = grads[0].untyped_storage()
         if len(grads) > 1 or storage.nbytes() != grads[0].nbytes:
             return False
-        flying = (b.flat for b in self._buckets[: self._next - 1] if b.flat is not None)
+        flying = [bucket.flat for bucket in self._buckets if bucket.flat is not None]
+        flying += [scatter.whole for scatter in self._scattering]
         return all(storage_key(flat) != storage_key(grads[0]) for flat in flying)
 
     def send_rest(self) -> None:
         """Send the remaining buckets, so that all ranks have sent the same, also one without rows."""
         self._left = []
-        while self._next < len(self._buckets):
+        while self._next < len(self._order):
             self._send()
 
     def finish(self) -> None:
         """Send the remaining buckets, wait for all sums, and assign them to ``.grad``."""
         self.send_rest()
+        self._finish_scatters(tied=True)
         for bucket in self._buckets:
-            assert bucket.flat is not None
-            assert bucket.wait is not None
-            bucket.wait()
+            if bucket.total is not None and (across := bucket.members[0].across) is not None:
+                bucket.wait = across.start_sum(bucket.total)
+        for bucket in self._buckets:
+            if bucket.wait is not None:
+                bucket.wait()
             if bucket.counted:
+                assert bucket.flat is not None
                 there = iter(self._exist_anywhere(bucket.flat[sum(bucket.sizes) :]))
                 for counted in bucket.counted:
                     counted.exists = [next(there) for _ in counted.members]
         for bucket in self._buckets:
-            assert bucket.flat is not None
-            pieces = bucket.flat[: sum(bucket.sizes)].split(bucket.sizes)
-            for member, piece, exists in zip(bucket.members, pieces, bucket.exists, strict=True):
-                if exists:
-                    # The bucket itself becomes the gradients: nothing is copied back.
-                    member.parameter.grad = piece.view_as(member.parameter)
-            bucket.flat = bucket.wait = None
+            summed = bucket.total if bucket.is_divided else bucket.flat
+            assert summed is not None
+            pieces = summed[: sum(bucket.sizes)].split(bucket.sizes)
+            for at, (piece, exists) in enumerate(zip(pieces, bucket.exists, strict=True)):
+                self._assign(bucket, at, piece if exists else None)
+            bucket.flat = bucket.wait = bucket.total = None
+
+    def _assign(self, bucket: _Bucket, at: int, found: Tensor | None) -> None:
+        """Give a member its sum, or its piece of it; ``found`` is None if there is no gradient."""
+        member, before = bucket.members[at], self._before.pop(bucket.first + at, None)
+        parameter = member.parameter
+        if found is not None and not (bucket.is_divided and parameter.numel()):
+            # The bucket itself becomes the gradients: nothing is copied back.
+            parameter.grad = found.view_as(parameter)
+            return
+        if found is None:
+            parameter.grad = before
+            return
+        gradient = GradientPiece(
+            found, shape=parameter.shape, name=member.name, group=member.sharing
+        )
+        parameter.grad = gradient if before is None else before.add_(gradient)
 
     def _exist_anywhere(self, counts: Tensor) -> list[bool]:
         """Whether each gradient exists on any rank; the dry run, whose counts are fake, overrides this."""
@@ -279,16 +358,36 @@ def _flat_grad(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.reshape(-1)
 
 
-def _fill_buckets(shared: Sequence[SharedParameter]) -> list[_Bucket]:
-    """The buckets of `bucketed`, the last of each group with the numbers of existing gradients."""
-    buckets = [_Bucket(members=members, group=members[0].group) for members in bucketed(shared)]
+def _drop_gradients(bucket: _Bucket) -> None:
+    for member in bucket.members:
+        member.parameter.grad = None
+
+
+def _is_sent_in_rounds(bucket: _Bucket) -> bool:
+    """Is it sent after every micro-batch?"""
+    return bucket.is_divided and not bucket.is_tied
+
+
+def _fill_buckets(shared: Sequence[SharedParameter], *, divided: bool) -> list[_Bucket]:
+    """The buckets of `bucketed`, the last of each group with the numbers of existing gradients.
+
+    If sums are ``divided``, these numbers have a bucket to themselves, as every rank gets all of them.
+    """
+    buckets = []
+    for members in bucketed(shared):
+        is_divided = divided and members[0].sharing.size > 1
+        is_divided &= any(member.parameter.numel() for member in members)
+        buckets.append(_Bucket(members=members, group=members[0].group, is_divided=is_divided))
     for group in dict.fromkeys(bucket.group for bucket in buckets):
         counted = [bucket for bucket in buckets if bucket.group is group]
         last = counted[-1]
-        if last.members[0].parameter.nbytes >= _ALONE_NBYTES:
+        if last.is_divided or last.members[0].parameter.nbytes >= _ALONE_NBYTES:
             last = _Bucket(members=[], group=group)
             buckets.append(last)
         last.counted = counted
+    starts = itertools.accumulate((len(bucket.members) for bucket in buckets), initial=0)
+    for bucket, first in zip(buckets, starts, strict=False):
+        bucket.first = first
     return buckets
 
 

@@ -10,7 +10,7 @@ The optimizer is the user's own, over the parameters themselves: it makes state 
 its step nothing differs. Gradients are whole on every rank, because code that reads, clips or scales them
 must see what it sees in one process. So they are summed as without pieces, and gathering the weights comes
 on top, with half the bytes of that sum. To scatter the sums would save as much, but each rank would be left
-with a piece of every gradient.
+with a piece of every gradient: that is another value of ``shard_state``, "gradients" (`GradientReducer`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from placer.errors import PlacerError
+from placer.executor.distributed.reduction.gradient_piece import piece_of_gradient
 from placer.executor.distributed.reduction.gradients import SharedParameter, bucketed
+from placer.executor.distributed.reduction.summing import gather_pieces, padded
 from placer.state_layout import piece_length, piece_of
 
 State = MutableMapping[Any, MutableMapping[str, Any]]
@@ -85,24 +87,26 @@ class Pieces:
             self.cut_state(parameter, state)
             self._wholes[id(parameter)] = _Whole(parameter.data, gradient)
             parameter.grad = None
-            if own.start < own.stop and parameter.numel() > 1:
+            if own.start == own.stop:
+                continue
+            piece = piece_of_gradient(gradient, own)
+            if parameter.numel() > 1:
                 parameter.data = parameter.data.reshape(-1)[own]
-                parameter.grad = gradient.reshape(-1)[own]
-            elif own.start < own.stop:
-                parameter.grad = gradient
+            parameter.grad = piece.view(parameter.shape)
 
     @torch.no_grad()
     def end(self) -> None:
         """Gather the updated pieces, and give parameters their whole weights and gradients again."""
         updated = [self.shared[key] for key in self.shared if key in self._wholes]
-        for members in bucketed(updated):
-            self._gather(members)
+        pieces = {id(shared.parameter): self._updated(shared.parameter) for shared in updated}
         for shared in updated:
-            parameter, whole = shared.parameter, self._wholes.pop(id(shared.parameter))
-            parameter.grad = None
-            parameter.data = whole.weights
-            parameter.grad = whole.gradient
-            increment_version(parameter)  # also on ranks that have updated nothing
+            shared.parameter.grad = None
+            shared.parameter.data = self._whole(shared.parameter)
+        for members in bucketed(updated):
+            self._gather(members, [pieces[id(shared.parameter)] for shared in members])
+        for shared in updated:
+            shared.parameter.grad = self._wholes.pop(id(shared.parameter)).gradient
+            increment_version(shared.parameter)  # also on ranks that have updated nothing
 
     def cut_state(self, parameter: Tensor, state: State) -> None:
         """Cut what ``state`` has of the whole ``parameter``, because it was loaded or made before a step."""
@@ -129,27 +133,22 @@ class Pieces:
 
     def gather(self, parameter: Tensor, piece: Tensor) -> Tensor:
         """The whole of a tensor of the shape of ``parameter``; all ranks of its group call this together."""
-        group, numel = self.shared[id(parameter)].sharing, parameter.numel()
-        part = _padded(piece, piece_length(numel, group.size))
-        whole = part.new_empty(group.size * len(part))
-        group.start_gather(whole, part)()
-        return whole[:numel].view(parameter.shape)
+        return gather_pieces(piece, parameter.shape, self.shared[id(parameter)].sharing)
 
     def _whole(self, parameter: Tensor) -> Tensor:
         held = self._wholes.get(id(parameter))
         return parameter if held is None else held.weights
 
-    def _gather(self, members: Sequence[SharedParameter]) -> None:
-        """Gather the weights of ``members``, which are one bucket."""
+    def _gather(self, members: Sequence[SharedParameter], own: Sequence[Tensor]) -> None:
+        """Gather the weights of ``members``, which are one bucket, from each rank's ``own`` pieces."""
         group = members[0].sharing
-        wholes = [self._whole(m.parameter) for m in members]
+        wholes = [m.parameter.data for m in members]
         lengths = [piece_length(whole.numel(), group.size) for whole in wholes]
-        own = [self._updated(m.parameter) for m in members]
         first = wholes[0]
         if len(members) == 1 and first.is_contiguous() and first.numel() % group.size == 0:
             group.start_gather(first.view(-1), own[0])()
             return
-        part = torch.cat([_padded(piece, n) for piece, n in zip(own, lengths, strict=True)])
+        part = torch.cat([padded(piece, n) for piece, n in zip(own, lengths, strict=True)])
         gathered = part.new_empty(group.size, len(part))
         group.start_gather(gathered.view(-1), part)()
         for whole, piece in zip(wholes, gathered.split(lengths, dim=1), strict=True):
@@ -161,9 +160,3 @@ class Pieces:
         assert own is not None
         is_cut = own.start < own.stop and whole.numel() > 1
         return parameter.data if is_cut else parameter.data.reshape(-1)[own]
-
-
-def _padded(piece: Tensor, length: int) -> Tensor:
-    """``piece`` with ``length`` elements."""
-    missing = length - len(piece)
-    return torch.cat([piece, piece.new_zeros(missing)]) if missing else piece
