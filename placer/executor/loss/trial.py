@@ -4,9 +4,9 @@ The function is called for two groups of rows, each alone and both together. The
 it is a mean over rows, a sum, or neither. Rows of outputs are the model's own, in the second group averaged
 with random numbers, since outputs that are all alike show nothing (values in [0, 1], and positive ones, stay
 such). Targets are rows of the batch's: in the first group with all labels that the batch has put into them,
-or the least and the largest number, zero and NaN, and a third of all elements the least; in the second with the
-largest value alone. So a label that is ignored (``ignore_index``) or weighted shows, however rare it is, also if
-the loss leaves out the first token or the border of an image.
+or the least and the largest number, zero and NaN, and a third of all elements the least; in the second with
+the largest value alone. So a label that is ignored (``ignore_index``) or weighted shows, however rare it is,
+also if the loss leaves out the first token or the border of an image.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _group_sizes(given: BatchRows, values: Sequence[Values]) -> tuple[int, int]:
 
 
 def _period(values: int, elements: int) -> int:
-    """After how many elements of a target its ``values`` come again, with as many others of the least and its own.
+    """After how many elements of a target its ``values`` come again; a third are the least, a third its own.
 
     It has no divisor in common with the ``elements`` of a row, so values are at other places in each row.
     """
