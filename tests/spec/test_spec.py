@@ -56,7 +56,7 @@ def test_kinds_of_devices_are_those_of_the_catalogue() -> None:
     found = _problems({"devices": ["cuda:0", {"name": "cuda:1", "kind": "h10"}], "replicas": 0})
     assert [where for where, *_ in found] == ["/devices/1/kind", "/replicas"]
     assert found[0][1] == "'h10' is not a device kind in the catalogue"
-    assert found[0][2].startswith("did you mean 'h100'? it has")
+    assert found[0][2].startswith("did you mean 'h100'? known are")
 
 
 def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
