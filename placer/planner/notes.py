@@ -177,7 +177,7 @@ def _replica_notes(spec: PlacementSpec, rows: Sequence[Sequence[str]]) -> list[s
     ]
     return [
         f"{format_count(len(others), 'more replica')} on {'; '.join(others[:3])}{' …' * (len(others) > 3)}, "
-        f"which have the kind and memory of {first} in this plan."
+        f"planned with the kind and memory of {first}."
     ]
 
 

@@ -289,3 +289,11 @@ def test_values_are_told_in_the_words_of_json() -> None:
 def test_the_beginning_of_a_kind_suggests_it() -> None:
     with pytest.raises(SpecError, match="did you mean 'rtx3060-12gb'"):
         load_spec({"devices": [{"name": "cuda:0", "kind": "rtx3060"}]})
+
+
+def test_a_number_of_replicas_that_divide_nothing() -> None:
+    given = {"devices": ["cpu"], "replicas": 4, "shard_over": 2}
+    ((where, problem, remedy),) = _problems(given)
+    assert where == "/shard_over" and "no effect" in problem and "optimizer" in remedy
+    load_spec({**given, "shard_state": "optimizer"})
+    load_spec({**given, "shard_over": "auto"})
