@@ -372,3 +372,21 @@ def test_a_target_is_split_in_a_step_as_its_mark_says(target: object) -> None:
     result = placer.verify(model, HALVES, x, loss_fn=loss, target=target)
     (step,) = (each for each in result.outcomes if "step" in each.situation)
     assert step.comparisons and step.ok, step.note
+
+
+def over_rows(result: Output) -> Tensor:
+    """A loss that is neither a mean nor a sum over rows."""
+    return (result.logits @ result.logits.T).logsumexp(0).mean()
+
+
+def test_a_loss_over_the_whole_batch_is_called_so_in_a_step() -> None:
+    spec = {**HALVES, "loss": {"function": f"{__file__}:over_rows", "whole_batch": True}}
+    result = placer.verify(ReturnsRows(), spec, X)
+    (step,) = [outcome for outcome in result.outcomes if "step" in outcome.situation]
+    assert result.ok and step.comparisons
+
+
+class ReturnsRows(ReturnsObject):
+    def forward(self, x: Tensor) -> Output:
+        hidden = self.first(x).tanh()
+        return Output(self.last(hidden), hidden)

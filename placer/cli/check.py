@@ -135,6 +135,8 @@ def _check_spec(
 
     Raises ``SpecError`` for patterns that match no layer, and exits if the plan does not fit.
     """
+    from torch import nn
+
     from placer.api import check_layers
     from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
     from placer.report import plan_table
@@ -143,8 +145,14 @@ def _check_spec(
     from placer.spec import resolve_layers
 
     check_layers(loaded.model, spec)
-    paths = [name for name, _ in loaded.model.named_modules(remove_duplicate=False) if name]
-    placed, _ = resolve_layers(spec.layers, paths)
+    modules = dict(loaded.model.named_modules(remove_duplicate=False))
+    paths = [name for name in modules if name]
+    placed = set(resolve_layers(spec.layers, paths)[0])
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # which compute nothing themselves
+    for path in reversed(paths):
+        parts = [f"{path}.{name}" for name, _ in modules[path].named_children()]
+        if parts and isinstance(modules[path], lists) and placed.issuperset(parts):
+            placed.add(path)
     places = f"it places {len(placed)} of {len(paths)} layers"
     if not spec.layers:
         places = f"it leaves the choice for all {len(paths)} layers to placer"

@@ -15,7 +15,7 @@ from placer.cli.fields import errors_name_options
 from placer.cli.options import AsJson, Kind, LossOptions, ModelOptions, Processes
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json, write_or_print
 from placer.cli.progress import progress
-from placer.errors import PlacerError
+from placer.errors import CaptureError, PlacerError
 
 if TYPE_CHECKING:
     from placer.spec import PlacementSpec
@@ -29,7 +29,8 @@ Like = Annotated[
     typer.Option(
         "--like",
         metavar="SIZES",
-        help="The proportions of several sizes, such as 256x256x192; by default all are equal.",
+        help="The sizes that are tried first, such as 256x256x192; all others have their proportions. By "
+        "default the search begins at one multiple, and all sizes are equal.",
     ),
 ]
 Most = Annotated[
@@ -97,7 +98,13 @@ def fit(
             told.doing(f"trying {_shape(size)}")
             args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
             wanted = wanted_for(size)
-            program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
+            try:
+                program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
+            except CaptureError as error:
+                error.remedy += (
+                    "; if these sizes are too small, give larger ones in --like or --multiple"
+                )
+                raise
             make = JudgingPlanner(program, leaves, processes=processes)
             return Case(make=make, wanted=wanted)
 
@@ -107,7 +114,7 @@ def fit(
         def hear(tried: SizeTried) -> None:
             told.found(f"{_shape(tried.size)} {'fits' if tried.fits else 'does not fit'}")
 
-        found = find_largest(range(1, most + 1), case_of, hear)
+        found = find_largest(range(1, most + 1), case_of, hear, _count(like, multiple) - 1)
     rows = [(_shape(tried.size), tried) for tried in found.tried]
     console.print(sizes_table(rows, ", ".join(names)))
     if as_json:
@@ -178,6 +185,11 @@ def proportions(names: Sequence[str], like: str | None, multiple: int) -> list[f
         raise PlacerError(f"--like {like}", f"does not say the sizes {form}", "write 256x256x192")
     sizes = [int(part) for part in parts]
     return [size / max(sizes) for size in sizes]
+
+
+def _count(like: str | None, multiple: int) -> int:
+    """How many multiples the largest size of ``like`` has; 1 without."""
+    return max(1, max(map(int, like.split("x"))) // multiple) if like else 1
 
 
 def sizes_of(unit: Sequence[float], multiple: int, count: int) -> list[int]:

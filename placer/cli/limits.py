@@ -90,7 +90,7 @@ def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
     peak, least = format_bytes(largest["peak"]), format_bytes(largest["least_bytes"])
     console.print(
         f"largest piece that cannot be split: {', '.join(first_few(layers, 4))}. It needs {peak} on a "
-        f"device of its own, and at least {least} in addition to other stages on its device. With "
+        f"device of its own, and {least} or more on a device that it shares with other stages. With "
         f"{peak} of usable memory per device, the model needs at least "
         f"{format_count(largest['least_devices'], 'device')}.",
         markup=False,

@@ -130,7 +130,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: options beside their texts, nothing cut at 80 columns
     help="Place a PyTorch model on devices: model-parallel inside a replica, data-parallel across "
-    "replicas, from one JSON spec. Exit codes: 0 success; 1 verify found a difference; 2 bad "
+    "replicas, from one spec. Exit codes: 0 success; 1 a difference was found; 2 bad "
     "usage or a bad spec; 3 the placement does not fit.",
 )
 

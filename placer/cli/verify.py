@@ -90,8 +90,11 @@ def verify(
                 each_situation=told.doing,
             )
     except PlacerError as error:
-        if double and "must have the same dtype" in error.problem:
-            error.remedy = "leave out --double: the model makes tensors of another type itself"
+        if double and isinstance(
+            error.__cause__, RuntimeError
+        ):  # of types, torch raises no other class
+            hint = "leave out --double if the model makes tensors of another type itself"
+            error.remedy = f"{error.remedy}; or {hint}" if error.remedy else hint
         raise
     console.print(_table(result))
     console.print()

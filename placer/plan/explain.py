@@ -49,7 +49,12 @@ def describe_optimality(optimality: Optimality) -> str:
     value = in_unit(optimality.value, optimality.criterion)
     near = ""
     if optimality.above <= _NEAR:
-        near = f" (at most {math.ceil(100 * optimality.above - 1e-6)} % above a lower bound)"
+        above = math.ceil(100 * optimality.above - 1e-6)
+        near = (
+            f" (at most {above} % above a lower bound)"
+            if above
+            else ", which is the least possible"
+        )
     return f"{optimality.criterion}: {value}{near}"
 
 

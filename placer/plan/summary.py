@@ -36,7 +36,7 @@ def plan_facts(plan: Plan) -> list[str]:
         *([runtime] if (runtime := describe_runtime(plan)) else []),
         *(
             ["replicas of a stage next to each other"]
-            if plan.grid.stride < plan.grid.devices
+            if plan.processes and plan.replicas > 1 and plan.grid.stride < plan.grid.devices
             else []
         ),
     ]

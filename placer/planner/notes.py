@@ -176,8 +176,8 @@ def _replica_notes(spec: PlacementSpec, rows: Sequence[Sequence[str]]) -> list[s
         ", ".join(row) if len(row) <= _MOST_NAMED else f"{row[0]} … {row[-1]}" for row in rows
     ]
     return [
-        f"{format_count(len(others), 'more replica')} on {'; '.join(others[:3])}{' …' * (len(others) > 3)}: "
-        f"these devices are taken to be like {first}."
+        f"{format_count(len(others), 'more replica')} on {'; '.join(others[:3])}{' …' * (len(others) > 3)}, "
+        f"planned with the kind and memory of {first}."
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import is_dataclass, replace
 
 import torch
@@ -96,12 +97,13 @@ def whole_if_packed(rules: SplitRules, bound: BoundCall) -> SplitRules:
 
 def unknown_store(name: str) -> CaptureError:
     """The error for a stored value of which slices do not tell that of the batch."""
+    pattern = re.sub(r"\.\d+(?=\.)", ".*", name)  # also those of the other layers of a list
     return CaptureError(
         name,
         "is stored by forward and has no row per sample, and it is not known how that of the batch follows "
         "from those of its slices",
-        f'say it in the spec: "stored": {{"{name}": "mean"}}, "sum" or "concatenate"; or use 1 replica and 1 '
-        "micro-batch",
+        f'say it in the spec: "stored": {{"{pattern}": "mean"}}, "sum" or "concatenate"; or use 1 replica '
+        "and 1 micro-batch",
     )
 
 

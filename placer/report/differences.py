@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +53,10 @@ def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
         yield Change("model", before.fingerprint[:12], after.fingerprint[:12])
     for name in _FACTS:
         values = getattr(before, name), getattr(after, name)
-        yield Change(name, *(_NONE if value is None else str(value) for value in values))
+        yield Change(name, *(str(value) if value not in (None, "") else _NONE for value in values))
+    one, other = _settings(before), _settings(after)
+    for name in dict.fromkeys((*one, *other)):
+        yield Change(name, one.get(name, _NONE), other.get(name, _NONE))
     losses = [_NONE if plan.loss is None else plan.loss.function for plan in (before, after)]
     yield Change("loss", *losses)
     step = describe_step(after) + _share(before.step_seconds, after.step_seconds)
@@ -64,8 +68,8 @@ def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
     yield from _devices(_devices_named(before, shown), _devices_named(after, shown))
     yield from _moved(layers_of(before), layers_of(after))
     for field, verb in (("checkpoint", "recomputed"), ("offload", "offloaded")):
-        one, other = getattr(before, field), getattr(after, field)
-        yield Change(verb, _without(one, other), _without(other, one))
+        names, others = getattr(before, field), getattr(after, field)
+        yield Change(verb, _without(names, others), _without(others, names))
 
 
 def _first_replica(plan: Plan) -> set[str]:
@@ -111,13 +115,24 @@ def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Chan
         yield Change(path or "all layers", *devices.split("\n"))
 
 
+def _settings(plan: Plan) -> dict[str, str]:
+    """The settings of cuts in space and of convolutions in chunks, as JSON."""
+    return {
+        f"{rewrite.name}: {name}": json.dumps(value)
+        for rewrite in plan.rewrites
+        for name, value in rewrite.settings.items()
+        if name != "shards"
+    }
+
+
 def _without(names: Sequence[str], others: Sequence[str]) -> str:
     only = [name for name in names if name not in set(others)]
     return ", ".join(first_few(only, _SHOWN)) or _NONE
 
 
 def _of_specs(before: PlacementSpec, after: PlacementSpec) -> Iterator[Change]:
-    one, other = (_flat(spec.model_dump(mode="json", by_alias=True)) for spec in (before, after))
+    dumps = [spec.model_dump(mode="json", by_alias=True) for spec in (before, after)]
+    one, other = (_flat({k: v for k, v in dump.items() if v is not None}) for dump in dumps)
     for pointer in dict.fromkeys((*one, *other)):
         yield Change(pointer, one.get(pointer, _NONE), other.get(pointer, _NONE))
     both = set(before.layers) & set(after.layers)

@@ -72,7 +72,8 @@ def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     """The spec and the plan of the best strategy that was found on so many ``devices``; there is one."""
     assert found.best is not None and found.best.plan is not None
     plan = found.best.plan
-    layout = {"node_layout": plan.node_layout, "shard_over": plan.shard_over or "auto"}
+    over = "auto" if plan.shard_state == "none" else plan.shard_over or "auto"
+    layout = {"node_layout": plan.node_layout, "shard_over": over}
     spec = found.best.spec.model_copy(update=layout)
     spec, plan = with_resolved_layers(spec, found.best.plan, make)
     if mixing := make.program.captured.mixing:

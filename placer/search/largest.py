@@ -47,13 +47,16 @@ class Case:
 
 
 def find_largest(
-    sizes: Sequence[int], case_of: PlannerOf, told: Callable[[SizeTried], None] = lambda _: None
+    sizes: Sequence[int],
+    case_of: PlannerOf,
+    told: Callable[[SizeTried], None] = lambda _: None,
+    first: int = 0,
 ) -> Largest:
     """The largest of ``sizes``, which are ascending, for which a strategy fits.
 
-    Tries the first, second, fourth, … until one does not fit, and then bisects: a larger input is taken to
-    need more memory. ``case_of`` records the model for a size, ``told`` hears of each one that was tried.
-    Raises what `find_strategy` raises.
+    Tries ``sizes[first]``, then about twice as much until one does not fit, and then bisects: a larger
+    input is taken to need more memory. ``case_of`` records the model for a size, ``told`` hears of each one
+    that was tried. Raises what `find_strategy` raises.
     """
     tried: dict[int, SizeTried] = {}
     fitting: dict[int, Answer] = {}
@@ -75,7 +78,7 @@ def find_largest(
         told(tried[index])
         return tried[index].fits
 
-    low, high = -1, 0  # sizes[low] fits, sizes[high] does not
+    low, high = -1, min(first, len(sizes) - 1)  # sizes[low] fits, sizes[high] does not
     while high < len(sizes) and fits(high):
         low, high = high, min(2 * high + 1, len(sizes) - 1) if high < len(sizes) - 1 else len(sizes)
     while high - low > 1:

@@ -29,6 +29,8 @@ def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
     problems += _unknown_targets(data, names)
     if not {"replicas", "replica_devices"}.intersection(wrong):
         problems += _rows(data, names)
+    if not {"shard_state", "shard_over"}.intersection(wrong):
+        problems += _undivided(data)
     if not {"devices", "space"}.intersection(wrong):
         problems += _shards(data, names) + _stages(data, names)
     if not {"compile", "microbatches", *_UNCOMPILED}.intersection(wrong):
@@ -71,6 +73,15 @@ def _stages(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Proble
     return [
         ("/stages", problem, f"give {stages * shards} devices, or at most {len(names) // shards}")
     ]
+
+
+def _undivided(data: Mapping[str, Any]) -> list[Problem]:
+    """A problem of ``shard_over`` where nothing is divided; with a machine, that may be chosen."""
+    undivided = data.get("shard_state", "none") == "none" and "machine" not in data
+    if not undivided or data.get("shard_over", "auto") == "auto":
+        return []
+    problem = 'has no effect, because "shard_state" is "none"'
+    return [("/shard_over", problem, 'write "shard_state": "optimizer" too, or leave it out')]
 
 
 def _number_of_shards(data: Mapping[str, Any]) -> int:

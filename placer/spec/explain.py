@@ -30,7 +30,7 @@ _DID_YOU_MEAN = "did you mean '{}'?"
 _KEYS = {
     "devices": ["name", "memory", "kind", "allocator"],
     "inputs": ["batch_dim", "space_dims"],
-    "loss": ["function", "target"],
+    "loss": ["function", "target", "whole_batch"],
     "space": ["shards", "grid", "dims", "layers", "own_boxes"],
 }
 _DTYPES = {

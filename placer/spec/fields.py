@@ -77,7 +77,7 @@ def device_kind_name(value: Any) -> str:
         near = _nearest_kind(value.lower()) if isinstance(value, str) else None
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
-            f"{value!r} is not a device kind in the catalogue; {hint}it has {', '.join(CATALOGUE)}; "
+            f"{value!r} is not a device kind in the catalogue; {hint}known are {', '.join(CATALOGUE)}; "
             "or name a file that 'placer calibrate' wrote, or leave the kind out and give the memory"
         )
     return value.lower()

@@ -61,11 +61,13 @@ _NATIVE = (torch.batch_norm, torch.instance_norm)
 class BatchLoss:
     """A loss of the whole batch: ``function(result, target)``, or ``function(result)`` without a target.
 
-    The target may have marks (`placer.Whole`, `placer.Batched`), which say how a step splits it.
+    The target may have marks (`placer.Whole`, `placer.Batched`), which say how a step splits it. With
+    ``whole_batch``, a step computes the loss once.
     """
 
     function: Callable[..., Tensor]
     target: Any = None
+    whole_batch: bool = False
 
     def __call__(self, result: Any) -> Tensor:
         """The loss; the target is moved to the device of the result."""
@@ -277,7 +279,8 @@ def run_placed(
 
     def train(args: Any, kwargs: Any) -> tuple[Tensor, dict[Seen, Any]]:
         assert loss is not None
-        return placed.step(*args, target=loss.target, loss_fn=loss.function, **kwargs), {}
+        options = {"target": loss.target, "whole_batch": loss.whole_batch}
+        return placed.step(*args, loss_fn=loss.function, **options, **kwargs), {}
 
     run = (train, None) if step else (call, loss)
     return _run(placed, model, arguments, *run, step=step, hooked=hooked, rate=rate)

@@ -364,4 +364,4 @@ def _counted_loss(plan: Plan, seed: int) -> BatchLoss:
         return BatchLoss(function=mean_square)
     with seeded(seed):
         loss = find_loss(plan.loss.spec, values=True)
-    return BatchLoss(function=loss, target=loss.target)
+    return BatchLoss(function=loss, target=loss.target, whole_batch=plan.loss.whole_batch)

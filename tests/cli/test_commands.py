@@ -248,7 +248,7 @@ def test_auto_says_why_nothing_fits(placer: Run) -> None:
     assert "tried (largest peak of a device):" in result.stderr
 
 
-def test_check_a_spec(placer: Run) -> None:
+def test_check_a_spec(placer: Run, tmp_path: Path) -> None:
     result = placer("check", "net.py:Net", "pinned.json")
     assert result.exit_code == 0
     assert "pinned.json is valid for net.py:Net: it places 1 of 11 layers" in result.stdout
@@ -263,13 +263,16 @@ def test_check_a_spec(placer: Run) -> None:
     assert wrong.exit_code == 2
     assert "no layer matches 'hed'" in wrong.stderr
     assert "did you mean 'head'" in wrong.stderr
+    every = tmp_path / "every.json"
+    every.write_text('{"devices": ["cuda:0"], "layers": {"blocks.*": "cuda:0", "head": "cuda:0"}}')
+    assert "it places 11 of 11 layers\n" in placer("check", "net.py:Net", str(every)).stdout
     free = placer("check", "net.py:Net", "fits.json").stdout
     assert "it leaves the choice for all 11 layers to placer" in free
 
 
 def test_the_help_names_every_exit_code(placer: Run) -> None:
     said = " ".join(placer("--help").stdout.split())
-    for code in ("0 success", "1 verify found a difference", "2 bad usage", "3 the placement"):
+    for code in ("0 success", "1 a difference was found", "2 bad usage", "3 the placement"):
         assert code in said
 
 

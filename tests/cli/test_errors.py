@@ -193,9 +193,13 @@ def test_model_and_spec_in_the_wrong_order(placer: Run) -> None:
     assert "is this the model? On the command line, it comes before the file" in result.stderr
 
 
-def test_double_of_a_model_that_makes_float32_itself(placer: Run, folder: Path) -> None:
-    text = "import torch\n\nclass Mixed(torch.nn.Linear):\n    def forward(self, x):\n"
-    text += "        return super().forward(torch.zeros(8, 64))\n\ndef net():\n    return Mixed(64, 2)\n"
+@pytest.mark.parametrize(("layer", "sizes"), [("Linear", "64, 2"), ("LayerNorm", "64")])
+def test_double_of_a_model_that_makes_float32_itself(
+    placer: Run, folder: Path, layer: str, sizes: str
+) -> None:
+    text = f"import torch\n\nclass {layer}(torch.nn.{layer}):\n    def forward(self, x):\n"
+    text += "        return super().forward(torch.zeros(8, 64))\n\n"
+    text += f"def net():\n    return {layer}({sizes})\n"
     (folder / "mixed.py").write_text(text, encoding="utf-8")
     result = placer("verify", "mixed.py:net", "fits.json", *X, "--double")
     assert result.exit_code == 2 and "leave out --double" in result.stderr

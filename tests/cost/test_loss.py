@@ -214,6 +214,7 @@ def test_a_target_may_be_a_dict(losses: Path) -> None:
         ({"function": "a.py:f", "target": "4y4"}, "/loss/target", "'4y4' is not a shape"),
         ({"function": "a.py:f", "target": ["x=4", "4"]}, "/loss/target", "name all of them"),
         ({"function": "a.py:f", "targets": "4"}, "/loss/targets", "did you mean 'target'"),
+        ({"function": "a.py:f", "whole": True}, "/loss/whole", "did you mean 'whole_batch'"),
         ({"target": "4"}, "/loss/function", "is required"),
         ({"function": "mean_square", "target": "4"}, "/loss", "has no target"),
     ],

@@ -100,7 +100,8 @@ def test_replicas_that_cannot_divide_the_state() -> None:
     model, args, _ = cases.make_case("convnet", 8)
     devices = [{"name": f"cuda:{i}", "kind": "a100"} for i in range(4)]
     with pytest.raises(placer.SpecError, match=r"/shard_over: 3 does not divide .* replicas, 4"):
-        placer.auto_plan(model, args, devices=devices, replicas=4, shard_over=3, processes=True)
+        given = {"devices": devices, "shard_state": "auto", "shard_over": 3}
+        placer.auto_plan(model, args, **given, replicas=4, processes=True)
 
 
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])

@@ -203,6 +203,14 @@ def _numbers(rows: int) -> Tensor:
 REFUSED: dict[str, tuple[Callable[..., Tensor], Any]] = {
     "ignored labels": (_flat, _labels(8)),
     "one ignored label": (_flat, torch.where(torch.arange(48).view(8, 6) == 40, -100, 1)),
+    "an ignored label, and a first token that the loss leaves out": (
+        lambda output, target: _flat(output[:, :-1], target[:, 1:]),
+        torch.where(torch.arange(48).view(8, 6) < 8, -100, 1),
+    ),
+    "a rare label that is ignored, and a border that the loss leaves out": (
+        lambda output, target: _flat(output[:, 2:-2] * 1e-2, target[:, 2:-2], ignore_index=0),
+        torch.where(torch.arange(48).view(8, 6) == 45, 0, 2),
+    ),
     "class weights": (functools.partial(_flat, weight=WEIGHTS), _labels(8, 0)),
     "a mask": (
         _masked_mean,

@@ -16,6 +16,7 @@ from unet3d import unet3d
 
 import placer
 from placer import BudgetError, CaptureError, PlacementSpec, SpecError
+from placer.plan.summary import summarize_plan
 from placer.planner.activation_policy import PolicyChoice
 from placer.planner.assemble import _policy_notes
 from placer.planner.devices import device_slot
@@ -419,7 +420,9 @@ def test_no_stage_in_space_only_cuts_the_input_or_gathers_the_result() -> None:
     assert "encoder_0_0" in first.nodes and "head" in last.nodes
     assert "Each of the 2 shards of a stage has a part of every value, and sends" in plan.explain()
     twice = make(spec.with_devices(spec.devices[:2]).model_copy(update={"replicas": 2}))
-    assert any("1 more replica on cuda:2, cuda:3" in note for note in twice.notes)
+    assert any(
+        "1 more replica on cuda:2, cuda:3, planned with the kind" in note for note in twice.notes
+    )
     assert "with cuda:0, cuda:1 alone, a step would take" in as_fast_with_fewer(spec, plan, make)
 
 
@@ -543,3 +546,13 @@ def test_no_group_that_divides_state_is_over_two_nodes() -> None:
         model, x = nn.Linear(4096, 4096), torch.empty(48, 4096)
     spec = {"machine": "cloud-a100:2", "stages": 1, "replicas": 12, "shard_state": "optimizer"}
     assert placer.make_plan(model, spec, x, processes=True).shard_over == 4
+
+
+def test_the_order_of_ranks_is_said_where_there_are_ranks() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    spec = {"devices": ["cpu:0", "cpu:1"], "replicas": 2, "node_layout": "replicas"}
+    said = [
+        "next to each other" in summarize_plan(placer.make_plan(model, spec, x, processes=p))
+        for p in (True, False)
+    ]
+    assert said == [True, False]

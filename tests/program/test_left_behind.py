@@ -362,6 +362,33 @@ def test_a_count_of_rows_is_not_one_of_slices(in_tensor: bool) -> None:
     assert not TOTAL.any()
 
 
+class StoresInLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CountsMean() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class CountsMean(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.largest = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = x.max()
+        return super().forward(x)
+
+
+def test_the_pattern_for_a_stored_value_is_for_all_layers_of_a_list() -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(placer.CaptureError, match=r'"stored": \{"layers\.\*\.largest": "mean"\}'):
+        placer.compile(StoresInLayers(), {"devices": ["cpu"], "microbatches": 2}, x)
+
+
 COUNTED = np.zeros(2)
 
 

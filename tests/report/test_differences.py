@@ -53,6 +53,9 @@ def test_the_same_model_in_another_number_of_shards_is_no_other_model() -> None:
     assert plans[0].fingerprint != plans[1].fingerprint
     what = {change.what for change in differences(*plans)}
     assert "shards" in what and "model" not in what
+    spec = {"devices": devices, "space": {"shards": 2, "dims": ["height"]}}
+    cut = placer.make_plan(model, spec, x)
+    assert Change("space: dims", "—", '["height"]') in differences(plans[1], cut)
 
 
 def test_specs() -> None:
@@ -66,6 +69,10 @@ def test_specs() -> None:
     assert differences(before, other) == [
         Change("/layers/a", "cpu", "—"),
         Change("/checkpoint/0", "—", "b"),
+    ]
+    named = placer.load_spec({"devices": ["cpu"], "layers": {"b": "cpu"}, "loss": "mse_loss"})
+    assert differences(named, placer.load_spec({"devices": ["cpu"], "layers": {"b": "cpu"}})) == [
+        Change("/loss", "mse_loss", "—")
     ]
     with pytest.raises(TypeError):
         differences(before, _plan())

@@ -43,8 +43,8 @@ def test_no_size_fits() -> None:
 
 
 @settings(max_examples=100)
-@given(limit=st.integers(0, 40), count=st.integers(1, 40))
-def test_bisection_by_hand(limit: int, count: int) -> None:
+@given(limit=st.integers(0, 40), count=st.integers(1, 40), first=st.integers(0, 50))
+def test_bisection_by_hand(limit: int, count: int, first: int) -> None:
     """With a planner for which sizes up to ``limit`` fit."""
     from placer.search import largest
 
@@ -67,8 +67,11 @@ def test_bisection_by_hand(limit: int, count: int) -> None:
         patch.setattr(largest, "answer_of", lambda found, make, devices: asked[-1])
         case = type("C", (), {})
         found = largest.find_largest(
-            range(1, count + 1), lambda size: _with(case(), wanted=Wanted(size), make=None)
+            range(1, count + 1),
+            lambda size: _with(case(), wanted=Wanted(size), make=None),
+            first=first,
         )
+    assert asked[0] == min(first + 1, count)
     best = min(limit, count)
     assert found.size == (best or None) and found.answer == (best or None)
     assert len(asked) == len(set(asked)) <= 2 * count.bit_length() + 1

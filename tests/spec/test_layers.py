@@ -64,6 +64,11 @@ def test_a_name_that_only_shares_letters_is_not_guessed() -> None:
     assert remedy == "top-level layers: stem, down, dec"
 
 
+def test_patterns_of_the_shell_are_said_to_be_none() -> None:
+    _, ((_, _, remedy),) = resolve_layers({"encoder.[01]": "a"}, PATHS)
+    assert "only * and **" in remedy
+
+
 def test_a_parameter_is_no_layer() -> None:
     _, ((_, problem, remedy),) = resolve_layers({"encoder.*.conv.weight": "a"}, PATHS)
     assert "not a parameter" in problem and remedy == "did you mean 'encoder.*.conv'?"

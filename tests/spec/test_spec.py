@@ -56,7 +56,7 @@ def test_kinds_of_devices_are_those_of_the_catalogue() -> None:
     found = _problems({"devices": ["cuda:0", {"name": "cuda:1", "kind": "h10"}], "replicas": 0})
     assert [where for where, *_ in found] == ["/devices/1/kind", "/replicas"]
     assert found[0][1] == "'h10' is not a device kind in the catalogue"
-    assert found[0][2].startswith("did you mean 'h100'? it has")
+    assert found[0][2].startswith("did you mean 'h100'? known are")
 
 
 def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
@@ -289,3 +289,11 @@ def test_values_are_told_in_the_words_of_json() -> None:
 def test_the_beginning_of_a_kind_suggests_it() -> None:
     with pytest.raises(SpecError, match="did you mean 'rtx3060-12gb'"):
         load_spec({"devices": [{"name": "cuda:0", "kind": "rtx3060"}]})
+
+
+def test_a_number_of_replicas_that_divide_nothing() -> None:
+    given = {"devices": ["cpu"], "replicas": 4, "shard_over": 2}
+    ((where, problem, remedy),) = _problems(given)
+    assert where == "/shard_over" and "no effect" in problem and "optimizer" in remedy
+    load_spec({**given, "shard_state": "optimizer"})
+    load_spec({**given, "shard_over": "auto"})

@@ -4,8 +4,9 @@ The function is called for two groups of rows, each alone and both together. The
 it is a mean over rows, a sum, or neither. Rows of outputs are the model's own, in the second group averaged
 with random numbers, since outputs that are all alike show nothing (values in [0, 1], and positive ones, stay
 such). Targets are rows of the batch's: in the first group with all labels that the batch has put into them,
-or the least and the largest number, zero and NaN; in the second with the largest value alone. So a label that
-is ignored (``ignore_index``) or weighted shows, however rare it is.
+or the least and the largest number, zero and NaN, and a third of all elements the least; in the second with
+the largest value alone. So a label that is ignored (``ignore_index``) or weighted shows, however rare it is,
+also if the loss leaves out the first token or the border of an image.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -188,8 +190,8 @@ def _group_sizes(given: BatchRows, values: Sequence[Values]) -> tuple[int, int]:
     elements = sum(leaf.numel() // given.rows for leaf in leaves if rows_in(leaf, given.rows))
     least = 1 if elements > _MOST_ELEMENTS else min(given.rows, 2)
     needed = [
-        # Twice as many elements as values, so that half of them are the target's own.
-        -(-2 * len(tried) // leaf[0].numel())
+        # Two periods, so that a value that a loss leaves out in one place is also in another.
+        -(-2 * _period(len(tried), leaf[0].numel()) // leaf[0].numel())
         for leaf, tried in zip(tree_flatten(given.target)[0], values, strict=True)
         if tried
     ]
@@ -197,6 +199,14 @@ def _group_sizes(given: BatchRows, values: Sequence[Values]) -> tuple[int, int]:
     if first > least and first * elements > _MOST_ELEMENTS:
         raise PlacerError("loss_fn", "gets rows that are too large to try it with every label")
     return first, least
+
+
+def _period(values: int, elements: int) -> int:
+    """After how many elements of a target its ``values`` come again; a third are the least, a third its own.
+
+    It has no divisor in common with the ``elements`` of a row, so values are at other places in each row.
+    """
+    return next(number for number in count(3 * values) if math.gcd(number, elements) == 1)
 
 
 def _output_rows(leaf: Any, rows: int, first: int, second: int) -> Any:
@@ -235,7 +245,10 @@ def _target_rows(
     if values:
         ordered = sorted(values, key=lambda value: (math.isnan(value), value))
         largest = next(value for value in (*reversed(ordered), 0.0) if not math.isnan(value))
-        found[:first].view(-1)[: len(ordered)] = torch.tensor(ordered).to(found)
+        tried = torch.tensor(ordered + ordered[:1] * len(ordered)).to(found)
+        flat, period = found[:first].view(-1), _period(len(ordered), found[0].numel())
+        periods = flat[: len(flat) // period * period].view(-1, period)
+        periods[:, : len(tried)] = tried
         found[first:] = largest
     return found
 
