@@ -250,6 +250,27 @@ def test_what_is_no_mean_over_rows_is_refused_before_any_gradient(name: str) -> 
     _assert_equal(*_pair(2, 2), _input(8), target, loss_fn, whole_batch=True)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_ignored_labels_of_a_model_that_was_not_trained_yet(seed: int) -> None:
+    """All its losses are almost alike, so those of two groups show little."""
+    torch.manual_seed(seed)
+    model, x = nn.Linear(6, 500, bias=False), torch.randn(8, 16, 6)
+    nn.init.normal_(model.weight, std=1e-3)
+    target = torch.randint(0, 200, (8, 16))
+    for row, start in zip(target, torch.randint(0, 15, (8,)), strict=True):
+        row[:start] = -100
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 2}, x)
+    with pytest.raises(PlacerError, match="is neither a mean nor a sum"):
+        placed.step(x, target=target, loss_fn=lambda y, t: _flat(y[:, :-1], t[:, 1:]))
+
+
+def test_a_loss_that_large_numbers_make_infinite_is_tried_with_small_ones() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).double()
+    x, plain = torch.randn(8, 6, dtype=D), copy.deepcopy(model)
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 2}, x)
+    _assert_equal(placed, plain, x, None, lambda output: output.acos().square().mean())
+
+
 def test_a_loss_that_is_nothing_on_a_few_rows_is_refused() -> None:
     """A trial has four rows, slices have eight."""
     placed, _ = _pair(1, 2)

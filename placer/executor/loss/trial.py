@@ -1,9 +1,10 @@
 """Tries a loss function on a few rows, to find how it combines the rows of a batch.
 
 The function is called for two groups of rows, each alone and both together. The three losses show whether
-it is a mean over rows, a sum, or neither. Rows of outputs are the model's own, in the second group averaged
-with random numbers, since outputs that are all alike show nothing (values in [0, 1], and positive ones, stay
-such). Targets are rows of the batch's: in the first group with all labels that the batch has put into them,
+it is a mean over rows, a sum, or neither. Rows of outputs are the model's own, in the second group with large
+random numbers added, so that the losses of the groups differ even where outputs are all alike, as those of a
+model that was not trained yet. Outputs of which none is negative are averaged with numbers in [0, 1] instead
+(positive ones, and those in [0, 1], stay such), and so are all if the loss of large ones is not finite. Targets are rows of the batch's: in the first group with all labels that the batch has put into them,
 or the least and the largest number, zero and NaN, and a third of all elements the least; in the second with
 the largest value alone. So a label that is ignored (``ignore_index``) or weighted shows, however rare it is,
 also if the loss leaves out the first token or the border of an image.
@@ -32,6 +33,7 @@ from placer.program.restore import Snapshot, module_roots
 from placer.program.result import flatten_result
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; losses may compute in float32
+_SPREAD = 16  # of the numbers that are added to outputs
 _COARSE = 2e-2  # for 16-bit losses
 NO_ROWS = (
     "gets an output in which not every tensor has the batch's rows (a loss that the model computed itself "
@@ -145,7 +147,13 @@ class Trial:
         return self.first + self.second
 
 
-def try_rows(loss_fn: Callable[..., Tensor], given: BatchRows, values: Sequence[Values]) -> Trial:
+def try_rows(
+    loss_fn: Callable[..., Tensor],
+    given: BatchRows,
+    values: Sequence[Values],
+    *,
+    spread: float = _SPREAD,
+) -> Trial:
     """Try ``loss_fn``, with these ``values`` in each leaf of the target.
 
     Tensors of the output without the batch's rows are NaN, and so is a loss that depends on them. Raises what
@@ -159,7 +167,7 @@ def try_rows(loss_fn: Callable[..., Tensor], given: BatchRows, values: Sequence[
         raise PlacerError("loss_fn", NO_ROWS)
     device = tensors[0].device
     first, second = _group_sizes(given, values)
-    outputs = [_output_rows(leaf, given.rows, first, second) for leaf in outputs]
+    outputs = [_output_rows(leaf, given.rows, first, second, spread) for leaf in outputs]
     targets = [
         _target_rows(leaf, given.total, tried, first, second, device)
         for leaf, tried in zip(targets, values, strict=True)
@@ -175,13 +183,16 @@ def try_rows(loss_fn: Callable[..., Tensor], given: BatchRows, values: Sequence[
         return float(found)
 
     with _undone(loss_fn, device):
-        return Trial(
+        trial = Trial(
             together=loss(0, first + second),
             first=loss(0, first),
             second=loss(first, first + second),
             share=first / (first + second),
             tolerance=max(tolerances),
         )
+    if spread and not math.isfinite(trial.second):  # such as the arc cosine of a large number
+        return try_rows(loss_fn, given, values, spread=0.0)
+    return trial
 
 
 def _group_sizes(given: BatchRows, values: Sequence[Values]) -> tuple[int, int]:
@@ -209,8 +220,8 @@ def _period(values: int, elements: int) -> int:
     return next(number for number in count(3 * values) if math.gcd(number, elements) == 1)
 
 
-def _output_rows(leaf: Any, rows: int, first: int, second: int) -> Any:
-    """Rows for both groups, those of the second averaged with random numbers; in float32 if in 16 bits."""
+def _output_rows(leaf: Any, rows: int, first: int, second: int, spread: float) -> Any:
+    """Rows for both groups, those of the second with random numbers; in float32 if in 16 bits."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not rows_in(leaf, rows):
@@ -222,7 +233,10 @@ def _output_rows(leaf: Any, rows: int, first: int, second: int) -> Any:
         generator = torch.Generator(found.device).manual_seed(0)
         mixed = found[first:]
         noise = torch.rand(mixed.shape, dtype=mixed.dtype, device=mixed.device, generator=generator)
-        mixed.add_(noise).div_(2)
+        if spread and (found < 0).any():
+            mixed.add_(noise, alpha=spread).sub_(spread / 2)
+        else:
+            mixed.add_(noise).div_(2)
     return found.flatten(0, 1)
 
 
