@@ -200,6 +200,10 @@ ROWS: dict[str, list[Case]] = {
     "attributes of parameters and buffers (`weight.is_expert`)": [
         lambda net, x: net.linear(x) * net.linear.weight.factor
     ],
+    "the gradient of a weight (`weight.grad`), or how often it was changed (`weight._version`)": [
+        lambda net, x: x if net.linear.weight.grad is None else -x,
+        lambda net, x: net.linear(x) * net.linear.weight._version,
+    ],
     "a new global variable or attribute of a class, or one set by `globals()`": [
         with_a_new_global,
         with_a_new_attribute,
