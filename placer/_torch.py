@@ -57,6 +57,7 @@ PRIVATE_NAMES = (
     "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
     "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
     "torch.Tensor._make_subclass",
+    "torch.Tensor._base",
     "torch._C._set_throw_on_mutable_data_ptr",
     # For running a model, too:
     "torch.nn.Module._replicate_for_data_parallel",
@@ -79,6 +80,7 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d._abort_process_group",
     "torch.distributed.ProcessGroup._get_backend",
     "torch.nn.utils.clip_grad._get_total_norm",
+    "torch.Tensor._make_wrapper_subclass",
 )
 """Private names in full. Tested with the releases of torch in `placer.versions`."""
 
@@ -144,6 +146,16 @@ def _is_there(name: str) -> bool:
 
 SET_GRAD_ENABLED: Any = getattr(torch._C, "_set_grad_enabled", None)
 """What ``torch.no_grad`` and its like call, in Python. Torch's C++ code has other ways."""
+
+
+def make_wrapper(cls: type[Tensor], like: Tensor, shape: torch.Size) -> Any:
+    """A tensor of the class ``cls`` of this shape, without elements, otherwise like ``like``."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Does autograd see it as a part of another tensor, which a write to it changes?"""
+    return tensor._base is not None
 
 
 def unoptimized(function: Any) -> Any:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from torch import fx, nn
-
 from placer.regions.types import Region, RegionBoundaries, RegionKey
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from placer.program import Program
 
 Keys = tuple[RegionKey | None, ...]
@@ -89,6 +89,8 @@ def _groups(program: Program) -> tuple[list[list[int]], set[int]]:
 def _is_rrelu(program: Program, node: fx.Node) -> bool:
     """Is it an RReLU? It writes its noise after autograd has saved it, which hooks on saved tensors miss."""
     if node.op == "call_module":
+        from torch import nn  # not above: commands read specs before they import torch
+
         return isinstance(program.model.get_submodule(str(node.target)), nn.RReLU)
     return getattr(node.target, "__name__", "") in ("rrelu", "rrelu_")
 

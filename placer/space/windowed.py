@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer._torch import storage_key
+from placer._torch import is_view, storage_key
 from placer.space.exchange import Exchange, Pieces
 from placer.space.layout import Box, Layout, Window, is_empty, meet, sizes
 from placer.space.once import once_differentiable
@@ -138,7 +138,7 @@ class _Run:
                     return made.clone(memory_format=torch.contiguous_format)
                 made = made.contiguous()
                 # No view: those of a function with several results must not be changed in place.
-                return made if made._base is None else torch.ops.aten._unsafe_view(made, made.shape)
+                return torch.ops.aten._unsafe_view(made, made.shape) if is_view(made) else made
             if result is None:
                 result = made.new_empty((*made.shape[:FIRST], *sizes(box)))
             cut_spatial(result, part, box).copy_(made)

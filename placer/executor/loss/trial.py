@@ -4,10 +4,12 @@ The function is called for two groups of rows, each alone and both together. The
 it is a mean over rows, a sum, or neither. Rows of outputs are the model's own, in the second group with large
 random numbers added, so that the losses of the groups differ even where outputs are all alike, as those of a
 model that was not trained yet. Outputs of which none is negative are averaged with numbers in [0, 1] instead
-(positive ones, and those in [0, 1], stay such), and so are all if the loss of large ones is not finite. Targets are rows of the batch's: in the first group with all labels that the batch has put into them,
-or the least and the largest number, zero and NaN, and a third of all elements the least; in the second with
-the largest value alone. So a label that is ignored (``ignore_index``) or weighted shows, however rare it is,
-also if the loss leaves out the first token or the border of an image.
+(positive ones, and those in [0, 1], stay such), and so are all if the loss of large ones is not finite.
+
+Targets are rows of the batch's: in the first group with all labels that the batch has put into them, or the
+least and the largest number, zero and NaN, and a third of all elements the least; in the second with the
+largest value alone. So a label that is ignored (``ignore_index``) or weighted shows, however rare it is, also
+if the loss leaves out the first token or the border of an image.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from placer._torch import make_wrapper
 from placer.errors import PlacerError
 from placer.executor.distributed.reduction.summing import SummingGroup, gather_pieces
 from placer.state_layout import piece_of
@@ -40,9 +41,7 @@ class GradientPiece(Tensor):
     def __new__(
         cls, piece: Tensor, *, shape: torch.Size, name: str, group: SummingGroup
     ) -> GradientPiece:
-        made: GradientPiece = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=piece.dtype, device=piece.device
-        )
+        made: GradientPiece = make_wrapper(cls, piece, shape)
         made.own = piece_of(shape.numel(), group.rank, group.size)
         made.piece = piece[: made.own.stop - made.own.start]
         made.parameter_name, made.group = name, group
