@@ -81,7 +81,9 @@ def _undivided(data: Mapping[str, Any]) -> list[Problem]:
     if not undivided or data.get("shard_over", "auto") == "auto":
         return []
     problem = 'has no effect, because "shard_state" is "none"'
-    return [("/shard_over", problem, 'write "shard_state": "optimizer" too, or leave it out')]
+    return [
+        ("/shard_over", problem, 'write "shard_state": "optimizer" or "auto" too, or leave it out')
+    ]
 
 
 def _number_of_shards(data: Mapping[str, Any]) -> int:
