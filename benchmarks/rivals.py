@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ import torchvision
 from torch import Tensor, nn
 
 import placer
-from benchmarks.record import write_result
+from benchmarks.record import RESULTS, write_result
 from examples.gpt3_ten_thousand import GPT
 from examples.unet3d import unet3d
 from placer.api import as_spec, lower_call
@@ -31,6 +32,7 @@ from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 
 Spec = dict[str, Any]
+_FILE = RESULTS / "rivals.json"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,7 +102,6 @@ CASES = {
         blocks="*",
     ),
     "GPT of 7B, 64 sequences, one DGX A100": _tokens(32, 4096, rows=64, nodes=1),
-    "GPT of 13B, 256 sequences, four DGX A100": _tokens(40, 5120, rows=256, nodes=4),
     "GPT-3 of 175B, 1,536 sequences, 128 DGX A100": _tokens(96, 12288, rows=1536, nodes=128),
 }
 
@@ -109,8 +110,8 @@ Group = list[Spec]  # specs of which the first needs the least memory
 
 
 def data_parallel(case: Case) -> Iterator[Group]:
-    """``nn.DataParallel``: one process, a replica per device, all rows at once."""
-    yield [{"stages": 1, "replicas": min(case.count, case.rows)}]
+    """``nn.DataParallel``: one process, so one node, a replica per device, all rows at once."""
+    yield [{"stages": 1, "replicas": min(case.node, case.rows)}]
 
 
 def distributed_data_parallel(case: Case) -> Iterator[Group]:
@@ -170,9 +171,10 @@ def _powers(limit: int) -> list[int]:
 
 
 def _microbatched(case: Case, spec: Spec) -> Group:
-    """``spec`` with micro-batches of 1, 4, 16, … samples."""
+    """``spec`` with micro-batches of 1, 4, 16, … samples, and with all rows at once."""
     rows = case.rows // spec["replicas"]
-    return [{**spec, "microbatches": rows // size} for size in _powers(rows)[::2]]
+    sizes = dict.fromkeys([*_powers(rows)[::2], rows])
+    return [{**spec, "microbatches": rows // size} for size in sizes]
 
 
 def best_of(case: Case, groups: Iterator[Group], *, processes: bool) -> Plan | None:
@@ -201,33 +203,44 @@ def describe(plan: Plan) -> str:
     return f"{plan.replicas} x {len(plan.stages)} x {plan.microbatches} on {devices}"
 
 
+def rate(case: Case) -> list[list[str]]:
+    """The rows of the table for ``case``."""
+    best = automatic(case)
+    rows = [["**placer auto**", describe(best), f"{best.step_seconds:.3f}", "1"]]
+    for rival, (processes, rule) in RIVALS.items():
+        print(f" {rival}", flush=True)
+        plan = best_of(case, rule(case), processes=processes)
+        if plan is None:
+            rows.append([rival, "", "does not fit", ""])
+            continue
+        slower = plan.step_seconds / best.step_seconds
+        rows.append([rival, describe(plan), f"{plan.step_seconds:.3f}", f"{slower:.2f}"])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__)
-    parser.add_argument("--only", help="cases whose name has this")
+    parser.add_argument(
+        "--only", default="", help="cases whose name has this; others stay as they are"
+    )
     only = parser.parse_args().only
-    rows = []
     for name, case in CASES.items():
-        if only and only not in name:
-            continue
-        print(name, flush=True)
-        best = automatic(case)
-        rows.append([name, "**placer auto**", describe(best), f"{best.step_seconds:.3f}", "1"])
-        for rival, (processes, rule) in RIVALS.items():
-            print(f" {rival}", flush=True)
-            plan = best_of(case, rule(case), processes=processes)
-            if plan is None:
-                rows.append(["", rival, "", "does not fit", ""])
-            else:
-                slower = plan.step_seconds / best.step_seconds
-                rows.append(
-                    ["", rival, describe(plan), f"{plan.step_seconds:.3f}", f"{slower:.2f}"]
-                )
+        if only in name:
+            print(name, flush=True)
+            rated = rate(case)
+            known = json.loads(_FILE.read_text()) if _FILE.exists() else {}
+            _FILE.write_text(json.dumps({**known, name: rated}, indent=1) + "\n")
+    known = json.loads(_FILE.read_text())
     write_result(
         "rivals",
         "Common ways to train, by the same simulator",
         "python -m benchmarks.rivals",
         ["case", "way", "replicas x stages x micro-batches", "seconds of a step", "of auto's"],
-        rows,
+        [
+            [name * (number == 0), *row]
+            for name in CASES
+            for number, row in enumerate(known.get(name, ()))
+        ],
         (__doc__ or "").partition("\n\n")[2],
     )
 
