@@ -152,16 +152,9 @@ class Bounds:
         # Values are sent at once, so the layout in which sums take the least time is the best.
         grid = self._grid(strategy, self._layouts[-1])
         seconds, worst = self._seconds(strategy, grid, sums, slowest)
-        return Bound(
-            seconds=seconds,
-            worst_seconds=worst,
-            nbytes=self.nbytes(strategy),
-            state=self._state(strategy),
-        )
-
-    def nbytes(self, strategy: Strategy) -> float:
-        """The bytes of its bound, which are known sooner than the seconds."""
-        return self._state(strategy) + self._activations(strategy, self._sums_of(strategy))
+        state = self._state(strategy)
+        nbytes = state + self._activations(strategy, sums)
+        return Bound(seconds=seconds, worst_seconds=worst, nbytes=nbytes, state=state)
 
     def along_program_order(self, strategy: Strategy, share: float = 1.0) -> Bound | None:
         """An estimate of the best stages along program order instead of a bound; None if none fit.

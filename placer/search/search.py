@@ -161,7 +161,7 @@ class _Search:
 
     def _list_families(self) -> list[Rated]:
         """Fill in the strategies that may fit by their bounds. Returns the smallest of all other families."""
-        smallest: dict[Family, tuple[float, Strategy]] = {}
+        smallest: dict[Family, tuple[Strategy, Bound]] = {}
         pinned = bool(self._wanted.layers)
         for strategy in list_strategies(
             self._make.program,
@@ -174,18 +174,19 @@ class _Search:
                 continue
             if pinned and strategy.spec(self._wanted, self._pool) is None:
                 continue
-            nbytes, family = self._bounds.nbytes(strategy), strategy.family
-            if nbytes <= self._bounds.room:
-                self._left.setdefault(family, []).append((strategy, self._bounds(strategy)))
+            bound = self._bounds(strategy)
+            if bound.nbytes <= self._bounds.room:
+                self._left.setdefault(strategy.family, []).append((strategy, bound))
                 continue
             self._too_large.add(strategy)
-            if family not in smallest or nbytes < smallest[family][0]:
-                smallest[family] = nbytes, strategy
+            _, least = smallest.setdefault(strategy.family, (strategy, bound))
+            if bound.nbytes < least.nbytes:
+                smallest[strategy.family] = strategy, bound
         for members in self._left.values():
             members.sort(key=lambda pair: self._values(pair[0], pair[1].seconds, pair[1].nbytes))
         return [
-            Rated(strategy=strategy, bound=self._bounds(strategy), spec=spec)
-            for family, (_, strategy) in smallest.items()
+            Rated(strategy=strategy, bound=bound, spec=spec)
+            for family, (strategy, bound) in smallest.items()
             if family not in self._left and (spec := strategy.spec(self._wanted, self._pool))
         ]
 
