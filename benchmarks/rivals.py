@@ -4,7 +4,8 @@ Each way is a rule that writes specs: it fixes stages, replicas, schedule, recom
 optimizer's state, as the guides of these projects say. The size of a micro-batch is the best one that fits.
 Where a stage begins is left to placer, which is at least as good as the rule (Megatron and torchtitan give
 every stage equally many blocks). placer has no tensor parallelism, so theirs is left out, and so is FSDP's
-division of weights.
+division of weights. "replicas x stages" leaves out the parts of a stage in space, which are devices too.
+
 All plans are for a process per device, except that of ``DataParallel``; nothing is allocated.
 """
 
@@ -239,7 +240,7 @@ def main() -> None:
         [
             [name * (number == 0), *row]
             for name in CASES
-            for number, row in enumerate(known.get(name, ()))
+            for number, row in enumerate(known.get(name, [["not rated yet", "", "", ""]]))
         ],
         (__doc__ or "").partition("\n\n")[2],
     )
