@@ -73,9 +73,12 @@ def _as_written(name: str) -> Any:
 
 
 def _choices(schema: Mapping[str, Any]) -> list[str]:
-    """The words that a field may be, as far as its schema lists them."""
-    alternatives = [schema, *schema.get("anyOf", ())]
-    return [word for part in alternatives for word in part.get("enum", ())]
+    """The words that a field may be, as far as its schema lists them; N is any number."""
+    choices = []
+    for part in [schema, *schema.get("anyOf", ())]:
+        choices += ["N"] if part.get("type") == "integer" else []
+        choices += part.get("enum", [part["const"]] if "const" in part else [])
+    return choices
 
 
 def _value(name: str, value: Any) -> Any:
