@@ -27,7 +27,15 @@ Fields = Annotated[
     dict[str, Any],
     spec_fields(
         *("microbatches", "schedule", "replicas", "checkpoint", "offload", "chunks", "space"),
-        *("precision", "optimizer", "batch_norm", "objective", "batch", "shard_state", "shard_over"),
+        *(
+            "precision",
+            "optimizer",
+            "batch_norm",
+            "objective",
+            "batch",
+            "shard_state",
+            "shard_over",
+        ),
     ),
 ]
 Spec = Annotated[

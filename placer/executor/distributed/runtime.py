@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,6 @@ from placer.executor.distributed.checks import (
     check_parameters,
     check_scaler,
     check_training,
-    refuse_unsummed_steps,
 )
 from placer.executor.distributed.connection import Connection
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
@@ -51,16 +49,11 @@ from placer.executor.distributed.messages.pipeline import LossOf, LossOfBatch, P
 from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.messages.whole_batch import FirstReplica, loss_over_replicas
 from placer.executor.distributed.randomness import own_random_state
-from placer.executor.distributed.reduction.gradient_piece import GradientPiece
-from placer.executor.distributed.reduction.gradients import (
-    GradientReducer,
-    find_shared_parameters,
-)
 from placer.executor.distributed.reduction.inputs import sum_input_gradients
 from placer.executor.distributed.reduction.pieces import Pieces
+from placer.executor.distributed.reduction.rank_gradients import RankGradients
 from placer.executor.distributed.reduction.statistics import moments_of_replicas
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
-from placer.executor.distributed.reduction.summing import GroupSum
 from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.executor.gradient_hooks import hooks_run_once
@@ -156,16 +149,15 @@ class DistributedRuntime(Runtime):
             layer_of=plan.node_layers,
         )
         self.placeholder = nn.Parameter(torch.empty(0, device=device))
-        self._reducer: GradientReducer | None = None
-        self._accumulates = False  # in `accumulating`
-        self._pieces = Pieces([])
-        self._reduced: tuple[int, ...] = ()  # ids of the parameters that these are for
+        self.gradients = RankGradients(
+            part,
+            plan=plan,
+            staged=staged,
+            ownership=ownership,
+            assignment=assignment,
+            connection=self._connection,
+        )
         self._frozen = frozenset(n for n, p in part.named_parameters() if not p.requires_grad)
-
-    @property
-    def _rounds(self) -> int | None:
-        """How often a step sums gradients if they are divided, which is after every micro-batch."""
-        return self.plan.microbatches if self.plan.shard_state == "gradients" else None
 
     @property
     def process_groups(self) -> Groups:
@@ -244,32 +236,15 @@ class DistributedRuntime(Runtime):
     ) -> Tensor:
         self._set_input_flags(call)
         programs, leaves = call.programs, call.leaves
-        # Checked before any communication, so that a rank that is called alone raises without waiting.
-        check_training()
-        check_scaler(scaler, num_devices=self.assignment.num_devices)
         is_sliced = self.plan.replicas * self.plan.microbatches > 1
         together = loss_of.whole_batch and is_sliced
-        if together:
-            check_whole_batch(programs.captured, self.plan.schedule)
-            if own_rows and self.module._forward_hooks:
-                raise PlacerError(
-                    "whole_batch",
-                    "hooks on the placed module would get the inputs of one replica and results of all",
-                    "give every rank the whole batch, without own_rows",
-                )
-        if call.boxes and self.module._forward_hooks:
-            raise PlacerError(
-                "placer.Box",
-                "is a part of an input, and hooks on the placed module would get the whole one",
-                "pass the whole tensor, or remove the hooks",
-            )
+        self._check_step(call, scaler, together=together, own_rows=own_rows)
         callers = CallerGraph()
         leaves, target, boxes = callers.cut((leaves, target, dict(call.boxes)))
         call = call._replace(boxes=boxes)
         if loss_of.whole_batch and not own_rows:
             target = Whole(unmarked(target))  # need not have a row per sample
         rows = batch_size(programs.call, leaves)
-        groups = self.process_groups
         with self._connection.told():
             parameters = dict(self.tree.named_parameters())
             trained = check_parameters(parameters, self.ownership.first_name, self._frozen)
@@ -287,7 +262,7 @@ class DistributedRuntime(Runtime):
                 normalizer=loss_of.has_normalizer,
                 whole_batch=loss_of.whole_batch,
                 profile=is_measured(),
-                accumulate=self._accumulates,
+                accumulate=self.gradients.are_accumulated,
                 scaler=scaler is not None,
                 count=partial(
                     count_rows,
@@ -307,21 +282,8 @@ class DistributedRuntime(Runtime):
 
         def loss_of_batch(runs: Sequence[MicrobatchRun]) -> list[Tensor]:
             begin()
-            whole = PlacedMicrobatch(
-                replica=self.replicas[0].with_program(share.largest.staged),
-                trees=[],
-                leaves=leaves,
-                inputs={},
-                target=target,
-                numbers=call.leaves_by_name,
-            )
-            return loss_over_replicas(
-                FirstReplica(group=groups.columns, device=self.device),
-                runs,
-                [batch_size(programs.call, each.leaves) or 1 for each in share.microbatches],
-                whole,
-                lambda *given: self._whole_batch_loss(loss_of, scale, *given)[0],
-                own_rows=own_rows,
+            return self._loss_over_replicas(
+                loss_of, scale, runs, share, call, leaves, target, own_rows=own_rows
             )
 
         with self._own_random_state(), self._agreed(agreement):
@@ -330,11 +292,11 @@ class DistributedRuntime(Runtime):
             )
             # Every shard computes the loss; gradients are sums over shards.
             scale = self._scale(scaler) / self.plan.shards
-            reducer = self._current_reducer(trained)
+            reducer = self.gradients.reducer(trained)
             with hooks_run_once(
                 parameters.values(), keep=reducer.hook_ids, explain=self._hook_failure
             ):
-                reducer.prepare(len(share.microbatches), sums=not self._accumulates)
+                reducer.prepare(len(share.microbatches), sums=not self.gradients.are_accumulated)
                 results = self._execute(
                     share,
                     None if together else loss_of_slice,
@@ -343,18 +305,18 @@ class DistributedRuntime(Runtime):
                     scale=scale,
                 )
                 begin()  # also where no losses are computed
-                if not self._accumulates:
+                if not self.gradients.are_accumulated:
                     reducer.send_rest()  # before the next messages, which use the same groups
                 losses = LossReduction(
                     [] if self.assignment.shard_index else results.losses,
                     loss_of=loss_of,
                     source=self._loss_rank if self.plan.replicas == 1 else None,
-                    world=groups.world,
+                    world=self.process_groups.world,
                     device=self.device,
                 )
                 moments = self._moments_of_replicas()
                 written = self._share_written(share.largest, moments)
-                if not self._accumulates:
+                if not self.gradients.are_accumulated:
                     reducer.finish()
             if share.largest.staged.stored and share.microbatches:
                 self._store_of_step(call, share, results, own_rows=own_rows)
@@ -364,7 +326,7 @@ class DistributedRuntime(Runtime):
                 leaves,
                 [dim is not None for dim in programs.call.batch_dims],
                 boxes,
-                groups,
+                self.process_groups,
                 own_rows=own_rows,
                 device=self.device,
             )
@@ -373,6 +335,61 @@ class DistributedRuntime(Runtime):
             update_statistics(self.tree, moments)
             losses.check()
             return loss
+
+    def _check_step(
+        self, call: Call, scaler: torch.amp.GradScaler | None, *, together: bool, own_rows: bool
+    ) -> None:
+        """Raise ``PlacerError`` for a step that cannot be made.
+
+        Before any communication, so that a rank that is called alone raises without waiting. ``together``
+        says that the loss is one over several slices.
+        """
+        check_training()
+        check_scaler(scaler, num_devices=self.assignment.num_devices)
+        if together:
+            check_whole_batch(call.programs.captured, self.plan.schedule)
+            if own_rows and self.module._forward_hooks:
+                raise PlacerError(
+                    "whole_batch",
+                    "hooks on the placed module would get the inputs of one replica and results of all",
+                    "give every rank the whole batch, without own_rows",
+                )
+        if call.boxes and self.module._forward_hooks:
+            raise PlacerError(
+                "placer.Box",
+                "is a part of an input, and hooks on the placed module would get the whole one",
+                "pass the whole tensor, or remove the hooks",
+            )
+
+    def _loss_over_replicas(
+        self,
+        loss_of: StepLoss,
+        scale: float,
+        runs: Sequence[MicrobatchRun],
+        share: Share,
+        call: Call,
+        leaves: Sequence[Tensor],
+        target: Any,
+        *,
+        own_rows: bool,
+    ) -> list[Tensor]:
+        """One loss over the results of all replicas, on the first; ``runs`` get their gradients."""
+        whole = PlacedMicrobatch(
+            replica=self.replicas[0].with_program(share.largest.staged),
+            trees=[],
+            leaves=leaves,
+            inputs={},
+            target=target,
+            numbers=call.leaves_by_name,
+        )
+        return loss_over_replicas(
+            FirstReplica(group=self.process_groups.columns, device=self.device),
+            runs,
+            [batch_size(call.programs.call, each.leaves) or 1 for each in share.microbatches],
+            whole,
+            lambda *given: self._whole_batch_loss(loss_of, scale, *given)[0],
+            own_rows=own_rows,
+        )
 
     def _store_of_step(self, call: Call, share: Share, results: Results, *, own_rows: bool) -> None:
         """Leave behind on every rank what forward would have left, for the rows that the rank was given."""
@@ -417,37 +434,10 @@ class DistributedRuntime(Runtime):
         )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        self._require_sums("clip_grad_norm_")
+        self.gradients.require_sums("clip_grad_norm_")
         norm_type = float(norm_type)
         self.announce("placed.clip_grad_norm_", max_norm=float(max_norm), norm_type=norm_type)
-        largest = norm_type == float("inf")
-        norm = torch.zeros((), dtype=torch.float64, device=self.device)
-        for copies, found in self._own_gradients().items():
-            part = nn.utils.get_total_norm(found, norm_type).to(norm)
-            norm = torch.maximum(norm, part) if largest else norm + part**norm_type / copies
-        groups = self.process_groups
-        with self.watch():
-            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(norm, op, group=groups.world if self._rounds else groups.pp)
-        total: Tensor = norm if largest else norm ** (1 / norm_type)
-        nn.utils.clip_grads_with_norm_(self.tree.parameters(), max_norm, total)
-        return total
-
-    def _own_gradients(self) -> Mapping[float, Sequence[Tensor]]:
-        """The gradients that this rank counts, or its pieces of them, by how many ranks count the same.
-
-        Whole ones are counted by their first stage in each replica, pieces by every rank that has them.
-        """
-        names, replicas = self.tensor_names, self.plan.replicas * self.plan.shards
-        found = defaultdict[float, list[Tensor]](list)
-        for name, parameter in self.tree.named_parameters():
-            holders, gradient = self.ownership.holders[names[name]], parameter.grad
-            if isinstance(gradient, GradientPiece):
-                if gradient.piece.numel():
-                    found[replicas * len(holders) / gradient.group.size].append(gradient.piece)
-            elif gradient is not None and holders[0] == self.assignment.device_index:
-                found[replicas if self._rounds else 1].append(gradient)
-        return found
+        return self.gradients.clip(max_norm, norm_type, self.device)
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -489,7 +479,7 @@ class DistributedRuntime(Runtime):
         readers: Mapping[str, Sequence[int]],
         count: Callable[..., int | None] | None = None,
     ) -> CallCheck:
-        self._pieces.require_whole()
+        self.gradients.require_whole()
         return CallCheck(
             called,
             room=len(self.staged.graph_inputs) + _MORE_INPUTS,
@@ -608,56 +598,13 @@ class DistributedRuntime(Runtime):
             self.device, self.assignment.replica_index, self.assignment.device_index
         )
 
-    def _current_reducer(self, trained: tuple[int, ...]) -> GradientReducer:
-        """The reducer for the parameters with these ids."""
-        if self._reducer is None or trained != self._reduced:
-            self._pieces.require_whole()
-            if self._reducer is not None:
-                self._reducer.close()
-            across = self.process_groups.across
-            shared = find_shared_parameters(
-                self.tree,
-                self.staged,
-                self.ownership,
-                self.assignment.stage_indices,
-                cache(lambda devices: GroupSum(self.process_groups.of_holders(devices))),
-                cache(lambda devices: GroupSum(self.process_groups.sharing[devices])),
-                None if across is None else GroupSum(across),
-            )
-            before = self._reducer
-            self._reducer = GradientReducer(shared, divided=self._rounds)
-            self._reducer.is_unsummed = before is not None and before.is_unsummed
-            if self.plan.shard_state != "none":
-                self._pieces = Pieces(shared)
-            self._connection.before_closing = self._reducer.close
-            self._reduced = trained
-        return self._reducer
-
     @property
     def pieces(self) -> Pieces:
         """The pieces of parameters that optimizers update here; none unless their state is sharded."""
-        if self.plan.shard_state != "none":
-            parameters = self.tree.parameters()
-            self._current_reducer(tuple(id(p) for p in parameters if p.requires_grad))
-        return self._pieces
+        return self.gradients.pieces
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        refuse_unsummed_steps(self.tree, self._require_sums)
-        # Divided gradients cannot wait for their sum: no rank has room for whole ones.
-        self._accumulates = not self._rounds
-        try:
-            yield
-        finally:
-            self._accumulates = False
-
-    def _require_sums(self, what: str) -> None:
-        if self._reducer is not None and self._reducer.is_unsummed:
-            raise PlacerError(
-                what,
-                "gradients of steps in placed.accumulate() are not summed over replicas yet",
-                "call the last placed.step before it outside of placed.accumulate()",
-            )
+    def accumulating(self) -> AbstractContextManager[None]:
+        return self.gradients.accumulating()
 
     def watch(self) -> AbstractContextManager[None]:
         """In this block, a failure is told to the other ranks and ends the connection to them.
