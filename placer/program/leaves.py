@@ -35,8 +35,12 @@ def is_inside(paths: Collection[str], path: str) -> bool:
 
 def must_stay_whole(module: nn.Module) -> bool:
     """Does ``module`` have hooks or parametrizations, which must run around the whole of it?"""
-    table = module.__dict__
-    return any(map(table.get, HOOK_TABLES)) or "parametrizations" in module._modules
+    return has_hooks(module) or "parametrizations" in module._modules
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Does ``module`` have hooks that run when it is called, forward or backward?"""
+    return any(map(module.__dict__.get, HOOK_TABLES))
 
 
 def hook_count(module: nn.Module) -> int:

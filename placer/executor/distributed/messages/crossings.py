@@ -38,7 +38,7 @@ from placer.program import (
     tensors_of,
     unflatten,
 )
-from placer.program.leaves import hook_count, is_torch_leaf
+from placer.program.leaves import has_hooks, is_torch_leaf
 from placer.program.originals import note_originals
 from placer.program.reachable import find_reachable_state
 from placer.schedule import Flow
@@ -186,9 +186,9 @@ class CrossingFinder:
         self._layers = {path for path, module in modules.items() if is_torch_leaf(module)}
         for path in self._layers:
             share_hooks(modules[path], self._copies[0][path])
-        self._had_no_hooks = {
-            x for x, m in modules.items() if x and not (hook_count(m) or is_torch_leaf(m))
-        }
+        self._had_no_hooks = [
+            x for x, m in modules.items() if x and not (has_hooks(m) or is_torch_leaf(m))
+        ]
         self._ownership = ownership
         programs = ProgramCache(self.whole, plan, staged, planned_autocast(plan.precision))
         self.calls = CallCache(programs, before_capture=self.follow)
@@ -207,10 +207,10 @@ class CrossingFinder:
         """
         modules = dict(self.part.named_modules())
         for path in self._layers & modules.keys():
-            if hook_count(modules[path]):
+            if has_hooks(modules[path]):
                 share_hooks(modules[path], self._copies[0][path])
-        for path in sorted(self._had_no_hooks & modules.keys()):
-            if hook_count(modules[path]):
+        for path in self._had_no_hooks:
+            if path in modules and has_hooks(modules[path]):
                 raise PlacerError(
                     path,
                     "hooks were put on it after it was placed, which works in one process only: it is no "
@@ -227,7 +227,7 @@ class CrossingFinder:
             for path in modules.keys() & copied.keys():
                 if copied[path].training != modules[path].training:  # to set it is slow
                     copied[path].training = modules[path].training
-        self._modes = tuple(module.training for module in self.whole.modules())
+        self._modes = tuple(module.training for module in self._copies[0].values())
 
     def train(self, mode: bool) -> None:
         """Set the mode of modules that this rank's part lacks, too."""
