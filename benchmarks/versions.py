@@ -143,7 +143,7 @@ def _run(row: Row, environment: Path, uv: str) -> Outcome:
         [uv, "venv", "--quiet", "--allow-existing", "--python", row.python, str(environment)],
         [
             *(uv, "pip", "install", "--quiet", "--python", str(python)),
-            *("--resolution", row.resolution, *row.requirements),
+            *("--resolution", row.resolution, "pip", "setuptools>=77", *row.requirements),
         ],
     ]
     here_only = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}  # a row needs its Python on PATH

@@ -6,6 +6,7 @@ The names that are replaced are in the tables of `placer._torch`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -241,7 +242,11 @@ def override_operators(
 ) -> Iterator[None]:
     """In this block, the dispatcher calls ``kernels`` (aten operator -> function) at the dispatch key."""
     with torch.library._scoped_library("aten", "IMPL") as library:
-        for op, kernel in kernels.items():
-            name = op.name().removeprefix("aten::")
-            library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # torch 2.11 tells the user of the first kernel that is replaced
+            for op, kernel in kernels.items():
+                name = op.name().removeprefix("aten::")
+                library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)
         yield

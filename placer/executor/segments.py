@@ -117,10 +117,12 @@ def _run_recomputed(
     states = {device: random_state(device) for device in (_CPU, *(p.device for p in places))}
     modes = function_modes()
     training = {module: module.training for module in _modules(segment, tree)}
+    arguments = tuple(inputs)
+    inputs.clear()
     runs = 0
     again: set[int] = set()  # the backwards in which it has run again
 
-    def run(*arguments: Any) -> tuple[Any, ...]:
+    def run(*_: Tensor) -> tuple[Any, ...]:
         nonlocal runs
         runs += 1
         with ExitStack() as stack:
@@ -137,10 +139,10 @@ def _run_recomputed(
                 stack.enter_context(_training_swapped(training))
             return forward(tree, place.device, list(arguments))
 
-    arguments = tuple(inputs)
-    inputs.clear()
+    # They tell checkpoint the device. It maps over them, which torch 2.11 cannot do with packed sequences.
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
     outputs: tuple[Any, ...] = checkpoint(
-        run, *arguments, use_reentrant=False, preserve_rng_state=False
+        run, *tensors, use_reentrant=False, preserve_rng_state=False
     )
     return outputs
 
