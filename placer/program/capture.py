@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from placer.errors import CaptureError
@@ -26,9 +24,6 @@ from placer.program.call import (
 from placer.program.checks import (
     check_arguments,
     check_model,
-    store_of_backward,
-    store_of_whole,
-    unknown_store,
     whole_if_packed,
 )
 from placer.program.failure import (
@@ -44,32 +39,21 @@ from placer.program.failure import (
 from placer.program.fake import FakeConverter, Guess
 from placer.program.fingerprint import fingerprint_graph
 from placer.program.guards import tensor_paths
-from placer.program.inside import SOMETHING_ELSE, mixing_inside
-from placer.program.leaves import find_whole_modules, is_inside, is_torch_leaf, runs_own_hooks
+from placer.program.inside import SOMETHING_ELSE
+from placer.program.leaves import find_whole_modules, is_torch_leaf, runs_own_hooks
 from placer.program.record import RecordedProgram, record_model, replaced_state
 from placer.program.recorder import Setup
-from placer.program.rows import (
-    Mixing,
-    RowFlow,
-    Rows,
-    find_rows,
-    is_norm,
-    is_norm_function,
-    rows_by_size,
-)
+from placer.program.row_check import RowCheck
 from placer.program.size_log import reads_rows, varying_reading
 from placer.program.state import state_of
 from placer.program.stored import StateInput
-from placer.program.targets import WholeRoot
 from placer.program.types import Captured, Conditions, WholeModule, rows_of, training_flags
 from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
-from placer.spec.layers import match_paths
 from placer.versions import require_torch
 
 _CHECKPOINTED = "the model checkpoints its activations, so backward runs it again as a whole"
 
-_DECIDES = "it decides by values of the batch what it computes"
 _CHECK_INPUTS = "check the example inputs: shapes, dtypes, and the mode of the model"
 _NO_VALUES = (
     "it reads values of tensors, which planning does not have (0 and 1 were tried): keep the values "
@@ -147,8 +131,6 @@ class _Capture:
         self.guess = Guess()
         self.fixed_batch_reason = ""
         self.reads_rows = False
-        self.mixing_note = ""
-        self.mixing = ""
 
     def record(self) -> RecordedProgram:
         """Record with as few single-node modules as possible, for every batch size if possible."""
@@ -266,10 +248,10 @@ class _Capture:
         if other is None:
             self.fixed_batch_reason = reasons[0] if reasons else ""
             return
-        found = self._first_difference(recording, other)
+        found = recording.first_difference(other, self.whole)
         if found is None:
             self.reads_rows = reads_rows(recording.sizes, other.sizes)
-            if _operations(recording) != _operations(other):
+            if recording.operations() != other.operations():
                 self.fixed_batch_reason = f"the model itself: {SOMETHING_ELSE}"
             return
         layer, location = found
@@ -291,30 +273,12 @@ class _Capture:
         except CaptureError:  # all sequences must have the full length
             return
         reason = "its Python code depends on the lengths of packed sequences"
-        found = self._first_difference(recording, other)
+        found = recording.first_difference(other, self.whole)
         if found is not None:
             raise TraceFailure(found[0], reason, found[1])
         reading = varying_reading(recording.sizes, other.sizes)
         if reading is not None:
             raise TraceFailure(reading.layer, reason, "")
-
-    def _first_difference(
-        self, recording: RecordedProgram, other: RecordedProgram
-    ) -> tuple[str, str] | None:
-        """The module where the graph of ``other`` first differs, and the line; None if it does not."""
-        first, second = recording.lines, other.lines
-        if first == second and recording.result == other.result:
-            return None
-        nodes = list(recording.graph.nodes)
-        index = next(
-            (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-            min(len(first), len(second)) - 1,
-        )
-        node = nodes[min(index, len(nodes) - 1)]
-        layer = recording.layer_of.get(node.name, "")
-        if node.op == "call_module" or layer in self.whole:
-            layer = layer.rpartition(".")[0]
-        return layer, recording.location_of.get(node.name, "")
 
     @property
     def input_dims(self) -> tuple[BatchDim, ...]:
@@ -339,189 +303,6 @@ class _Capture:
         return tuple(
             replace(each, batch_dim=dim) for each, dim in zip(recording.state, dims, strict=True)
         )
-
-    def find_rows(
-        self,
-        recording: RecordedProgram,
-        aliasing: Aliasing,
-        state_of: Mapping[str, Collection[str]],
-    ) -> RowFlow | None:
-        """How nodes depend on the rows of the batch; None if that is not known.
-
-        Raises ``CaptureError`` if the batch is to be split and a node mixes its rows, unless the user has
-        said how the inputs are split.
-        """
-        doubled: RecordedProgram | None = self.batch.doubled
-        flow, mixing = None, self.reading_mixing(recording, None)
-        if self.fixed_batch_reason and doubled is not None:
-            mixing += self.batch_mixing(recording, doubled)
-        if (
-            doubled is not None
-            and len(doubled.shapes) == len(recording.shapes)
-            and not self.fixed_batch_reason
-        ):
-            flow = find_rows(
-                recording.graph,
-                recording.shapes,
-                doubled.shapes,
-                self.all_dims(recording),
-                self.model,
-                recording.independent,
-                aliasing.mutated_state_of,
-                state_of,
-                aliasing.mutated_inputs_of,
-            )
-            mixing = [
-                *self.reading_mixing(recording, flow),
-                *flow.mixing,
-                *self.inside_mixing(recording, doubled, flow),
-                *self.hook_mixing(recording, doubled),
-                *self.state_mixing(recording, aliasing, flow),
-            ]
-        if not mixing:
-            return flow
-        first = mixing[0]
-        layer = first.layer or recording.layer_of.get(first.node, "") or type(self.model).__name__
-        location = first.location or recording.location_of.get(first.node, "")
-        reason = f"{first.reason}{f' ({location})' if location else ''}"
-        is_said = self.rules.says(self.names, self.input_dims)
-        if not self.rules.is_split:
-            self.mixing = "" if is_said or flow is None else f"{layer}: {reason}"
-        elif is_said:
-            self.mixing_note = (
-                f"{layer}: {first.reason}. Every slice of the batch is computed by itself, as the "
-                "spec's inputs say, so results are those of the slices, not of the whole batch."
-            )
-        else:
-            said = self.rules.spell(self.names, self.input_dims)
-            raise CaptureError(
-                layer,
-                f"{reason}, so a slice of the batch does not compute what the whole batch does",
-                "use 1 replica and 1 micro-batch; or return what is compared, and compare it in the loss, by "
-                "placed.step(…, whole_batch=True); or, if slices may be computed by themselves, as under "
-                f'nn.DataParallel, say so in the spec: "inputs": {said}',
-            )
-        return flow
-
-    def reading_mixing(self, recording: RecordedProgram, flow: RowFlow | None) -> list[Mixing]:
-        """The nodes that decide by values of the batch what they compute, as far as ``flow`` is known."""
-        return [
-            Mixing(node=node, reason=_DECIDES, location=location)
-            for node, location in recording.readings.items()
-            if flow is None or flow.rows[node].depends
-        ]
-
-    def batch_mixing(self, recording: RecordedProgram, doubled: RecordedProgram) -> list[Mixing]:
-        """Where the model runs other operations for another batch size, unless for a single row only."""
-        if self.rows == 1 or "" in self.whole or _operations(recording) == _operations(doubled):
-            return []
-        layer, location = self._first_difference(recording, doubled) or ("", "")
-        return [Mixing(node="", reason=SOMETHING_ELSE, layer=layer, location=location)]
-
-    def inside_mixing(
-        self, recording: RecordedProgram, doubled: RecordedProgram, flow: RowFlow
-    ) -> list[Mixing]:
-        """The single nodes that mix rows."""
-        found = [
-            mixing_inside(node.name, inside, doubled.inside[other.name], self.rows or 1, self.model)
-            for node, other in zip(recording.graph.nodes, doubled.graph.nodes, strict=True)
-            if (inside := recording.inside.get(node.name)) and flow.rows[node.name].depends
-        ]
-        return [each for each in found if each is not None]
-
-    def hook_mixing(self, recording: RecordedProgram, doubled: RecordedProgram) -> list[Mixing]:
-        """The modules whose hooks on gradients mix rows."""
-        found = []
-        for run, other in itertools.zip_longest(recording.gradient_hooks, doubled.gradient_hooks):
-            if run is None or other is None:
-                return [Mixing(node="", reason=SOMETHING_ELSE)]
-            mixing = mixing_inside("", run.inside, other.inside, self.rows or 1, self.model)
-            if run.reading:
-                mixing = Mixing(node="", reason=_DECIDES, location=run.reading)
-            if mixing is not None:
-                reason = f"a hook on its gradients replaces them, and {mixing.reason}"
-                location = mixing.location or run.location
-                found.append(Mixing(node="", layer=run.layer, reason=reason, location=location))
-        return found
-
-    def state_mixing(
-        self, recording: RecordedProgram, aliasing: Aliasing, flow: RowFlow
-    ) -> list[Mixing]:
-        """The nodes that set state from the batch, or that would set it once per micro-batch.
-
-        Raises ``CaptureError`` if it is a parameter. Norms are left to the spec's ``batch_norm``.
-        """
-        nodes = {node.name: node for node in recording.graph.nodes}
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        found = []
-        names_of = {name: set(names) for name, names in aliasing.mutated_state_of.items()}
-        for node in recording.graph.nodes:  # which values a module reads may decide what it writes
-            if _is_whole(node):
-                layer = str(node.target) if node.op == "call_module" else ""
-                found_in = (
-                    n for n in recording.written_inside if not layer or is_inside([layer], n)
-                )
-                inside = set(found_in)
-                names_of[node.name] = names_of.get(node.name, set()) | inside
-        for node_name, names in names_of.items():
-            node = nodes[node_name]
-            for name in sorted(names):
-                owner = self.model.get_submodule(name.rpartition(".")[0])
-                if is_norm(owner) or is_norm_function(node):
-                    continue
-                depends = flow.rows[node_name].depends
-                if _is_whole(node):
-                    depends = recording.written_inside.get(name, True)
-                if not (depends or self.rules.in_turn):
-                    continue
-                kind = "parameter" if name in parameters else "buffer"
-                reason = f"it sets the {kind} {name} " + (
-                    "from the batch"
-                    if depends
-                    else "in every call, and would for every micro-batch"
-                )
-                if kind == "parameter" and self.rules.is_split:
-                    raise CaptureError(
-                        recording.layer_of.get(node_name, "") or type(self.model).__name__,
-                        f"{reason}, so slices of the batch would make other weights than the whole batch",
-                        "call the model once before you place it, if only its first call does that; or use 1 "
-                        "replica and 1 micro-batch",
-                    )
-                found.append(Mixing(node=node_name, reason=reason))
-        return found
-
-    def result_rows(self, recording: RecordedProgram, flow: RowFlow | None) -> tuple[Rows, ...]:
-        """How each leaf of the output node depends on the rows of the batch.
-
-        By its shape if ``flow`` is not known. Raises ``CaptureError`` if the batch is to be split and it is
-        not known how a stored value of the batch follows from those of slices, or if a single node stores
-        one.
-        """
-        (leaves,) = recording.graph.output_node().args
-        assert isinstance(leaves, list | tuple)
-        doubled: RecordedProgram | None = self.batch.doubled
-        if flow is not None:
-            rows = [flow.rows[x.name] if isinstance(x, fx.Node) else Rows() for x in leaves]
-        elif doubled is not None and len(doubled.results) == len(recording.results):
-            rows = list(map(rows_by_size, recording.results, doubled.results))
-        else:
-            rows = [Rows(combination=None) for _ in leaves]
-        names = [f"result.{name}".rstrip(".") for name in recording.result.names]
-        names += [name for each in recording.stored for name in each.leaf_names]
-        for pattern, combination in self.rules.stored.items():
-            for name in match_paths(pattern, names):
-                rows[names.index(name)] = Rows(combination=combination)
-        if self.rules.is_split:
-            for name, row in list(zip(names, rows, strict=True))[len(recording.result.names) :]:
-                if not row.is_known:
-                    raise unknown_store(name)
-            for change in recording.changed_inside:
-                if not isinstance(change.value, bool | str | type(None)):
-                    raise store_of_whole(change)
-            for change in recording.changed_in_backward:
-                if not isinstance(change.value, bool | str | type(None)):
-                    raise store_of_backward(change)
-        return tuple(rows)
 
     def _run_larger(self, inputs: Sequence[Tensor]) -> tuple[RecordedProgram | None, str]:
         """Record with a larger batch; None and the reason if that fails."""
@@ -549,11 +330,6 @@ def _remedy(error: BaseException | None) -> str:
     return _CHECK_INPUTS
 
 
-def _is_whole(node: fx.Node) -> bool:
-    """Does ``node`` call a module, or all of the model?"""
-    return node.op == "call_module" or isinstance(node.target, WholeRoot)
-
-
 def _assemble(
     model: nn.Module,
     recording: RecordedProgram,
@@ -569,7 +345,20 @@ def _assemble(
         for path, location in recording.checkpointed.items()
     } | capture.whole
     reads = {node.name: state_of(node, modules, recording.constants) for node in nodes}
-    flow = capture.find_rows(recording, aliasing, reads)
+    check = RowCheck(
+        model=model,
+        recording=recording,
+        doubled=capture.batch.doubled,
+        aliasing=aliasing,
+        rules=capture.rules,
+        names=capture.names,
+        dims=capture.all_dims(recording),
+        shapes=[tensor.shape for tensor in capture.inputs],
+        whole=capture.whole.keys(),
+        fixed_batch_reason=capture.fixed_batch_reason,
+    )
+    flow = check.flow(reads)
+    mixing, note = check.outcome(flow)
     called = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
     return Captured(
         model=model,
@@ -608,11 +397,11 @@ def _assemble(
                 runs_own_hooks(x, capture.converter.reachable) for x in modules.values()
             ),
         ),
-        results=capture.result_rows(recording, flow),
+        results=check.results(flow),
         changing=recording.changing,
         fixed_batch_reason=capture.fixed_batch_reason,
-        notes=(capture.mixing_note,) if capture.mixing_note else (),
-        mixing=capture.mixing,
+        notes=(note,) if note else (),
+        mixing=mixing,
         stored=recording.stored,
         replaced=recording.replaced,
         state=capture.state(recording),
@@ -624,9 +413,3 @@ def _fixed(bound: BoundCall, recording: RecordedProgram) -> dict[str, int | floa
     free = {each.argument for each in recording.numbers}
     pairs = zip(bound.leaf_names, bound.leaves, strict=True)
     return {name: leaf for name, leaf in pairs if name in bound.numbers - free}
-
-
-def _operations(recording: RecordedProgram) -> list[Any]:
-    """What runs, and which flags of tensors are set, whatever the sizes."""
-    ran = [re.sub(r"\d+", "", line) for line in recording.lines]
-    return [*ran, *((each.path, each.flag) for each in recording.stored if each.flag is not None)]

@@ -6,8 +6,9 @@ prepares the run, restores the modules afterwards, and attributes failures to th
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -86,6 +87,31 @@ class RecordedProgram:
     sizes: SizeLog = field(default_factory=SizeLog)
     packs: bool = False  # forward packs sequences
     shapes: tuple[Any, ...]  # per node: the shape of its tensor, its number, or None
+
+    def operations(self) -> list[Any]:
+        """What runs, and which flags of tensors are set, whatever the sizes."""
+        ran = [re.sub(r"\d+", "", line) for line in self.lines]
+        return [*ran, *((each.path, each.flag) for each in self.stored if each.flag is not None)]
+
+    def first_difference(
+        self, other: RecordedProgram, whole: Collection[str]
+    ) -> tuple[str, str] | None:
+        """The module where the graph of ``other`` first differs, and the line; None if it does not.
+
+        A module that is a single node, as those at the paths ``whole`` are, is in the module around it.
+        """
+        if self.lines == other.lines and self.result == other.result:
+            return None
+        nodes = list(self.graph.nodes)
+        index = next(
+            (i for i, (a, b) in enumerate(zip(self.lines, other.lines, strict=False)) if a != b),
+            min(len(self.lines), len(other.lines)) - 1,
+        )
+        node = nodes[min(index, len(nodes) - 1)]
+        layer = self.layer_of.get(node.name, "")
+        if node.op == "call_module" or layer in whole:
+            layer = layer.rpartition(".")[0]
+        return layer, self.location_of.get(node.name, "")
 
 
 class UnlocatedRandomDraw(TraceFailure):
