@@ -385,7 +385,10 @@ class _Forward:
         if module is None:
             return self._function
         own = getattr(module, _FORWARD)
-        return self._function.__get__(module) if own is None else own
+        if own is not None:
+            return own
+        refuse_compile()  # here, because Dynamo of torch 2.11 cannot trace the next line
+        return self._function.__get__(module)
 
     def __set__(self, module: Any, value: Any) -> None:
         object.__setattr__(module, _FORWARD, value)
