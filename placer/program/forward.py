@@ -32,6 +32,7 @@ from placer.program.python_random import forbid_python_random
 from placer.program.recorder import Recorder
 from placer.program.restore import MISSING, Change, Snapshot
 from placer.program.result import ResultFormat, flatten_result
+from placer.program.single_node import refuse_changes_besides
 from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import StateInput, table_at
 from placer.program.targets import present_value
@@ -64,6 +65,7 @@ def run_forward(
     Raises ``TraceFailure`` for what a graph cannot express.
     """
     model, writer = recorder.fake_model, recorder.writer
+    recorder.before = before
     names = placeholder_names(bound)
     for name, tensor in zip(names, inputs, strict=True):
         writer.placeholder(name, tensor)
@@ -95,9 +97,11 @@ def run_forward(
         recorder.check()
         _refuse_attributes(recorder, (*leaves, *own), known)
         unchanged = {id(number) for _, number in put.values()}
+        all_changes = [*before.changes(), *passed.changes()]
+        refuse_changes_besides(recorder, all_changes)
         changes = [
             change
-            for change in (*before.changes(), *passed.changes())
+            for change in all_changes
             if change.place not in recorder.changed_inside and id(change.value) not in unchanged
         ]
         _refuse_changed_again(recorder, changes)

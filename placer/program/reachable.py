@@ -213,10 +213,9 @@ class ReachableState:
         return list(found.values())
 
     def defines(self, code: CodeType | None) -> bool:
-        """Does the code define a function with this ``code`` outside of ``__init__``?"""
-        later = (x for x in self.codes if x.co_name != "__init__")
+        """Does the code define a function with this ``code`` inside another one?"""
         return code is not None and any(
-            code in outer.co_consts for each in later for outer in _nested(each)
+            code in outer.co_consts for each in self.codes for outer in _nested(each)
         )
 
 

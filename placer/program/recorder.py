@@ -72,7 +72,7 @@ from placer.program.originals import originals_of, uses_original
 from placer.program.packed import PACKING, WithLengths
 from placer.program.python_random import forbid_python_random
 from placer.program.reached import Reached
-from placer.program.restore import Change
+from placer.program.restore import Change, Snapshot
 from placer.program.single_node import call_single_node, find_reading
 from placer.program.size_recorder import SizeRecorder
 from placer.program.stored import StateInput
@@ -149,6 +149,9 @@ class Recorder(TorchFunctionMode):
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
         self.changed_inside: dict[tuple[int, Any], Change] = {}  # by place
+        self.before: Snapshot | None = None  # the state in which the run began
+        # What single nodes have changed, by place: what was there before the first, and after the last.
+        self.states_inside: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self.changing: set[str] = set()  # paths of the single nodes that do
         # State they write -> does it depend on their inputs?
         self.written_inside: dict[str, bool] = {}
@@ -469,7 +472,7 @@ class Recorder(TorchFunctionMode):
             self.calls_model = True
         elif not self.calls_model:
             self.calls_layers = True
-        leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable)
+        leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable, self.path_of)
         checkpointed = not leaf and self.checkpointing() is not None
         whole = path in self.setup.whole or checkpointed
         if (whole or leaf) and _state(module) != self.own_parameters[id(module)]:

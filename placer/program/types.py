@@ -106,7 +106,7 @@ class Conditions:
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     answers: Answers = ()
     asked: frozenset[str] = frozenset()  # attributes that code looks for on inputs, which have none
-    hooked_by_forward: bool = False  # had forward itself installed hooks on the model?
+    has_own_hooks: bool = False  # had the model hooks that are its own, and recorded?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
