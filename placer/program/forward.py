@@ -74,6 +74,7 @@ def run_forward(
     for each in numbers:
         number = _put(each, recorder, bound, given)
         put[number.node] = each, number
+        recorder.given.add(id(number))
     arguments = call_arguments(bound, given)
     args, kwargs = place_arguments(bound, arguments)
     apart = set(map(id, objects_of(bound).values()))  # the caller's own: ``before`` has them
@@ -96,13 +97,13 @@ def run_forward(
             writer.argument(leaf)  # it can be written down
         recorder.check()
         _refuse_attributes(recorder, (*leaves, *own), known)
-        unchanged = {id(number) for _, number in put.values()}
         all_changes = [*before.changes(), *passed.changes()]
         refuse_changes_besides(recorder, all_changes)
         changes = [
             change
             for change in all_changes
-            if change.place not in recorder.changed_inside and id(change.value) not in unchanged
+            if change.place not in recorder.changed_inside
+            and id(change.value) not in recorder.given
         ]
         _refuse_changed_again(recorder, changes)
         try:

@@ -175,7 +175,8 @@ def _refuse_changes_before(
         objects = [x for _, x in walk(_roots(recorder, path, module))]
     for change in recorder.before.changes_in(objects):
         _, now = recorder.states_inside.get(change.place, (None, MISSING))
-        if _NOT_READ.isdisjoint(change.path) and not is_same(change.now, now):
+        is_known = id(change.value) in recorder.given or not _NOT_READ.isdisjoint(change.path)
+        if not is_known and not is_same(change.now, now):
             with recorder.refusing():
                 raise SetForLayer(f"it sets {spell(change.path)}, which the layer {path} may read")
 
