@@ -38,6 +38,7 @@ from placer.program import (
     rebuild_call,
     row_counts,
     same_program,
+    strides_of_copy,
 )
 from placer.spec import PlacementSpec
 
@@ -452,10 +453,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def without_data(leaves: Sequence[Any]) -> list[Any]:
-    """``leaves`` with each tensor replaced by one on ``meta`` of its shape, dtype and requires_grad."""
+    """``leaves`` with each tensor replaced by one on ``meta`` of its shape, strides, dtype and flag."""
 
     def shaped(x: Tensor) -> Tensor:
-        empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        empty = torch.empty_strided(x.shape, strides_of_copy(x), dtype=x.dtype, device="meta")
         return empty.requires_grad_(x.requires_grad)
 
     return [shaped(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

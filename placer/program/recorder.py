@@ -150,6 +150,7 @@ class Recorder(TorchFunctionMode):
         # Root and path of what single nodes have changed, which they do again in every call.
         self.changed_inside: dict[tuple[int, Any], Change] = {}  # by place
         self.before: Snapshot | None = None  # the state in which the run began
+        self.given: set[int] = set()  # ids of the numbers that have been put there since
         # What single nodes have changed, by place: what was there before the first, and after the last.
         self.states_inside: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self.changing: set[str] = set()  # paths of the single nodes that do
@@ -171,6 +172,7 @@ class Recorder(TorchFunctionMode):
         self.single_nodes: set[str] = set()  # paths of modules that became single nodes
         self.sizes = SizeRecorder(self.writer, lambda: self.paused)
         self.modes = Modes(True, False, ())  # those in which the run began
+        self.default_dtype = torch.get_default_dtype()
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
         self.reentrant: Sequence[Any] | None = None  # inputs of the reentrant checkpoint we are in
         self.calls_model = False  # has a method of the model called the model?
@@ -205,6 +207,7 @@ class Recorder(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Intercept calls of modules, custom autograd functions and torch functions in this thread."""
         self.modes = Modes.current()
+        self.default_dtype = torch.get_default_dtype()
         self.saved_hooks = saved_tensor_hooks()
         traced = {
             path: module
@@ -223,6 +226,7 @@ class Recorder(TorchFunctionMode):
                 if sys.gettrace() is not self.trace:  # a tool that measures coverage replaces it
                     self.codes.update((id(code), code) for code in self.reachable.codes)
                 sys.settrace(before)
+                torch.set_default_dtype(self.default_dtype)  # forward may have been stopped before
 
     def copy_of(self, module: nn.Module) -> nn.Module | None:
         """The fake copy of a module of the user's model itself; None for any other module.
@@ -430,6 +434,8 @@ class Recorder(TorchFunctionMode):
         """Write the node that made ``value``, under ``modes`` or the current ones (gradients, autocast)."""
         if not isinstance(target, Checkpointed):
             self.check_saving()
+        if torch.get_default_dtype() != self.default_dtype:
+            raise Untraceable("it computes under another default dtype")
         modes = modes or Modes.current()
         if modes != self.modes:
             if modes.inference:

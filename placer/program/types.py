@@ -43,10 +43,11 @@ class Input:
     shape: torch.Size
     dtype: torch.dtype
     batch_dim: BatchDim
+    strides: tuple[int, ...]  # of a copy, if it was not contiguous
 
     def on_meta(self) -> torch.Tensor:
         """A tensor like it, without data."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
