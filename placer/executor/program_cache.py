@@ -38,6 +38,7 @@ from placer.program import (
     rebuild_call,
     row_counts,
     same_program,
+    strides_of_copy,
 )
 from placer.spec import PlacementSpec
 
@@ -335,17 +336,17 @@ class ProgramCache:
     def _kept_whole(self) -> tuple[Hashable, ...]:
         """The container modules, by index, and layers that have hooks or parametrizations at present.
 
-        Such a module must be recorded as one node, unless forward itself installs all its hooks. If
-        forward installs any, each index comes with the number of hooks, which tells when one is added.
+        Such a module must be recorded as one node, unless all its hooks are the model's own, which are
+        recorded. If there are any, each comes with the number of hooks, which tells when one is added.
         """
-        counted = self.captured.conditions.hooked_by_forward
+        counted = self.captured.conditions.has_own_hooks
         found: list[Hashable] = [
             (index, hook_count(module) if counted else 0)
             for index, module in enumerate(self._containers)
             if must_stay_whole(module)
         ]
         # Hooks of layers run once for every slice, which a capture checks; a single node has copies of them.
-        if self._is_sliced or "" in self.captured.conditions.whole:
+        if self._is_sliced or counted or "" in self.captured.conditions.whole:
             found += [(m, hook_count(m)) for m, *_ in self._leaves if must_stay_whole(m)]
         # What a rewrite makes of a layer depends on its hooks, and on its settings.
         if self._plan.rewrites:
@@ -452,10 +453,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def without_data(leaves: Sequence[Any]) -> list[Any]:
-    """``leaves`` with each tensor replaced by one on ``meta`` of its shape, dtype and requires_grad."""
+    """``leaves`` with each tensor replaced by one on ``meta`` of its shape, strides, dtype and flag."""
 
     def shaped(x: Tensor) -> Tensor:
-        empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        empty = torch.empty_strided(x.shape, strides_of_copy(x), dtype=x.dtype, device="meta")
         return empty.requires_grad_(x.requires_grad)
 
     return [shaped(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -93,7 +93,10 @@ def placement_notes(
         *([_COMPILED] if spec.compile else []),
     ]
     is_split = options.microbatches > 1 or replicas > 1
-    has_batch_norm = any(isinstance(m, _BATCH_NORMS) for m in program.model.modules())
+    has_batch_norm = any(
+        isinstance(m, _BATCH_NORMS) or getattr(m, "track_running_stats", False)
+        for m in program.model.modules()
+    )
     if is_split and program.call.batch_size is not None:
         split = [
             each.name if each.batch_dim == 0 else f"{each.name} (its dim {each.batch_dim})"
@@ -103,7 +106,8 @@ def placement_notes(
         notes.append(f"The batch is split along dim 0 of {', '.join(split)}.")
     if is_split and has_batch_norm and spec.training and spec.batch_norm == "per_microbatch":
         notes.append(
-            "BatchNorm in train mode takes its statistics per micro-batch and replica, as with "
+            "BatchNorm in train mode takes its statistics, and InstanceNorm its running statistics, "
+            "per micro-batch and replica, as with "
             "nn.DataParallel: results are those of the same slices run one after the other."
         )
     if is_split and has_batch_norm and spec.training and spec.batch_norm == "deferred":

@@ -46,6 +46,7 @@ from placer.program.call import (
     placeholder_names,
     rebuild_arguments,
     rebuild_call,
+    strides_of_copy,
     unflatten_output,
 )
 from placer.program.copying import copy_module, tensors_of
@@ -89,5 +90,10 @@ from placer.program.types import (
     rows_of,
     training_flags,
 )
-from placer.program.validity import SameProgram, condition_key, row_counts, same_program
+from placer.program.validity import (
+    SameProgram,
+    condition_key,
+    row_counts,
+    same_program,
+)
 from placer.program.variable_guards import SettingsGuard, VariableGuard

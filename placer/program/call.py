@@ -151,6 +151,13 @@ def objects_of(call: BoundCall | CallFormat) -> dict[str, Any]:
     return {name: x for name, x in leaves.items() if is_object(x) or callable(x)}
 
 
+def strides_of_copy(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a copy of ``tensor`` on another device, which a stage gets."""
+    if tensor.layout != torch.strided:
+        return torch.empty(tensor.shape, device="meta").stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 def make_call_format(
     bound: BoundCall, result: ResultFormat, batch_dims: Sequence[BatchDim]
 ) -> CallFormat:
@@ -165,7 +172,13 @@ def make_call_format(
         leaf_names=bound.leaf_names,
         constants=bound.constants,
         inputs=tuple(
-            Input(name=name, shape=tensor.shape, dtype=tensor.dtype, batch_dim=dim)
+            Input(
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                batch_dim=dim,
+                strides=strides_of_copy(tensor),
+            )
             for name, tensor, dim in found
         ),
         result=result,

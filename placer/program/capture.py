@@ -340,6 +340,7 @@ def _assemble(
     graph = recording.graph
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     modules = dict(model.named_modules(remove_duplicate=False))
+    own = set(map(id, modules.values()))
     whole = {
         path: WholeModule(layer=path, reason=_CHECKPOINTED, location=location)
         for path, location in recording.checkpointed.items()
@@ -393,8 +394,8 @@ def _assemble(
             ignore_device_moves=capture.setup.ignore_device_moves,
             answers=recording.answers,
             asked=recording.asked,
-            hooked_by_forward=any(
-                runs_own_hooks(x, capture.converter.reachable) for x in modules.values()
+            has_own_hooks=any(
+                runs_own_hooks(x, capture.converter.reachable, own) for x in modules.values()
             ),
         ),
         results=check.results(flow),

@@ -92,6 +92,10 @@ class Untraceable(Exception):
     """Forward does something that a graph cannot express. The text begins with "it" and says what."""
 
 
+class SetForLayer(Untraceable):
+    """Forward sets what a single node reads later in the same run."""
+
+
 class ForwardFailure(Exception):
     """The model's forward raised an exception of its own, which is ``__cause__``."""
 

@@ -32,6 +32,7 @@ from placer.program.python_random import forbid_python_random
 from placer.program.recorder import Recorder
 from placer.program.restore import MISSING, Change, Snapshot
 from placer.program.result import ResultFormat, flatten_result
+from placer.program.single_node import refuse_changes_besides
 from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import StateInput, table_at
 from placer.program.targets import present_value
@@ -64,6 +65,7 @@ def run_forward(
     Raises ``TraceFailure`` for what a graph cannot express.
     """
     model, writer = recorder.fake_model, recorder.writer
+    recorder.before = before
     names = placeholder_names(bound)
     for name, tensor in zip(names, inputs, strict=True):
         writer.placeholder(name, tensor)
@@ -72,6 +74,7 @@ def run_forward(
     for each in numbers:
         number = _put(each, recorder, bound, given)
         put[number.node] = each, number
+        recorder.given.add(id(number))
     arguments = call_arguments(bound, given)
     args, kwargs = place_arguments(bound, arguments)
     apart = set(map(id, objects_of(bound).values()))  # the caller's own: ``before`` has them
@@ -94,11 +97,13 @@ def run_forward(
             writer.argument(leaf)  # it can be written down
         recorder.check()
         _refuse_attributes(recorder, (*leaves, *own), known)
-        unchanged = {id(number) for _, number in put.values()}
+        all_changes = [*before.changes(), *passed.changes()]
+        refuse_changes_besides(recorder, all_changes)
         changes = [
             change
-            for change in (*before.changes(), *passed.changes())
-            if change.place not in recorder.changed_inside and id(change.value) not in unchanged
+            for change in all_changes
+            if change.place not in recorder.changed_inside
+            and id(change.value) not in recorder.given
         ]
         _refuse_changed_again(recorder, changes)
         try:

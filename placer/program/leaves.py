@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import functools
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
+from typing import Any
 
 from torch import nn
 
@@ -48,16 +51,24 @@ def hook_count(module: nn.Module) -> int:
     return sum(len(module.__dict__.get(name) or ()) for name in HOOK_TABLES)
 
 
-def runs_own_hooks(module: nn.Module, code: ReachableState) -> bool:
-    """Does ``module`` have forward hooks, and does the model's ``code`` itself define all its hooks?
+def runs_own_hooks(module: nn.Module, code: ReachableState, modules: Container[int]) -> bool:
+    """Does ``module`` have forward hooks, and are all its hooks those of the model itself?
 
-    They are part of what forward computes, and recorded like it.
+    They are part of what forward computes, and recorded like it. So it is with functions that the model's
+    ``code`` defines, and with methods of its ``modules`` (ids).
     """
     tables = {name: (module.__dict__.get(name) or {}).values() for name in HOOK_TABLES}
     hooks = [hook for name in FORWARD_HOOK_TABLES for hook in tables[name]]
     return len(hooks) == sum(map(len, tables.values())) > 0 and all(
-        code.defines(getattr(hook, "__code__", None)) for hook in hooks
+        _is_own(hook, code, modules) for hook in hooks
     )
+
+
+def _is_own(hook: Any, code: ReachableState, modules: Container[int]) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    if isinstance(function, MethodType):
+        return id(function.__self__) in modules
+    return code.defines(getattr(function, "__code__", None))
 
 
 @contextmanager
@@ -80,10 +91,11 @@ def find_whole_modules(model: nn.Module, code: ReachableState) -> list[WholeModu
     ``code`` is that of the model.
     """
     whole = []
+    modules = set(map(id, model.modules()))
     for path, module in model.named_modules():
         if not path or is_torch_leaf(module) or not must_stay_whole(module):
             continue
-        if "parametrizations" not in module._modules and runs_own_hooks(module, code):
+        if "parametrizations" not in module._modules and runs_own_hooks(module, code, modules):
             continue
         hooks = [hook for name in HOOK_TABLES for hook in getattr(module, name, {}).values()]
         location = locate_function(hooks[0] if hooks else type(module).forward)

@@ -21,7 +21,14 @@ from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defa
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -49,6 +56,7 @@ _CODE = (FunctionType, type, tuple, *_BOUND)
 _CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict, Counter, HookTable)
 _ATOMS = (Tensor, str, bytes, int, float, type(None))
 _VALUES = (Tensor, str, int, float, type(None))  # of variables that are looked after
+_CALLABLES = (FunctionType, BuiltinFunctionType, functools.partial)
 # Classes of the standard library whose objects hold the user's values; its other objects are not searched.
 _HOLDERS = (
     *(SimpleNamespace, argparse.Namespace, threading.local),
@@ -185,7 +193,8 @@ class ReachableState:
     def read_by(self, codes: Collection[CodeType]) -> list[Reference]:
         """The variables that functions with these ``codes`` name.
 
-        Attributes of a class count if one of them names the class or an object of it, or is a method of it.
+        Attributes of a class count if one of them names the class or an object of it, or is a method of it;
+        methods also if one of them is that method's.
         """
         # By identity: generated methods of different classes are equal. What is given has no code.
         ran = {id(None), *map(id, codes)}
@@ -195,7 +204,8 @@ class ReachableState:
             (id(each.holder), each.key): each
             for each in self.variables
             if (
-                each.holder in classes and each.key in names
+                (each.holder in classes and each.key in names)
+                or (each.code is not None and id(each.code) in ran)
                 if isinstance(each.holder, type)
                 else id(each.code) in ran
             )
@@ -203,10 +213,9 @@ class ReachableState:
         return list(found.values())
 
     def defines(self, code: CodeType | None) -> bool:
-        """Does the code define a function with this ``code`` outside of ``__init__``?"""
-        later = (x for x in self.codes if x.co_name != "__init__")
+        """Does the code define a function with this ``code`` inside another one?"""
         return code is not None and any(
-            code in outer.co_consts for each in later for outer in _nested(each)
+            code in outer.co_consts for each in self.codes for outer in _nested(each)
         )
 
 
@@ -323,6 +332,7 @@ class _Search:
                 if value.__code__.co_qualname.startswith(f"{cls.__qualname__}."):
                     self.found.classes.append((value.__code__, cls))
                 self.look(cls, name, value)
+                self.found.variables.append(Reference(cls, name, value, code=value.__code__))
             elif not name.startswith("__"):
                 self.variable(cls, name, value)
 
@@ -374,19 +384,18 @@ class _Search:
             self.found.objects.append(reference)
             if self._is_searched(value) or isinstance(value, nn.Module):
                 self.found.variables.append(reference)
-        elif isinstance(value, FunctionType):
+        elif isinstance(value, FunctionType) and not _is_unrelated(value):
             self._attributes_of_function(reference)
-        elif isinstance(value, _VALUES):
+        elif isinstance(value, (*_VALUES, *_CALLABLES)):
             self.found.variables.append(reference)
 
     def _attributes_of_function(self, reference: Reference) -> None:
         """Note the function of ``reference``: code that names it may keep values in its attributes."""
         function = reference.value
-        if not _is_unrelated(function):
-            self.found.variables.append(reference)
-            self.found.containers.append(Reference(None, reference.key, function))
-            for name, part in list(vars(function).items()):
-                self.look(vars(function), name, part)
+        self.found.variables.append(reference)
+        self.found.containers.append(Reference(None, reference.key, function))
+        for name, part in list(vars(function).items()):
+            self.look(vars(function), name, part)
 
     def _is_searched(self, value: Any) -> bool:
         """Is it an object whose attributes count: of a user's class, or of one that holds settings?"""

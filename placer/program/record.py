@@ -18,12 +18,13 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from placer._torch import storage_key
-from placer.errors import CaptureError
+from placer.errors import CaptureError, causes
 from placer.operands import tensors_of_tree
 from placer.program.backward import HookRun
 from placer.program.call import objects_of, placeholder_names
 from placer.program.failure import (
     ForwardFailure,
+    SetForLayer,
     TraceFailure,
     describe,
     end_frames,
@@ -442,6 +443,8 @@ def _compare_with_next(
         try:
             second = run_once(setup, inputs, before, locate_draws=False)
         except (TraceFailure, ForwardFailure, CaptureError) as failure:
+            if any(isinstance(error, SetForLayer) for error in causes(failure, implicit=True)):
+                raise
             end_frames(failure)
     cached = all(map(first.is_cache, left))
     lines = first.lines(run.leaves, constants=not cached)

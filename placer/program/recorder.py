@@ -72,7 +72,7 @@ from placer.program.originals import originals_of, uses_original
 from placer.program.packed import PACKING, WithLengths
 from placer.program.python_random import forbid_python_random
 from placer.program.reached import Reached
-from placer.program.restore import Change
+from placer.program.restore import Change, Snapshot
 from placer.program.single_node import call_single_node, find_reading
 from placer.program.size_recorder import SizeRecorder
 from placer.program.stored import StateInput
@@ -149,6 +149,10 @@ class Recorder(TorchFunctionMode):
         self.written: set[int] = set()  # storages that operators have written
         # Root and path of what single nodes have changed, which they do again in every call.
         self.changed_inside: dict[tuple[int, Any], Change] = {}  # by place
+        self.before: Snapshot | None = None  # the state in which the run began
+        self.given: set[int] = set()  # ids of the numbers that have been put there since
+        # What single nodes have changed, by place: what was there before the first, and after the last.
+        self.states_inside: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self.changing: set[str] = set()  # paths of the single nodes that do
         # State they write -> does it depend on their inputs?
         self.written_inside: dict[str, bool] = {}
@@ -168,6 +172,7 @@ class Recorder(TorchFunctionMode):
         self.single_nodes: set[str] = set()  # paths of modules that became single nodes
         self.sizes = SizeRecorder(self.writer, lambda: self.paused)
         self.modes = Modes(True, False, ())  # those in which the run began
+        self.default_dtype = torch.get_default_dtype()
         self.saved_hooks: Any = None  # the saved-tensor hooks when the run began
         self.reentrant: Sequence[Any] | None = None  # inputs of the reentrant checkpoint we are in
         self.calls_model = False  # has a method of the model called the model?
@@ -202,6 +207,7 @@ class Recorder(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Intercept calls of modules, custom autograd functions and torch functions in this thread."""
         self.modes = Modes.current()
+        self.default_dtype = torch.get_default_dtype()
         self.saved_hooks = saved_tensor_hooks()
         traced = {
             path: module
@@ -220,6 +226,7 @@ class Recorder(TorchFunctionMode):
                 if sys.gettrace() is not self.trace:  # a tool that measures coverage replaces it
                     self.codes.update((id(code), code) for code in self.reachable.codes)
                 sys.settrace(before)
+                torch.set_default_dtype(self.default_dtype)  # forward may have been stopped before
 
     def copy_of(self, module: nn.Module) -> nn.Module | None:
         """The fake copy of a module of the user's model itself; None for any other module.
@@ -427,6 +434,8 @@ class Recorder(TorchFunctionMode):
         """Write the node that made ``value``, under ``modes`` or the current ones (gradients, autocast)."""
         if not isinstance(target, Checkpointed):
             self.check_saving()
+        if torch.get_default_dtype() != self.default_dtype:
+            raise Untraceable("it computes under another default dtype")
         modes = modes or Modes.current()
         if modes != self.modes:
             if modes.inference:
@@ -469,7 +478,7 @@ class Recorder(TorchFunctionMode):
             self.calls_model = True
         elif not self.calls_model:
             self.calls_layers = True
-        leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable)
+        leaf = is_torch_leaf(module) and not runs_own_hooks(module, self.reachable, self.path_of)
         checkpointed = not leaf and self.checkpointing() is not None
         whole = path in self.setup.whole or checkpointed
         if (whole or leaf) and _state(module) != self.own_parameters[id(module)]:

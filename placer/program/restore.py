@@ -62,6 +62,17 @@ class Change:
             return id(self.holder.holder), self.holder.key
         return id(self.holder), self.path[-1] if self.kind in ("set", "delete") else None
 
+    @property
+    def now(self) -> Any:
+        """What is there after the change: the value, or all items."""
+        if self.kind == "update":
+            return self.before | self.value
+        if self.kind != "extend":
+            return self.value
+        limit = getattr(self.holder, "maxlen", None)
+        items = [*self.before, *self.value]
+        return items if limit is None else items[len(items) - limit :]
+
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
@@ -137,6 +148,13 @@ class Snapshot:
                 yield Change("code", (reference.name,), "set", now, before, reference)
         for holder in self._holders:
             yield from holder.changes()
+
+    def changes_in(self, objects: Iterable[Any]) -> Iterator[Change]:
+        """What has changed since in these objects."""
+        holders = {id(holder.object): holder for holder in self._holders}
+        for value in objects:
+            if id(value) in holders:
+                yield from holders[id(value)].changes()
 
     def restore(self) -> None:
         """Give every variable and object that has changed its former contents."""
@@ -246,6 +264,15 @@ def _refill(holder: Any, contents: _Contents) -> None:
     methods.clear(table)
     for key, value in contents.items():
         methods.__setitem__(table, key, value)
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Are these the same contents of a place (`Change.now`)?"""
+    if isinstance(now, list | set) and type(now) is type(before):
+        return now == before if isinstance(now, set) else _same_items(now, before)
+    if isinstance(now, np.ndarray) and isinstance(before, np.ndarray):
+        return _same_array(now, before)
+    return _same(now, before)
 
 
 def _same(now: Any, before: Any) -> bool:

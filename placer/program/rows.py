@@ -167,6 +167,10 @@ class _Flow:
             self._note(
                 node, "it packs the sequences of the batch, and the longest decides the sizes"
             )
+        if depends and self._scales_by_frequency(node):
+            self._note(node, "it divides gradients by how often the batch has an index")
+        if depends and self._names[node] == "embedding_bag" and self._has_offsets(node):
+            self._note(node, "it takes bags out of one row of indices, by their offsets")
         if depends and self._writes_some_rows(node):
             self._note(node, "it writes some of the rows of the batch")
         if not isinstance(shape, torch.Size):
@@ -449,6 +453,18 @@ class _Flow:
         sources = list(self._tensors_read(node))
         return passes and len(sources) == 1 and self._is_position(sources[0])
 
+    def _scales_by_frequency(self, node: fx.Node) -> bool:
+        """Is ``node`` a lookup that divides the gradient of a word by its count in the batch?"""
+        if self._names[node] not in ("embedding", "embedding_bag"):
+            return False
+        module = self._module(node)
+        given: Any = argument(node, "scale_grad_by_freq", default=False)
+        return bool(given if module is None else module.scale_grad_by_freq)
+
+    def _has_offsets(self, node: fx.Node) -> bool:
+        position = 1 if node.op == "call_module" else 2
+        return argument(node, "offsets", None, position=position) is not None
+
     def _note(self, node: fx.Node, reason: str) -> None:
         self.mixing.append(Mixing(node=node.name, reason=reason))
 
@@ -500,6 +516,8 @@ _FUNCTION_OF: Mapping[type[nn.Module], str] = {
     nn.BCELoss: "binary_cross_entropy",
     nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
     nn.KLDivLoss: "kl_div",
+    nn.Embedding: "embedding",
+    nn.EmbeddingBag: "embedding_bag",
     nn.Softmax: "softmax",
     nn.LogSoftmax: "log_softmax",
     nn.Flatten: "flatten",

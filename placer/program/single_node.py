@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,21 +12,38 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from placer._torch import is_own_leaf, without_torch_function
+from placer._torch import ALL_HOOK_TABLES, is_own_leaf, without_torch_function
 from placer.operands import tensors_of_tree
-from placer.program.failure import ForwardFailure, Untraceable, locate, locate_caller
+from placer.program.failure import (
+    ForwardFailure,
+    SetForLayer,
+    TraceFailure,
+    Untraceable,
+    locate,
+    locate_caller,
+)
 from placer.program.fake import GuessData
 from placer.program.hook_table import HookTable
 from placer.program.inside import Inside
 from placer.program.leaves import is_torch_leaf, must_stay_whole
-from placer.program.objects import Path
+from placer.program.objects import Path, spell, walk
 from placer.program.packed import assume_sizes, packed_sequences
 from placer.program.python_random import keep_random
 from placer.program.readings import reading_of_inputs
-from placer.program.restore import Snapshot, hook_owners, module_roots
+from placer.program.restore import (
+    MISSING,
+    Change,
+    Snapshot,
+    hook_owners,
+    is_same,
+    module_roots,
+)
 from placer.program.result import flatten_result, is_alike
 from placer.program.targets import CallInModes, Checkpointed, Modes, call_module
 from placer.program.writer import executable
+
+# Parts of modules that other rules are for: modes, weights and hooks.
+_NOT_READ = frozenset(("training", "_parameters", "_modules", *ALL_HOOK_TABLES))
 
 # What a module may return that depends on the values of tensors, and that a node does not return again.
 _VALUES = (bool, int, float, str, np.ndarray, np.generic)
@@ -52,6 +69,7 @@ def call_single_node(
     reading = ""
     before, removes_others, differs = None, False, False
     given = executable(args), executable(kwargs)
+    _refuse_changes_before(recorder, path, module, is_plain=plain_layer)
     containers = Snapshot([((), given)] if not plain_layer else (), root="call")
     if not plain_layer:
         before = Snapshot(_roots(recorder, path, module), recorder.reachable)
@@ -146,6 +164,37 @@ def _way_of_calling(
     return found
 
 
+def _refuse_changes_before(
+    recorder: Recorder, path: str, module: nn.Module, *, is_plain: bool
+) -> None:
+    """Refuse what recorded code has set in a single node's modules: a program stores it only at its end."""
+    if recorder.before is None:
+        return
+    objects = [module, module._buffers]
+    if not is_plain:
+        objects = [x for _, x in walk(_roots(recorder, path, module))]
+    for change in recorder.before.changes_in(objects):
+        _, now = recorder.states_inside.get(change.place, (None, MISSING))
+        is_known = id(change.value) in recorder.given or not _NOT_READ.isdisjoint(change.path)
+        if not is_known and not is_same(change.now, now):
+            with recorder.refusing():
+                raise SetForLayer(f"it sets {spell(change.path)}, which the layer {path} may read")
+
+
+def refuse_changes_besides(recorder: Recorder, changes: Iterable[Change]) -> None:
+    """Raise ``TraceFailure`` if recorded code, too, has changed what single nodes change in every call.
+
+    ``changes`` are all of the run.
+    """
+    ends = {change.place: change.now for change in changes}
+    for place, (first, last) in recorder.states_inside.items():
+        if not is_same(ends.get(place, first), last):
+            name = spell(recorder.changed_inside[place].path)
+            raise TraceFailure(
+                "", f"it changes {name}, which a layer that stays whole changes too", ""
+            )
+
+
 def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> bool:
     """Note what a single node has changed, except tensors that do not depend on its inputs.
 
@@ -153,6 +202,8 @@ def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> bool:
     """
     changes = list(before.changes())
     for change in changes:
+        first, _ = recorder.states_inside.get(change.place, (change.before, None))
+        recorder.states_inside[change.place] = first, change.now
         tensors = tensors_of_tree(change.value)
         if not tensors or any(x in recorder.reached or is_own_leaf(x) for x in tensors):
             recorder.changing.add(path)

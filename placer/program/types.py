@@ -43,10 +43,11 @@ class Input:
     shape: torch.Size
     dtype: torch.dtype
     batch_dim: BatchDim
+    strides: tuple[int, ...]  # of a copy, if it was not contiguous
 
     def on_meta(self) -> torch.Tensor:
         """A tensor like it, without data."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class Conditions:
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     answers: Answers = ()
     asked: frozenset[str] = frozenset()  # attributes that code looks for on inputs, which have none
-    hooked_by_forward: bool = False  # had forward itself installed hooks on the model?
+    has_own_hooks: bool = False  # had the model hooks that are its own, and recorded?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

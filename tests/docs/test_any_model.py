@@ -155,6 +155,22 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TorchScript is deprecated
     _tripled = torch.jit.script(_script)
 
+
+def without_dropout(net: Inner, x: Tensor) -> Tensor:
+    before, net.drop.p = net.drop.p, 0.0
+    x = net.drop(net.linear(x))
+    net.drop.p = before
+    return x
+
+
+def in_double(net: Inner, x: Tensor) -> Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    x = net.linear(x) * torch.full((8,), 0.1).float()
+    torch.set_default_dtype(before)
+    return x
+
+
 # What is tried for each row: a part of the model's forward. By the row's outcome, see `OUTCOMES`.
 ROWS: dict[str, list[Case]] = {
     "`if`, `for` over shapes, flags and constants": [
@@ -204,6 +220,13 @@ ROWS: dict[str, list[Case]] = {
         lambda net, x: x if net.linear.weight.grad is None else -x,
         lambda net, x: net.linear(x) * net.linear.weight._version,
     ],
+    "setting an attribute that a `torch.nn` layer, or one that stays whole, then reads "
+    "(`self.drop.p = p`)": [without_dropout],
+    "`x.stride()`, `if x.is_contiguous()`": [
+        lambda net, x: net.linear(x) if x.is_contiguous() else x,
+        lambda net, x: net.linear(x) * x.stride(1),
+    ],
+    "another default dtype in a part of `forward`": [in_double],
     "a new global variable or attribute of a class, or one set by `globals()`": [
         with_a_new_global,
         with_a_new_attribute,

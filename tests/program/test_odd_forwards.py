@@ -47,8 +47,17 @@ def transformed(net: Net, x: Tensor) -> Tensor:
     return x + torch.func.grad(lambda y: net.inner(y).tanh().sum())(x)
 
 
+def other_default_dtype(net: Net, x: Tensor) -> Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    rounded = torch.full((8,), 0.1)
+    torch.set_default_dtype(before)
+    return net.inner(x) * rounded
+
+
 CASES = {
     second_try: True,
+    other_default_dtype: False,
     caught_read: False,
     transformed: False,
 }

@@ -87,6 +87,37 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+class Words(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        by_frequency = kind.startswith("frequency")
+        layer = nn.EmbeddingBag if "bag" in kind else nn.Embedding
+        self.words = layer(9, 6, scale_grad_by_freq=by_frequency)
+        self.last, self.as_function = nn.Linear(6, 2), kind.endswith("function")
+
+    def forward(self, words: Tensor, offsets: Tensor | None = None) -> Tensor:
+        more = () if offsets is None else (offsets,)
+        if self.as_function:
+            x = nn.functional.embedding(words, self.words.weight, scale_grad_by_freq=True)
+        else:
+            x = self.words(words, *more)
+        y: Tensor = self.last(x)
+        return y
+
+
+@pytest.mark.parametrize("kind", ["frequency", "frequency in a function", "frequency of bags"])
+def test_gradients_by_the_frequency_in_the_batch_are_not_those_of_slices(kind: str) -> None:
+    words = torch.randint(9, (8, 3))
+    with pytest.raises(placer.CaptureError, match="divides gradients by how often"):
+        placer.compile(Words(kind), SPEC, words, run_on="cpu")
+
+
+def test_bags_by_offsets_are_not_split() -> None:
+    words, offsets = torch.randint(9, (8,)), torch.arange(0, 8, 2)
+    with pytest.raises(placer.CaptureError, match="takes bags out of one row of indices"):
+        placer.compile(Words("bags"), SPEC, (words, offsets), run_on="cpu")
+
+
 @pytest.mark.matrix(9)
 @pytest.mark.parametrize("kind", MIXING)
 def test_a_model_that_mixes_rows_is_not_split(kind: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import sys
 import types
@@ -182,6 +183,49 @@ def _values_restored() -> Iterator[None]:
 def test_a_plain_value_that_is_another_now(put: Callable[[float], None], way: str) -> None:
     values = itertools.cycle([2.5, 3.5, 3.5, 4.5, 7.25, 2.5])
     assert_equal_calls(Plain, [call] * 6, way, between=lambda: put(next(values)))
+
+
+ACTIVATION: Callable[[Tensor], Tensor] = torch.relu
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Calls(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubles = Doubles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.doubles(ACTIVATION(self.first(x)))
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "function"),
+    [
+        (sys.modules[__name__], "ACTIVATION", torch.tanh),
+        (sys.modules[__name__], "ACTIVATION", F.leaky_relu),
+        (sys.modules[__name__], "ACTIVATION", functools.partial(F.leaky_relu, negative_slope=0.5)),
+        (Doubles, "scaled", lambda self, x: 5 * x),
+        (Doubles, "forward", lambda self, x: 7 * x),
+    ],
+)
+def test_a_function_that_is_another_now(
+    holder: Any, name: str, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = itertools.chain([None, None], itertools.repeat(function))
+
+    def replace_it() -> None:
+        if (new := next(turns)) is not None:
+            monkeypatch.setattr(holder, name, new)
+
+    assert_equal_calls(Calls, [call] * 3, between=replace_it)
 
 
 @pytest.mark.matrix(1)
