@@ -9,9 +9,12 @@ from torch import Tensor
 
 import placer
 from placer.api import lower_call
+from placer.partition.stage_cost.optimizer import optimizer_seconds
 from placer.plan.store import plan_from_json, plan_to_json
+from placer.planner.devices import device_slot, links_of
 from placer.quantities import parse_bytes
 from placer.search.bounds import Bounds
+from placer.search.search import find_strategy
 from placer.search.strategy import Pool, Strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.simulation.simulate import dry_run
@@ -112,3 +115,39 @@ def test_devices_without_a_dry_run_need_as_much_more_than_their_estimates() -> N
         assert [part[i] for i in run] == [whole[i] for i in run]
         excess = max(0, *(more[i] for i in run))
         assert all(part[i].needed == estimated.devices[i].needed + excess for i in left)
+
+
+def test_bounds_count_the_gather_of_weights(
+    planner: tuple[PlacementSpec, JudgingPlanner, Bounds],
+) -> None:
+    """Ranks that divide the optimizer's state update a part of the weights, and gather all of them."""
+    wanted, make, bounds = planner
+    trained = sum(parameter.nbytes for parameter in make.program.model.parameters())
+    kind, links = device_slot(wanted.devices[0], wanted).kind, links_of(wanted)
+    found = {
+        state: bounds(Strategy(replicas=64, shard_state=state)) for state in ("none", "optimizer")
+    }
+    update = [optimizer_seconds(trained / ranks, "adam", kind) for ranks in (1, 64)]
+    for field, each in (("seconds", links), ("worst_seconds", links.at_worst())):
+        more = getattr(found["optimizer"], field) - getattr(found["none"], field)
+        gathered = each.gather_seconds(trained, ranks=64, stride=1)
+        assert more == pytest.approx(gathered + update[1] - update[0])
+
+
+def test_a_plan_at_its_worst_gathers_weights_with_one_network_card() -> None:
+    model, x = _model(2)
+    found = []
+    for state in ("none", "optimizer"):
+        fields = {"machine": "dgx-a100:2", "replicas": 16, "stages": 1, "microbatches": 1}
+        wanted = PlacementSpec.model_validate({**fields, "shard_state": state, "checkpoint": []})
+        program, inputs = lower_call(model, (x,), None, wanted)
+        best = find_strategy(wanted, JudgingPlanner(program, inputs, processes=True)).best
+        assert best is not None and best.plan is not None
+        found.append((best.plan.optimizer_seconds or 0.0, best.plan.rank_time, best.worst_time))
+    links, trained = links_of(wanted), sum(p.nbytes for p in model.parameters())
+    slower = [
+        each.gather_seconds(trained, ranks=16, stride=1) for each in (links.at_worst(), links)
+    ]
+    (update, seconds, worst), (divided_update, divided, divided_worst) = found
+    assert divided - seconds == pytest.approx(divided_update - update)
+    assert divided_worst - worst == pytest.approx(divided - seconds + slower[0] - slower[1])
