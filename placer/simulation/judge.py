@@ -41,7 +41,9 @@ _MAX_ROUNDS = 3  # of planning with corrections
 # dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
 _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
-_FAR_SHARE = 0.1  # a plan that overflows by more is not made to fit by corrections
+# A plan that overflows by a larger share of what it needs is not made to fit by corrections: where the
+# estimate does not fit either, and where it does.
+_FAR_SHARE, _CONTRADICTED_SHARE = 0.1, 1 / 3
 _ROOMY = 4
 _FULLEST = 2  # devices of many stages that get a dry run
 _PLAN = TypeAdapter(Plan)
@@ -329,14 +331,14 @@ class JudgingPlanner:
         if not any(p.fits for p in judged) and any(p.starved for p in judged):
             judged += self._rounds(build, plan, starving=True)
         contradicted = plan.fits and not any(p.fits and not p.starved for p in judged)
-        if contradicted and spec.objective != "memory":
+        if contradicted and spec.objective != "memory" and not _is_far(plan, judged[0]):
             # The fastest plans fill devices to their limit, where estimates are too rough.
             roomy = self._plan(spec.model_copy(update={"objective": "memory"}))
             judged.append(replace(roomy, objective=spec.objective))
         return min(judged, key=_verdict)
 
     def _rounds(self, build: Callable[..., Plan], plan: Plan, *, starving: bool) -> list[Plan]:
-        """Judge ``plan``, then plans with corrections, until one fits.
+        """Judge ``plan``, then plans that fit with corrections, until one does.
 
         A plan that starves kernels counts as one that fits only with ``starving``.
         """
@@ -345,12 +347,14 @@ class JudgingPlanner:
         for number in range(_MAX_ROUNDS):
             if number:
                 plan = build(corrections=shortfall)
+                if not _fits_with(shortfall, plan):
+                    break
             found, run = self._judge(plan)
             judged.append(found)
             if run is None or (found.fits and (starving or not found.starved)):
                 break
-            if not plan.fits and found.overflow_bytes > _FAR_SHARE * found.tightest.needed:
-                break  # estimate and dry run agree, so corrections do not help
+            if _is_far(plan, found):
+                break
             if any(
                 d.headroom is not None and d.headroom < 0
                 for d in plan.devices
@@ -431,6 +435,12 @@ class _Known:
         self.program, self.costs, self.tables = program, CostEstimates(program), TableCache()
 
 
+def _is_far(plan: Plan, judged: Plan) -> bool:
+    """Whether ``judged``, the verdict on ``plan``, overflows by more than corrections can mend."""
+    share = _CONTRADICTED_SHARE if plan.fits else _FAR_SHARE
+    return judged.overflow_bytes > share * judged.tightest.needed
+
+
 def _is_plain(plan: Plan) -> bool:
     """Does it fit, without starved kernels, and without recomputing or offloading anything?"""
     return plan.fits and not (plan.starved or plan.checkpoint or plan.offload)
@@ -457,6 +467,15 @@ def _corrections(
         more = judged.host.needed - plan.host.needed
         shortfall[HOST_NAME] = max(shortfall.get(HOST_NAME, 0), more)
     return shortfall
+
+
+def _fits_with(shortfall: Mapping[str, int], plan: Plan) -> bool:
+    """Whether ``plan`` fits by its estimates, if they are too low by ``shortfall``."""
+    row = plan.devices[: plan.num_devices]
+    return all(
+        device.headroom is None or device.headroom >= shortfall.get(device.device, 0)
+        for device in row
+    )
 
 
 def _verdict(plan: Plan) -> tuple[bool, int, int]:

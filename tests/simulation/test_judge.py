@@ -97,6 +97,17 @@ def test_it_is_planned_again_within_what_the_dry_run_leaves(
     assert {device.budget for device in plan.devices} == {budget}
 
 
+def test_a_plan_that_needs_far_more_than_its_estimate_is_not_planned_again(
+    monkeypatch: pytest.MonkeyPatch, peak: int
+) -> None:
+    mislead(monkeypatch, 0.5)
+    built, build = [], judge.build_plan
+    monkeypatch.setattr(judge, "build_plan", lambda *a, **k: built.append(k) or build(*a, **k))
+    plan = placer.make_plan(chain(), spec_of(int(0.54 * peak)), (X,))
+    assert plan.overflow_bytes == peak - int(0.54 * peak)
+    assert len(built) == 1
+
+
 def test_a_plan_that_only_seems_not_to_fit_does(monkeypatch: pytest.MonkeyPatch, peak: int) -> None:
     spec = spec_of(int((1 + SHARE / 2) * peak))
     mislead(monkeypatch, 1 + SHARE)
