@@ -338,16 +338,17 @@ class JudgingPlanner:
         return min(judged, key=_verdict)
 
     def _rounds(self, build: Callable[..., Plan], plan: Plan, *, starving: bool) -> list[Plan]:
-        """Judge ``plan``, then plans that fit with corrections, until one does.
+        """Judge ``plan``, then plans with corrections, until one fits.
 
-        A plan that starves kernels counts as one that fits only with ``starving``.
+        A plan that does not fit with these gets no dry run. One that starves kernels counts as one that fits
+        only with ``starving``.
         """
         judged: list[Plan] = []
         shortfall: dict[str, int] = {}  # bytes by which estimates were too low
         for number in range(_MAX_ROUNDS):
             if number:
                 plan = build(corrections=shortfall)
-                if not _fits_with(shortfall, plan):
+                if not _fits_with(shortfall, plan) and _run_key(plan) not in self._runs:
                     break
             found, run = self._judge(plan)
             judged.append(found)
@@ -398,7 +399,7 @@ class JudgingPlanner:
 
     def _dry_run(self, plan: Plan) -> DryRun:
         """The dry run of ``plan``; cached."""
-        key = _PLAN.dump_json(plan, exclude=_COSTS)
+        key = _run_key(plan)
         if key not in self._runs:
             self._say("running a step without data")
             self._runs[key] = dry_run(
@@ -410,6 +411,11 @@ class JudgingPlanner:
                 most=_most_run(plan),
             )
         return self._runs[key]
+
+
+def _run_key(plan: Plan) -> bytes:
+    """All of ``plan`` that its dry run depends on."""
+    return _PLAN.dump_json(plan, exclude=_COSTS)
 
 
 def _most_run(plan: Plan) -> int | None:

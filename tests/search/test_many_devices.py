@@ -11,7 +11,7 @@ import placer
 from placer.api import lower_call
 from placer.partition.stage_cost.optimizer import optimizer_seconds
 from placer.plan.store import plan_from_json, plan_to_json
-from placer.planner.devices import device_slot, links_of
+from placer.planner.devices import device_slot, links_of, with_all_devices
 from placer.quantities import parse_bytes
 from placer.search.bounds import Bounds
 from placer.search.search import find_strategy
@@ -90,7 +90,7 @@ def test_the_best_of_many_devices_is_planned() -> None:
     assert plan.fits and plan.grid.size <= 8 * NODES
     estimated = [each for each in plan.alternatives if each.fits]
     assert len(estimated) > 3 and not any(each.judged for each in estimated)
-    faster = [a for a in estimated if a.step_seconds and a.step_seconds < plan.rank_time * 0.8]
+    faster = [a for a in estimated if a.step_seconds and a.step_seconds < plan.rank_time * 0.9]
     assert faster and all("s if collectives use one network card" in a.reason for a in faster)
     data = plan_to_json(plan)
     assert len(data["roles"]) <= len(plan.devices) / plan.replicas
@@ -137,17 +137,18 @@ def test_bounds_count_the_gather_of_weights(
 def test_a_plan_at_its_worst_gathers_weights_with_one_network_card() -> None:
     model, x = _model(2)
     found = []
-    for state in ("none", "optimizer"):
-        fields = {"machine": "dgx-a100:2", "replicas": 16, "stages": 1, "microbatches": 1}
-        wanted = PlacementSpec.model_validate({**fields, "shard_state": state, "checkpoint": []})
+    fields = {"machine": "dgx-a100:2", "replicas": 16, "stages": 1, "microbatches": 1}
+    for divided in ({"shard_state": "none"}, {"shard_state": "optimizer", "shard_over": 16}):
+        wanted = PlacementSpec.model_validate({**fields, **divided, "checkpoint": []})
         program, inputs = lower_call(model, (x,), None, wanted)
-        best = find_strategy(wanted, JudgingPlanner(program, inputs, processes=True)).best
+        make = JudgingPlanner(program, inputs, processes=True)
+        best = find_strategy(with_all_devices(wanted), make).best
         assert best is not None and best.plan is not None
         found.append((best.plan.optimizer_seconds or 0.0, best.plan.rank_time, best.worst_time))
     links, trained = links_of(wanted), sum(p.nbytes for p in model.parameters())
     slower = [
         each.gather_seconds(trained, ranks=16, stride=1) for each in (links.at_worst(), links)
     ]
-    (update, seconds, worst), (divided_update, divided, divided_worst) = found
-    assert divided - seconds == pytest.approx(divided_update - update)
-    assert divided_worst - worst == pytest.approx(divided - seconds + slower[0] - slower[1])
+    more, longer, longer_at_worst = (b - a for a, b in zip(*found, strict=True))
+    assert longer == pytest.approx(more)
+    assert longer_at_worst == pytest.approx(more + slower[0] - slower[1])
