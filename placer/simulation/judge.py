@@ -356,12 +356,6 @@ class JudgingPlanner:
                 break
             if _is_far(plan, found):
                 break
-            if any(
-                d.headroom is not None and d.headroom < 0
-                for d in plan.devices
-                if not _is_doubtful(d)
-            ):
-                break  # a budget is exceeded by far, so corrections do not help
             before = shortfall
             shortfall = _corrections(before, plan, found, run, starving=starving)
             if not any(nbytes > before.get(name, 0) for name, nbytes in shortfall.items()):
