@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from placer.partition.policy.cheapest import (
     keys_of,
     least_host_bytes,
 )
-from placer.partition.policy.search import MAX_BLOCKS, PolicySearch
+from placer.partition.policy.search import MAX_BLOCKS, PolicyCache, PolicySearch
 from placer.partition.policy.types import KEEP, Policy, StageLimits
 from placer.plan.types import StageMemory
 from placer.planner.host_memory import estimate_host
@@ -31,6 +31,7 @@ _FAR = 1.25
 _MAX_MOVES = 4  # how often boundaries are chosen again for stages with their least peaks
 _MAX_BLOCKS_TOGETHER = 1_000  # of all stages, which get fewer blocks each where they are many
 _MAX_ROUNDS = 4  # how often a stage's limit is corrected by the difference between two estimates
+_CLOSE = 0.005  # a stage that fits keeps its limit if that would change by a smaller share
 
 
 class Choose(Protocol):
@@ -126,9 +127,10 @@ def choose_policy(
     kept = search.made(plain, first, [])
     start = search.found([choose_stage_policy(whole, choices, unlimited)], unpinned)
     are_few = len(first.slots) <= MANY_STAGES
-    found = [start, search.improve(start.partition)]
-    if are_few:
-        found.insert(0, search.improve(first))
+    found = [search.improve(first)] if are_few else []
+    found.append(start)
+    if not are_few or _boundaries(start.partition) != _boundaries(first):
+        found.append(search.improve(start.partition))
     moved: set[object] = set()
     for _ in range(_MAX_MOVES * are_few):
         if limited and any(plan.fits for plan in found):
@@ -222,6 +224,7 @@ class _Search:
         self._options = options
         self._limited = limited
         self._boundaries = region_boundaries(program)
+        self._caches: dict[Hashable, PolicyCache] = {}
         self._settled = dict.fromkeys(self._boundaries.unsafe, KEEP)
         for node, key in enumerate(self._keys):
             if key is not None:
@@ -246,6 +249,7 @@ class _Search:
             all_gradients=limits.all_gradients,
             pinned=device_type(slot.name) == "cuda",
             max_blocks=max_blocks,
+            caches=self._caches,
         )
 
     def costs_of(self, stages: Sequence[StagePolicy]) -> CostTable:
@@ -332,13 +336,16 @@ class _Search:
         targets = [limits.budget for _, limits in stages]
         host_budget = self._options.host_budget
         host_target = float("inf") if host_budget is None else float(host_budget)
+        known: dict[tuple[StagePolicy, ...], _Found] = {}
         for _ in range(_MAX_ROUNDS):
             searches, limits = [search for search, _ in stages], [limit for _, limit in stages]
             aims = [
                 replace(limit, budget=target) for limit, target in zip(limits, targets, strict=True)
             ]
-            policies = self._within_host(searches, aims, host_target)
-            found = replace(self.found(policies, rate), own=True)
+            policies = tuple(self._within_host(searches, aims, host_target))
+            if policies not in known:
+                known[policies] = replace(self.found(policies, rate), own=True)
+            found = known[policies]
             again = found.partition
             if _rank(found) < _rank(best):
                 best = found
@@ -348,7 +355,12 @@ class _Search:
             errors = [
                 _peak(again.stages[i].memory, limit) - policy.peak for i, policy, limit in rows
             ]
+            full = self._too_full(again)
             corrected = [limit.budget - error for limit, error in zip(limits, errors, strict=True)]
+            corrected = [
+                new if i in full or abs(new - target) > _CLOSE * limit.budget else target
+                for i, limit, new, target in zip(chosen, limits, corrected, targets, strict=True)
+            ]
             host_before = host_target
             if host_budget is not None:
                 sums = sum(
@@ -358,7 +370,7 @@ class _Search:
                 host_target = host_budget - max(0.0, found.host_nbytes - sums)
             if not self._limited:
                 corrected = targets
-            late = [i for i in self._too_full(again) if i not in chosen]
+            late = [i for i in full if i not in chosen]
             if (corrected, host_target) == (targets, host_before) and not late:
                 break
             added = list(self._stages(partition, late))

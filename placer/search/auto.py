@@ -199,11 +199,11 @@ def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
 
 
 def _offloading(nearest: Rated | None, make: JudgingPlanner) -> list[Tried]:
-    """What nearly fits, with activations that wait in host memory."""
+    """What nearly fits, with activations that wait in host memory, as a plan of little memory."""
     if nearest is None or nearest.spec.offload or not nearest.spec.training:
         return []
     try:
-        plan = make(nearest.spec.model_copy(update={"offload": "auto"}))
+        plan = make.judge(make.quick_plan(nearest.spec.model_copy(update={"offload": "auto"})))
     except PlacerError:
         return []
     change = f'"offload": "auto" (wait in host memory): {nearest.strategy.describe()}'

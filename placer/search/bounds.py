@@ -151,10 +151,24 @@ class Bounds:
         slowest = max(even, sums.longest) / strategy.shards
         # Values are sent at once, so the layout in which sums take the least time is the best.
         grid = self._grid(strategy, self._layouts[-1])
-        seconds, worst = self._seconds(strategy, grid, sums, slowest)
-        state = self._state(strategy)
-        nbytes = state + self._activations(strategy, sums)
+        layout = self._layout(strategy)
+        seconds, worst = self._seconds(strategy, grid, layout, sums, slowest)
+        nbytes, state = self.nbytes(strategy)
         return Bound(seconds=seconds, worst_seconds=worst, nbytes=nbytes, state=state)
+
+    def nbytes(self, strategy: Strategy) -> tuple[float, float]:
+        """The bytes of the bound of ``strategy``, and those of state, which are a part of them."""
+        layout = self._layout(strategy)
+        optimizer = optimizer_bytes(self._optimizer).state / layout.optimizer
+        trained = self._trained if self._wanted.training else 0.0
+        gradients = trained / layout.gradients
+        state = (self._parameters + gradients + optimizer * trained) / strategy.stages
+        if not self._wanted.training or strategy.recompute or strategy.offload:
+            return state, state
+        # A stage with k micro-batches in flight holds at most 1/k of what another holds with one.
+        room = _saved_room(self._schedule(strategy), strategy.stages, strategy.microbatches)
+        saved = self._sums_of(strategy).saved / strategy.shards / room
+        return state + max(0.0, saved - gradients / strategy.stages), state
 
     def along_program_order(self, strategy: Strategy, share: float = 1.0) -> Bound | None:
         """An estimate of the best stages along program order instead of a bound; None if none fit.
@@ -189,7 +203,7 @@ class Bounds:
                 self._links.send_seconds(crossing, rank, rank + hop)
                 for rank in range(self._links.node)
             ]
-            times = self._seconds(strategy, grid, sums, slowest, float(np.mean(sent)))
+            times = self._seconds(strategy, grid, layout, sums, slowest, float(np.mean(sent)))
             found.append((times, node_layout))
         (seconds, worst), best = min(found, key=lambda pair: pair[0])
         bound = self(strategy)
@@ -233,7 +247,13 @@ class Bounds:
         return exact.plus(scaled, -1)
 
     def _seconds(
-        self, strategy: Strategy, grid: Grid, sums: _Sums, slowest: float, sent: float = 0.0
+        self,
+        strategy: Strategy,
+        grid: Grid,
+        layout: StateLayout,
+        sums: _Sums,
+        slowest: float,
+        sent: float = 0.0,
     ) -> tuple[float, float]:
         """Seconds of a step, and of one at worst.
 
@@ -243,7 +263,8 @@ class Bounds:
         stages, count = strategy.stages, strategy.microbatches
         forward, backward = sums.forward / strategy.shards, sums.backward / strategy.shards
         own = self._trained / (1 if self._serial else stages) if self._wanted.training else 0.0
-        piece = own / self._layout(strategy).optimizer
+        ranks = layout.optimizer
+        piece = own / ranks
         update = min(optimizer_seconds(piece, self._optimizer, slot.kind) for slot in self._slots)
         least = strategy.replicas * count * strategy.shards * sums.launch
         if self._processes:
@@ -263,8 +284,11 @@ class Bounds:
             work = least = strategy.replicas * count * strategy.shards * (forward + backward)
         found = []
         for links in (self._links, self._at_worst):
-            exchanged = self._exchange(links, grid, own, slowest, backward / stages, strategy)
-            found.append(max(work + exchanged * (not self._serial), least) + update)
+            exchanged = self._exchange(
+                links, grid, own, slowest, backward / stages, layout.gradients, count
+            )
+            gathered = links.gather_seconds(own, ranks=ranks, stride=grid.stride)
+            found.append(max(work + exchanged * (not self._serial), least) + update + gathered)
         return found[0], found[1]
 
     def _layout(self, strategy: Strategy) -> StateLayout:
@@ -283,7 +307,8 @@ class Bounds:
         own: float,
         slowest: float,
         backward: float,
-        strategy: Strategy,
+        pieces: int,
+        rounds: int,
     ) -> float:
         """Seconds of the sums of gradients that nothing hides."""
         ranks = grid.replicas * grid.shards
@@ -291,7 +316,6 @@ class Bounds:
             return 0.0
         if not self._processes:  # the weights are copied to all others, one after the other
             return (ranks - 1) * links.send_seconds(own, 0, 1)
-        pieces, rounds = self._layout(strategy).gradients, strategy.microbatches
         summed = links.reduce_seconds(
             own, ranks=ranks, stride=grid.stride, pieces=pieces, rounds=rounds
         )
@@ -303,23 +327,6 @@ class Bounds:
         """The schedule that its plan has: in one process, or recomputing, backwards are whole."""
         whole = strategy.recompute or not self._processes
         return whole_backwards(strategy.schedule) if whole else strategy.schedule
-
-    def _state(self, strategy: Strategy) -> float:
-        """Bytes of weights, gradients and optimizer state that the fullest device holds at least."""
-        layout = self._layout(strategy)
-        optimizer = optimizer_bytes(self._optimizer).state / layout.optimizer
-        each = 1 / layout.gradients + optimizer
-        trained = each * self._trained if self._wanted.training else 0.0
-        return (self._parameters + trained) / strategy.stages
-
-    def _activations(self, strategy: Strategy, sums: _Sums) -> float:
-        """Bytes that the fullest device holds in addition, if activations take more than gradients."""
-        if not self._wanted.training or strategy.recompute or strategy.offload:
-            return 0.0
-        # A stage with k micro-batches in flight holds at most 1/k of what another holds with one.
-        room = _saved_room(self._schedule(strategy), strategy.stages, strategy.microbatches)
-        gradients = self._trained / strategy.stages / self._layout(strategy).gradients
-        return max(0.0, sums.saved / strategy.shards / room - gradients)
 
 
 def _in_flight(schedule: str, stages: int, microbatches: int) -> list[int]:
@@ -344,5 +351,8 @@ def _waiting(schedule: str, stages: int, microbatches: int) -> list[int]:
 
 @functools.cache
 def _saved_room(schedule: str, stages: int, microbatches: int) -> float:
-    """The sum over stages of 1 / (micro-batches in flight)."""
-    return sum(1 / count for count in _in_flight(schedule, stages, microbatches))
+    """The sum over stages of 1 / (micro-batches in flight), which `_in_flight` counts."""
+    few = min(microbatches, stages)
+    if schedule == "GPipe" or splits_backward(schedule):
+        return stages / (microbatches if schedule == "GPipe" else few)
+    return sum(1 / count for count in range(1, few + 1)) + (stages - few) / microbatches

@@ -161,7 +161,7 @@ class _Search:
 
     def _list_families(self) -> list[Rated]:
         """Fill in the strategies that may fit by their bounds. Returns the smallest of all other families."""
-        smallest: dict[Family, tuple[Strategy, Bound]] = {}
+        smallest: dict[Family, tuple[Strategy, float]] = {}
         pinned = bool(self._wanted.layers)
         for strategy in list_strategies(
             self._make.program,
@@ -174,19 +174,20 @@ class _Search:
                 continue
             if pinned and strategy.spec(self._wanted, self._pool) is None:
                 continue
-            bound = self._bounds(strategy)
-            if bound.nbytes <= self._bounds.room:
-                self._left.setdefault(strategy.family, []).append((strategy, bound))
+            nbytes, _ = self._bounds.nbytes(strategy)
+            if nbytes <= self._bounds.room:
+                pair = strategy, self._bounds(strategy)
+                self._left.setdefault(strategy.family, []).append(pair)
                 continue
             self._too_large.add(strategy)
-            _, least = smallest.setdefault(strategy.family, (strategy, bound))
-            if bound.nbytes < least.nbytes:
-                smallest[strategy.family] = strategy, bound
+            _, least = smallest.setdefault(strategy.family, (strategy, nbytes))
+            if nbytes < least:
+                smallest[strategy.family] = strategy, nbytes
         for members in self._left.values():
             members.sort(key=lambda pair: self._values(pair[0], pair[1].seconds, pair[1].nbytes))
         return [
-            Rated(strategy=strategy, bound=bound, spec=spec)
-            for family, (strategy, bound) in smallest.items()
+            Rated(strategy=strategy, bound=self._bounds(strategy), spec=spec)
+            for family, (strategy, _) in smallest.items()
             if family not in self._left and (spec := strategy.spec(self._wanted, self._pool))
         ]
 
@@ -315,22 +316,33 @@ class _Search:
         worst = plan.rank_time
         if self._links.network is not None and plan.processes and plan.step_seconds is not None:
             # Replicas share nothing but sums, so one of them takes as long as all.
-            pieces = plan.state_layout.gradients
+            links, stride = self._links.at_worst(), plan.grid.stride
+            pieces, shares = plan.state_layout.gradients, plan.state_layout.optimizer
+            trained = [stage.memory.gradients * pieces for stage in plan.stages]
             slower = [
                 replace(
                     stage,
-                    sum_seconds=self._links.at_worst().reduce_seconds(
-                        stage.memory.gradients * pieces,
+                    sum_seconds=links.reduce_seconds(
+                        nbytes,
                         ranks=plan.replicas * plan.shards,
-                        stride=plan.grid.stride,
+                        stride=stride,
                         pieces=pieces,
                         rounds=plan.microbatches,
                     ),
                 )
-                for stage in plan.stages
+                for stage, nbytes in zip(plan.stages, trained, strict=True)
             ]
-            over = plan.shard_over or plan.replicas
-            alone = replace(plan, stages=tuple(slower), replicas=1, shard_over=over)
+            gathered = [
+                each.gather_seconds(max(trained), ranks=shares, stride=stride)
+                for each in (links, self._links)
+            ]
+            alone = replace(
+                plan,
+                stages=tuple(slower),
+                replicas=1,
+                shard_over=plan.shard_over or plan.replicas,
+                optimizer_seconds=(plan.optimizer_seconds or 0.0) + gathered[0] - gathered[1],
+            )
             worst = end_of(step_spans(alone))
         return replace(rated, plan=plan, fits=plan.fits, judged=judged, worst_time=worst)
 
@@ -382,7 +394,8 @@ class _Search:
                     for parts, least in known.items()
                 ):
                     continue
-                plan = self._plan(self._make, rated.spec)
+                make = self._make.quick_plan if self._any_will_do else self._make
+                plan = self._plan(make, rated.spec)
                 if plan is not None:
                     found = self._rate(self._rated.pop(rated.strategy), plan, judged=True)
                     judged[rated.strategy] = self._rated[rated.strategy] = found

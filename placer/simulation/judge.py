@@ -41,7 +41,9 @@ _MAX_ROUNDS = 3  # of planning with corrections
 # dry run. If an estimate differs from the budget by more than this share, no dry run is needed.
 _DOUBTFUL_SHARE = 0.15
 _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a budget certainly fits
-_FAR_SHARE = 0.1  # a plan that overflows by more is not made to fit by corrections
+# A plan that overflows by a larger share of what it needs is not made to fit by corrections: where the
+# estimate does not fit either, and where it does.
+_FAR_SHARE, _CONTRADICTED_SHARE = 0.1, 1 / 3
 _ROOMY = 4
 _FULLEST = 2  # devices of many stages that get a dry run
 _PLAN = TypeAdapter(Plan)
@@ -329,7 +331,7 @@ class JudgingPlanner:
         if not any(p.fits for p in judged) and any(p.starved for p in judged):
             judged += self._rounds(build, plan, starving=True)
         contradicted = plan.fits and not any(p.fits and not p.starved for p in judged)
-        if contradicted and spec.objective != "memory":
+        if contradicted and spec.objective != "memory" and not _is_far(plan, judged[0]):
             # The fastest plans fill devices to their limit, where estimates are too rough.
             roomy = self._plan(spec.model_copy(update={"objective": "memory"}))
             judged.append(replace(roomy, objective=spec.objective))
@@ -338,25 +340,22 @@ class JudgingPlanner:
     def _rounds(self, build: Callable[..., Plan], plan: Plan, *, starving: bool) -> list[Plan]:
         """Judge ``plan``, then plans with corrections, until one fits.
 
-        A plan that starves kernels counts as one that fits only with ``starving``.
+        A plan that does not fit with these gets no dry run. One that starves kernels counts as one that fits
+        only with ``starving``.
         """
         judged: list[Plan] = []
         shortfall: dict[str, int] = {}  # bytes by which estimates were too low
         for number in range(_MAX_ROUNDS):
             if number:
                 plan = build(corrections=shortfall)
+                if not _fits_with(shortfall, plan) and _run_key(plan) not in self._runs:
+                    break
             found, run = self._judge(plan)
             judged.append(found)
             if run is None or (found.fits and (starving or not found.starved)):
                 break
-            if not plan.fits and found.overflow_bytes > _FAR_SHARE * found.tightest.needed:
-                break  # estimate and dry run agree, so corrections do not help
-            if any(
-                d.headroom is not None and d.headroom < 0
-                for d in plan.devices
-                if not _is_doubtful(d)
-            ):
-                break  # a budget is exceeded by far, so corrections do not help
+            if _is_far(plan, found):
+                break
             before = shortfall
             shortfall = _corrections(before, plan, found, run, starving=starving)
             if not any(nbytes > before.get(name, 0) for name, nbytes in shortfall.items()):
@@ -394,7 +393,7 @@ class JudgingPlanner:
 
     def _dry_run(self, plan: Plan) -> DryRun:
         """The dry run of ``plan``; cached."""
-        key = _PLAN.dump_json(plan, exclude=_COSTS)
+        key = _run_key(plan)
         if key not in self._runs:
             self._say("running a step without data")
             self._runs[key] = dry_run(
@@ -406,6 +405,11 @@ class JudgingPlanner:
                 most=_most_run(plan),
             )
         return self._runs[key]
+
+
+def _run_key(plan: Plan) -> bytes:
+    """All of ``plan`` that its dry run depends on."""
+    return _PLAN.dump_json(plan, exclude=_COSTS)
 
 
 def _most_run(plan: Plan) -> int | None:
@@ -429,6 +433,12 @@ class _Known:
 
     def __init__(self, program: Program) -> None:
         self.program, self.costs, self.tables = program, CostEstimates(program), TableCache()
+
+
+def _is_far(plan: Plan, judged: Plan) -> bool:
+    """Whether ``judged``, the verdict on ``plan``, overflows by more than corrections can mend."""
+    share = _CONTRADICTED_SHARE if plan.fits else _FAR_SHARE
+    return judged.overflow_bytes > share * judged.tightest.needed
 
 
 def _is_plain(plan: Plan) -> bool:
@@ -457,6 +467,15 @@ def _corrections(
         more = judged.host.needed - plan.host.needed
         shortfall[HOST_NAME] = max(shortfall.get(HOST_NAME, 0), more)
     return shortfall
+
+
+def _fits_with(shortfall: Mapping[str, int], plan: Plan) -> bool:
+    """Whether ``plan`` fits by its estimates, if they are too low by ``shortfall``."""
+    row = plan.devices[: plan.num_devices]
+    return all(
+        device.headroom is None or device.headroom >= shortfall.get(device.device, 0)
+        for device in row
+    )
 
 
 def _verdict(plan: Plan) -> tuple[bool, int, int]:

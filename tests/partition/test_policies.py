@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from dataclasses import replace
 
 from placer.cost import CostTable, NodeCost, StoredValue, Work
 from placer.cost.operations import Operation
 from placer.machine.devices import device_kind
 from placer.partition.policy import cheapest
-from placer.partition.policy.search import PolicySearch
+from placer.partition.policy.search import PolicyCache, PolicySearch
 from placer.partition.policy.types import Policy, StageLimits
 from placer.regions import RegionBoundaries
 
@@ -120,3 +121,45 @@ def test_within_the_host_s_memory_the_best_of_all_is_found_as_a_rule() -> None:
         tried += 1
         best_found += found.seconds <= best * 1.001
     assert tried >= 20 and best_found >= 0.8 * tried, (tried, best_found)
+
+
+def test_equal_stages_are_searched_once() -> None:
+    """Two stages of equal nodes, one after the other, share a cache; a longer stage has its own."""
+    one, before = _costs(random.Random(3), 4), 4
+    moved = tuple(
+        replace(
+            value,
+            producer=value.producer + before,
+            users=tuple(node + before for node in value.users),
+            savers=tuple(node + before for node in value.savers),
+        )
+        for value in one.values
+    )
+    seconds = [Operation("product", "float32", (i + 1) * 10**9, 0, 0) for i in range(4)] * 2
+    costs = replace(
+        one,
+        names=tuple(f"n{i}" for i in range(8)),
+        nodes=(*one.nodes[:4], *one.nodes[:4], *one.nodes[-1:], NodeCost()),
+        values=(*one.values, *moved),
+        work=Work([f"n{i}" for i in range(9)], [*([each] for each in seconds), [], []], [[]] * 10),
+    )
+    costs = replace(costs, names=(*costs.names, "last"))
+    boundaries = RegionBoundaries(free=frozenset(range(9)), ending={}, unsafe=frozenset())
+    caches: dict[Hashable, PolicyCache] = {}
+
+    def stage(first: int, end: int) -> PolicySearch:
+        nodes, earlier = range(first, end), range(first)
+        return PolicySearch(
+            costs, nodes, earlier, boundaries, {}, KIND, all_gradients=True, caches=caches
+        )
+
+    first, second, longer = stage(0, 4), stage(4, 8), stage(0, 5)
+    assert first.cache is second.cache is not longer.cache
+    limits = StageLimits(static=0, budget=0, in_flight=1, all_gradients=True)
+    mine, its = (cheapest.choose_stage_policy(each, CHOICES[0], limits) for each in (first, second))
+    assert mine.runs and mine.peak == its.peak
+    assert its.runs == tuple(
+        (tuple(node + before for node in nodes), policy) for nodes, policy in mine.runs
+    )
+    alone = PolicySearch(costs, range(4, 8), range(4), boundaries, {}, KIND, all_gradients=True)
+    assert cheapest.choose_stage_policy(alone, CHOICES[0], limits) == its

@@ -97,6 +97,35 @@ def test_it_is_planned_again_within_what_the_dry_run_leaves(
     assert {device.budget for device in plan.devices} == {budget}
 
 
+def test_a_plan_that_needs_far_more_than_its_estimate_is_not_planned_again(
+    monkeypatch: pytest.MonkeyPatch, peak: int
+) -> None:
+    mislead(monkeypatch, 0.5)
+    built, build = [], judge.build_plan
+    monkeypatch.setattr(judge, "build_plan", lambda *a, **k: built.append(k) or build(*a, **k))
+    plan = placer.make_plan(chain(), spec_of(int(0.54 * peak)), (X,))
+    assert plan.overflow_bytes == peak - int(0.54 * peak)
+    assert len(built) == 1
+
+
+def test_a_plan_that_does_not_fit_with_corrections_gets_no_dry_run(
+    monkeypatch: pytest.MonkeyPatch, peak: int
+) -> None:
+    budget, runs = int((1 - SHARE / 2) * peak), []
+    uneven = {**dict.fromkeys("0123", "cpu:0"), **dict.fromkeys("45", "cpu:1")}
+
+    def build(program: Any, spec: placer.PlacementSpec, *args: Any, **kwargs: Any) -> placer.Plan:
+        wanted = spec.with_layers(uneven) if kwargs.get("corrections") else spec
+        plan = build_plan(program, wanted, *args, **kwargs)
+        devices = [replace(d, peak=min(int((1 - SHARE) * d.peak), budget)) for d in plan.devices]
+        return replace(plan, devices=tuple(devices), fits=True)
+
+    monkeypatch.setattr(judge, "build_plan", build)
+    monkeypatch.setattr(judge, "dry_run", lambda *a, **k: runs.append(a) or dry_run(*a, **k))
+    assert not placer.make_plan(chain(), spec_of(budget), (X,)).fits
+    assert len(runs) == 1
+
+
 def test_a_plan_that_only_seems_not_to_fit_does(monkeypatch: pytest.MonkeyPatch, peak: int) -> None:
     spec = spec_of(int((1 + SHARE / 2) * peak))
     mislead(monkeypatch, 1 + SHARE)

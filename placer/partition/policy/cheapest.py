@@ -52,6 +52,28 @@ def choose_stage_policy(
 
     ``choices`` are the policies that a block may have, besides `KEEP`. The search is a heuristic.
     """
+    key = frozenset(choices), limits
+    if key not in stage.cache.chosen:
+        stage.cache.chosen[key] = _choose(stage, choices, limits)
+    chosen = stage.cache.chosen[key]
+    runs = []
+    step: PartialPolicy | None = chosen
+    while step is not None:
+        first, last = step.span
+        inside = [node for block in stage.blocks[first:last] for node in block]
+        if step.policy != KEEP:
+            runs.append((tuple(stage.nodes[t] for t in inside), step.policy))
+        step = step.before
+    return StagePolicy(
+        runs=tuple(reversed(runs)),
+        seconds=chosen.seconds,
+        peak=limits.peak(chosen),
+        hosted=chosen.hosted,
+    )
+
+
+def _choose(stage: PolicySearch, choices: Collection[Policy], limits: StageLimits) -> PartialPolicy:
+    """The policy that `choose_stage_policy` returns."""
     within_host = math.isfinite(limits.host_budget)
     lightest = _least_peaks(stage, choices, limits.host_budget)
     if within_host:
@@ -72,20 +94,7 @@ def choose_stage_policy(
             without = [choice for choice in choices if not choice.offload]
             cheapest += [x for x in stage.search(without, select) if limits.fits(x)]
         chosen = min([chosen, *cheapest], key=lambda x: (x.seconds, limits.peak(x)))
-    runs = []
-    step: PartialPolicy | None = chosen
-    while step is not None:
-        first, last = step.span
-        inside = [node for block in stage.blocks[first:last] for node in block]
-        if step.policy != KEEP:
-            runs.append((tuple(stage.nodes[t] for t in inside), step.policy))
-        step = step.before
-    return StagePolicy(
-        runs=tuple(reversed(runs)),
-        seconds=chosen.seconds,
-        peak=limits.peak(chosen),
-        hosted=chosen.hosted,
-    )
+    return chosen
 
 
 def least_host_bytes(
@@ -112,11 +121,11 @@ def _least_peaks(
     stage: PolicySearch, choices: Collection[Policy], host_budget: float
 ) -> list[PartialPolicy]:
     """Policies of the whole stage, among them the one with the least peak, whatever the device's budget."""
-    key = frozenset(choices), host_budget
-    if key not in stage.least_peaks:
+    key, known = (frozenset(choices), host_budget), stage.cache.least_peaks
+    if key not in known:
         select = partial(_not_dominated, stage=stage, host_budget=host_budget)
-        stage.least_peaks[key] = stage.search(choices, select)
-    return stage.least_peaks[key]
+        known[key] = stage.search(choices, select)
+    return known[key]
 
 
 def _not_dominated(

@@ -7,7 +7,8 @@ and an extension adds more the fewer values are already on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -16,7 +17,7 @@ import numpy as np
 
 from placer.cost import CostTable
 from placer.machine.catalogue import DeviceKind
-from placer.partition.policy.types import KEEP, PartialPolicy, Policy
+from placer.partition.policy.types import KEEP, PartialPolicy, Policy, StageLimits
 from placer.partition.stage_cost.pending_gradients import pending_gradients
 from placer.regions import RegionBoundaries
 from placer.timeline import pinned_nbytes
@@ -44,6 +45,21 @@ class _Recomputed:
     saving: bool  # whether they save anything; if not, there is no reason to recompute them
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyCache:
+    """What is known of stages that are equal: what recomputing costs, and policies that were chosen.
+
+    ``least_peaks`` are policies by (choices, host budget), among them the one with the least peak, and
+    ``chosen`` is the best by (choices, limits).
+    """
+
+    recomputed: dict[tuple[int, int], _Recomputed] = field(default_factory=dict)
+    least_peaks: dict[tuple[frozenset[Policy], float], list[PartialPolicy]] = field(
+        default_factory=dict
+    )
+    chosen: dict[tuple[frozenset[Policy], StageLimits], PartialPolicy] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class PolicySearch:
     """Searches over the policies of one stage.
@@ -52,7 +68,9 @@ class PolicySearch:
     ``before`` are the nodes of earlier stages. The policy of nodes in ``given`` is fixed. ``boundaries`` says
     where regions may begin and end. ``all_gradients`` is as in `StageLimits`. With ``pinned``, offloaded
     values are kept in pinned host memory. A stage is cut into about
-    ``max_blocks`` blocks.
+    ``max_blocks`` blocks. Searches with the same ``caches`` share what they find where stages are equal.
+
+    Nodes, and the values that they use, are numbered in the order of the stage.
     """
 
     costs: CostTable
@@ -64,38 +82,57 @@ class PolicySearch:
     all_gradients: bool = field(kw_only=True)
     pinned: bool = field(kw_only=True, default=False)
     max_blocks: int = field(kw_only=True, default=MAX_BLOCKS)
+    caches: dict[Hashable, PolicyCache] = field(kw_only=True, default_factory=dict)
 
     def __post_init__(self) -> None:
-        # A cache for `cheapest`: (choices, host budget) -> policies, among them the one with the least peak
-        self.least_peaks: dict[tuple[frozenset[Policy], float], list[PartialPolicy]] = {}
         costs = self.costs
         self.nodes = list(self.nodes)
         if self.nodes and self.nodes[-1] == len(costs.names) - 1:
             self.nodes.append(len(costs.names))
         local = {node: t for t, node in enumerate(self.nodes)}
-        self.nbytes = [float(v.nbytes) for v in costs.values]
-        self.host_nbytes = [
-            float(pinned_nbytes(v.nbytes) if self.pinned else v.nbytes) for v in costs.values
-        ]
-        self.single = [len(v.savers) == 1 for v in costs.values]
-        self.producer = [local.get(v.producer, -1) for v in costs.values]
+        self.nbytes: list[float] = []
+        self.host_nbytes: list[float] = []
+        self.single: list[bool] = []
+        self.producer: list[int] = []
+        self.last_use: list[int] = []
         self.saved_at: list[list[int]] = [[] for _ in self.nodes]
         self.used_at: list[list[int]] = [[] for _ in self.nodes]
-        self.last_use = [-1] * len(costs.values)
-        for index, value in enumerate(costs.values):
+        for value in costs.values:
+            used = {local[node] for node in (*value.users, *value.savers) if node in local}
+            if not used:
+                continue
             for node in value.savers:
                 if node in local:
-                    self.saved_at[local[node]].append(index)
-            for node in {*value.users, *value.savers}:
-                if node in local:
-                    self.used_at[local[node]].append(index)
-                    self.last_use[index] = max(self.last_use[index], local[node])
+                    self.saved_at[local[node]].append(len(self.nbytes))
+            for t in used:
+                self.used_at[t].append(len(self.nbytes))
+            kept = pinned_nbytes(value.nbytes) if self.pinned else value.nbytes
+            self.nbytes.append(float(value.nbytes))
+            self.host_nbytes.append(float(kept))
+            self.single.append(len(value.savers) == 1)
+            self.producer.append(local.get(value.producer, -1))
+            self.last_use.append(max(used))
         self.backward_bytes = [  # in the backward of each node, without the values saved for it
             costs.nodes[node].backward_transient + pending
             for node, pending in zip(self.nodes, self._pending(), strict=True)
         ]
         self.forward_seconds = self._forward_seconds()
-        self._recomputed: dict[tuple[int, int], _Recomputed] = {}
+        self.cache = self.caches.setdefault(self._key(), PolicyCache())
+
+    def _key(self) -> Hashable:
+        """All that a search depends on: stages with equal keys have the same policies."""
+        nodes, ending = [self.costs.nodes[node] for node in self.nodes], self.boundaries.ending
+        columns: list[Sequence[Hashable]] = [
+            *(self.nbytes, self.host_nbytes, self.single, self.producer),
+            *([tuple(found) for found in at] for at in (self.saved_at, self.used_at)),
+            *(self.backward_bytes, self.forward_seconds),
+            [(n.forward_transient, n.backward_transient, n.backward_incoming) for n in nodes],
+            [self.given.get(node) for node in self.nodes],
+            [node in self.boundaries.free for node in self.nodes],
+            [n in ending and bisect_right(self.nodes, ending[n]) for n in self.nodes],
+            [node == len(self.costs.names) for node in self.nodes],
+        ]
+        return (*map(tuple, columns), self.kind.host_bandwidth, self.max_blocks)
 
     def _forward_seconds(self) -> list[float]:
         seconds = self.costs.work.seconds(self.kind).forward.device
@@ -336,10 +373,11 @@ class PolicySearch:
 
     def _recompute_together(self, boundary: int, end: int) -> _Recomputed:
         """The cost of recomputing blocks ``boundary`` … ``end - 1`` as one region."""
-        if (boundary, end) not in self._recomputed:
+        known = self.cache.recomputed
+        if (boundary, end) not in known:
             inside = range(self.blocks[boundary][0], self.blocks[end - 1][-1] + 1)
-            self._recomputed[boundary, end] = self._recompute_nodes(inside)
-        return self._recomputed[boundary, end]
+            known[boundary, end] = self._recompute_nodes(inside)
+        return known[boundary, end]
 
     def _recompute_nodes(self, inside: range) -> _Recomputed:
         """The cost of recomputing neighbouring nodes (indices) as one region."""
