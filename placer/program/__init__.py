@@ -90,10 +90,5 @@ from placer.program.types import (
     rows_of,
     training_flags,
 )
-from placer.program.validity import (
-    SameProgram,
-    condition_key,
-    row_counts,
-    same_program,
-)
+from placer.program.validity import SameProgram, condition_key, row_counts, same_program
 from placer.program.variable_guards import SettingsGuard, VariableGuard

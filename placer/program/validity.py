@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.program.call import bind_call, describe_shapes, objects_of, strides_of_copy
+from placer.program.call import bind_call, describe_shapes, objects_of
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.guards import AttributeGuard, failed_guard
@@ -33,17 +33,21 @@ def condition_key(call: CallFormat, modes: tuple[bool, ...], tensors: Sequence[T
     """A key for a call: calls with equal keys and `row_counts` run the same program if the guards hold.
 
     It consists of modes, shapes and dtypes, without the batch size, and of the strides of tensors that are
-    not contiguous, which forward may read.
+    not contiguous in a stage either, which forward may read.
     """
     shapes = tuple(
         tensor.shape if dim is None else tensor.shape[:dim] + tensor.shape[dim + 1 :]
         for tensor, dim in zip(tensors, call.batch_dims, strict=True)
     )
-    strides = tuple(
-        None if x.layout == torch.strided and x.is_contiguous() else strides_of_copy(x)
-        for x in tensors
-    )
-    return modes, shapes, strides, tuple(tensor.dtype for tensor in tensors)
+    return modes, shapes, tuple(map(_strides, tensors)), tuple(tensor.dtype for tensor in tensors)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Those of its copy, which a stage gets; None if that is contiguous."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return None
+    copied = torch.empty_like(tensor, device="meta")
+    return None if copied.is_contiguous() else copied.stride()
 
 
 def row_counts(call: CallFormat, tensors: Sequence[Tensor]) -> tuple[int, ...]:
