@@ -68,6 +68,7 @@ def test_weights_equal_the_plain_models(
         assert max(elements) <= whole / len(elements) + values
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])
 @pytest.mark.parametrize(
     ("name", "shape", "over"),
@@ -81,7 +82,7 @@ def test_some_replicas_divide_the_state_between_them(
     assert sum(own for own, _ in found) == found[0][1] * shape[1] // over
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", SPLIT])
 @pytest.mark.parametrize(
     ("microbatches", "shape"), [(1, (2, 2, 1)), (4, (2, 2, 1)), (4, (4, 1, 1))]
@@ -104,6 +105,7 @@ def test_replicas_that_cannot_divide_the_state() -> None:
         placer.auto_plan(model, args, **given, replicas=4, processes=True)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])
 @pytest.mark.parametrize("over", ["auto", 1])
 def test_accumulation_and_clipping(
