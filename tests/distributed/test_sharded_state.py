@@ -184,6 +184,7 @@ def test_divided_gradients_are_read_whole_or_not_at_all(job_of: Callable[[int], 
             assert "placed.clip_grad_norm_" in message and ".grad.full_tensor()" in message
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])
 def test_one_process_has_one_copy(state: str) -> None:
     model, args, _ = cases.make_case("convnet", 8)

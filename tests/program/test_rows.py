@@ -87,7 +87,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.matrix(9)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("kind", MIXING)
 def test_a_model_that_mixes_rows_is_not_split(kind: str) -> None:
     function, reason = MIXING[kind]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from captured import captured_once
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import Blocks, Pairs
 from torch import Tensor, nn
@@ -60,9 +60,9 @@ def _all_plans(
 
 
 CASES = [
-    ("2GiB", 16384, 3, False),
-    ("800MiB", 4096, 3, True),
     ("760MiB", 8192, 2, False),  # several micro-batches are needed, or recomputation
+    ("800MiB", 4096, 3, True),
+    ("2GiB", 16384, 3, False),
     ("2GiB", 64, 4, True),  # gradients take longer to sum than there is to compute
 ]
 
@@ -169,6 +169,7 @@ def test_alternatives_say_why_they_lost() -> None:
             assert "too much on" in other.reason or "needs at least" in other.reason
 
 
+@pytest.mark.matrix(0)
 @captured_once()
 def test_where_nothing_fits_the_error_says_what_was_tried_and_what_would_do() -> None:
     with torch.device("meta"):
@@ -212,7 +213,6 @@ def test_where_no_number_of_devices_fits_the_most_that_were_tried_are_named() ->
     assert not caught.value.tried[-1].fits
 
 
-@settings(max_examples=100)
 @given(
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     replicas=st.integers(1, 4),
