@@ -536,19 +536,18 @@ def test_state_is_divided_between_the_replicas_of_a_node_where_that_is_faster() 
     assert over[8].stages[0].memory.optimizer == 2 * over[16].stages[0].memory.optimizer
 
 
-def test_state_is_divided_between_all_replicas_that_are_in_one_node() -> None:
-    with torch.device("meta"):
-        model, x = nn.Linear(4096, 4096), torch.empty(64, 4096)
-    spec = {"machine": "cloud-a100:2", "stages": 1, "replicas": 4, "shard_state": "optimizer"}
-    plan = placer.make_plan(model, spec, x, processes=True)
-    assert plan.state_layout.optimizer == 4
-
-
-def test_no_group_that_divides_state_is_over_two_nodes() -> None:
+@pytest.mark.parametrize("replicas", [4, 12])
+def test_no_group_that_divides_state_is_over_two_nodes(replicas: int) -> None:
+    """Four replicas are in one node of eight; of twelve, four are in every group."""
     with torch.device("meta"):
         model, x = nn.Linear(4096, 4096), torch.empty(48, 4096)
-    spec = {"machine": "cloud-a100:2", "stages": 1, "replicas": 12, "shard_state": "optimizer"}
-    assert placer.make_plan(model, spec, x, processes=True).shard_over == 4
+    spec = {
+        "machine": "cloud-a100:2",
+        "stages": 1,
+        "replicas": replicas,
+        "shard_state": "optimizer",
+    }
+    assert placer.make_plan(model, spec, x, processes=True).state_layout.optimizer == 4
 
 
 def test_the_order_of_ranks_is_said_where_there_are_ranks() -> None:
