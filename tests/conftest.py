@@ -103,7 +103,9 @@ def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _values(item: Any) -> list[tuple[str, int]]:
-    return list(item.callspec.indices.items()) if hasattr(item, "callspec") else []
+    """By identity: pytest's own ``callspec.indices`` count the cases, not the values of a parameter."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return [(name, id(value)) for name, value in params.items()]
 
 
 @pytest.hookimpl(optionalhook=True)

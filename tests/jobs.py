@@ -8,11 +8,14 @@ import itertools
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,8 +31,7 @@ class Job:
     """``world_size`` processes with a gloo process group, waiting for functions to run."""
 
     def __init__(self, world_size: int, timeout_seconds: float = TIMEOUT_SECONDS / 2) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = _fork_server()
         # As an agent of torchrun, this process hosts the store, which so outlives the ranks.
         self._store = _TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ends: list[Connection] = []
@@ -87,6 +89,18 @@ class Job:
             process.join()
 
 
+def _fork_server() -> Any:
+    """The context whose processes are forked from one that has imported the modules of `_PRELOAD`.
+
+    Before Python 3.14 that process ignores ``sys.path``, and silently leaves out what it does not find.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+    return context
+
+
 def start_by_hand(
     world_size: int, function: Callable[..., Any], *args: Any
 ) -> list[tuple[str, str] | None]:
@@ -95,8 +109,7 @@ def start_by_hand(
     Processes with the variables that torch looks for; rank 0 hosts the store, and each ends as soon as
     it has an error. ("", "") for none, None for a rank that is killed or does not end in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = _fork_server()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     ends, processes = [], []

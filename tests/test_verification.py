@@ -59,6 +59,7 @@ class DropsLayers(nn.Module):
         return x
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("spec", [{"devices": ["cpu:0"]}, HALVES])
 def test_random_numbers_of_python_and_numpy_are_the_same_for_both(spec: dict[str, object]) -> None:
     for seed in range(2):

@@ -489,7 +489,7 @@ COMMANDS = (
 )
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_example_in_the_help_of_a_command_works(

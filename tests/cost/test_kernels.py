@@ -118,7 +118,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.matrix(9)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -47,6 +47,7 @@ def test_three_steps_equal_the_plain_model(
     check(job_of, name, shape, SCHEDULES)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["convnet", "tied transformer"])
 def test_replicas_of_a_stage_may_be_next_to_each_other(
     job_of: Callable[[int], Job], name: str

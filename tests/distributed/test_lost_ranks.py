@@ -5,9 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import fault_cases as cases
 import models
@@ -82,33 +80,25 @@ def test_a_rank_that_ends_before_all_have_come_is_named(what: str, said: str) ->
     assert what == "no word" or "give every rank the same model and spec" in text
 
 
-def test_a_rank_that_hangs_is_named() -> None:
-    """By those that waited for it, also by one that waited for another that waited for it.
-
-    Three jobs at once, which all wait for the same time.
-    """
-    expected = {
-        ("data loader", 0): "does not answer; ranks 1, 2 waited longer than 4 s",
-        ("layer", 1): "does not answer; ranks 0, 2 waited longer than 4 s",
-        ("compile", 2): "does not answer; ranks 0, 1 waited longer than 4 s",
-    }
-    with ThreadPoolExecutor(len(expected)) as pool:
-        found = list(pool.map(_hang, expected))
-    for ((where, rank), said), answers in zip(expected.items(), found, strict=True):
-        assert len(answers) == 2
-        for other, answer in answers.items():
-            assert answer is not None, f"{where}: rank {other} hangs"
-            ok, (kind, text) = answer
-            assert ok and kind == "PeerError", text
-            assert text.startswith(f"rank {rank} (process ") and said in text, text
-
-
-def _hang(case: tuple[str, int]) -> dict[int, Any]:
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize(
+    ("where", "rank", "others"),
+    [("data loader", 0, "1, 2"), ("layer", 1, "0, 2"), ("compile", 2, "0, 1")],
+)
+def test_a_rank_that_hangs_is_named(where: str, rank: int, others: str) -> None:
+    """By those that waited for it, also by one that waited for another that waited for it."""
     job = Job(3, timeout_seconds=4.0)
     try:
-        return job.ask(cases.hang, *case, wait_for=[r for r in range(3) if r != case[1]])
+        answers = job.ask(cases.hang, where, rank, wait_for=[r for r in range(3) if r != rank])
     finally:
         job.close()
+    assert len(answers) == 2
+    for other, answer in answers.items():
+        assert answer is not None, f"rank {other} hangs"
+        ok, (kind, text) = answer
+        assert ok and kind == "PeerError", text
+        said = f"does not answer; ranks {others} waited longer than 4 s"
+        assert text.startswith(f"rank {rank} (process ") and said in text, text
 
 
 @pytest.mark.matrix(1)

@@ -37,6 +37,7 @@ def test_a_rank_peaks_where_its_plan_says(
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_rank_that_passes_its_own_part_of_the_input_has_only_that(
     job_of: Callable[[int], Job], *, training: bool
@@ -71,9 +72,10 @@ def test_a_plan_whose_ranks_do_not_fit_is_made_again() -> None:
     assert [s.nodes for s in again.stages] != [s.nodes for s in first.stages]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
-@pytest.mark.parametrize("state", ["optimizer", "gradients"])
-@pytest.mark.parametrize("case", ["memory_case", "wide_case"])
+@pytest.mark.parametrize("state", ["gradients", "optimizer"])
+@pytest.mark.parametrize("case", ["wide_case", "memory_case"])
 def test_sharded_state_takes_what_the_plan_says(
     job_of: Callable[[int], Job], case: str, state: str, schedule: str
 ) -> None:

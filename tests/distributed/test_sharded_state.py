@@ -68,10 +68,11 @@ def test_weights_equal_the_plain_models(
         assert max(elements) <= whole / len(elements) + values
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])
 @pytest.mark.parametrize(
     ("name", "shape", "over"),
-    [("convnet", (1, 4, 1), 2), ("tied transformer", (2, 2, 1), 1), ("3D U-Net", (1, 2, 2), 1)],
+    [("convnet", (1, 4, 1), 2), ("3D U-Net", (1, 2, 2), 1), ("tied transformer", (2, 2, 1), 1)],
 )
 def test_some_replicas_divide_the_state_between_them(
     job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], over: int, state: str
@@ -81,7 +82,7 @@ def test_some_replicas_divide_the_state_between_them(
     assert sum(own for own, _ in found) == found[0][1] * shape[1] // over
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", SPLIT])
 @pytest.mark.parametrize(
     ("microbatches", "shape"), [(1, (2, 2, 1)), (4, (2, 2, 1)), (4, (4, 1, 1))]
@@ -104,6 +105,7 @@ def test_replicas_that_cannot_divide_the_state() -> None:
         placer.auto_plan(model, args, **given, replicas=4, processes=True)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])
 @pytest.mark.parametrize("over", ["auto", 1])
 def test_accumulation_and_clipping(
@@ -182,6 +184,7 @@ def test_divided_gradients_are_read_whole_or_not_at_all(job_of: Callable[[int], 
             assert "placed.clip_grad_norm_" in message and ".grad.full_tensor()" in message
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])
 def test_one_process_has_one_copy(state: str) -> None:
     model, args, _ = cases.make_case("convnet", 8)

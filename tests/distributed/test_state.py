@@ -10,7 +10,7 @@ from jobs import Job
 from torch import nn
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(5)  # each model once
 @pytest.mark.parametrize("spec", cases.SPECS)
 @pytest.mark.parametrize(
     "make",
@@ -22,11 +22,13 @@ def test_state_that_forward_changes(
     job_of(2).run(cases.call_in_both_modes, make, spec)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("spec", ["stages", "recomputed"])
 def test_weights_that_the_first_batch_sets(job_of: Callable[[int], Job], spec: str) -> None:
     job_of(2).run(cases.call_in_both_modes, cases.NormsByData, spec)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("spec", cases.SPECS)
 def test_a_variable_that_holds_a_part(job_of: Callable[[int], Job], spec: str) -> None:
     job_of(2).run(cases.call_a_part_in_a_variable, spec)
@@ -36,6 +38,7 @@ def test_results_are_copies_of_inputs_and_weights(job_of: Callable[[int], Job]) 
     job_of(2).run(cases.results_are_copies)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("in_eval", [False, True])
 def test_a_forward_that_freezes_parameters_is_refused(
     job_of: Callable[[int], Job], *, in_eval: bool

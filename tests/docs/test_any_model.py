@@ -381,7 +381,7 @@ def test_every_row_is_tried() -> None:
     assert set(table().values()) <= set(OUTCOMES)
 
 
-@pytest.mark.matrix(15)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("row", "index"),
     [(row, i) for row, cases in ROWS.items() for i in range(len(cases))],

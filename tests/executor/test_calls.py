@@ -85,6 +85,7 @@ def _doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 2
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("fields", [{}, {"replicas": 2, "microbatches": 2}], ids=["one", "cut"])
 def test_arguments_that_were_not_given_when_it_was_captured(fields: dict[str, Any]) -> None:
     placed, model = _pair(**fields)

@@ -120,6 +120,7 @@ def doubling(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapper
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("in_buffer", [False, True])
 def test_steps_of_weights_that_the_first_batch_sets(way: str, *, in_buffer: bool) -> None:
@@ -167,7 +168,7 @@ def method(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return MethodType(double, forward.__self__)  # type: ignore[attr-defined]
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "wrap", [doubling, Doubling, method, lambda f: functools.partial(Doubling(f).__call__)]

@@ -89,7 +89,7 @@ def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe"
     )
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])

@@ -48,6 +48,7 @@ class Pops(Layers):
         return self.c(y)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("make", [Slices, SlicesInside, Pops])
 def test_a_history_of_the_last_calls(make: type[Layers]) -> None:
     model = make()

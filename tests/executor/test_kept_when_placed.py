@@ -335,7 +335,7 @@ def _input() -> Tensor:
     return torch.randn(ROWS, WIDTH, dtype=D, requires_grad=True)
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("cut", [(2, 1, 1), (3, 2, 2)])
 def test_kept(name: str, cut: tuple[int, int, int]) -> None:
@@ -359,6 +359,7 @@ def test_kept(name: str, cut: tuple[int, int, int]) -> None:
         assert_same(copy.deepcopy(model).eval(), spec, (_input(),), steps=1, scheduled=False)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("root", [False, True])
 def test_results_that_an_earlier_forward_kept_do_not_hinder(root: bool) -> None:
     model = (RootReadsValues() if root else Chain(normalized_of_old())).double()

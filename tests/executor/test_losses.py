@@ -567,7 +567,7 @@ def _clip_target(rows: int) -> dict[str, Any]:
     return {"weights": weights, "smoothing": placer.Whole(torch.tensor([0.1]))}
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("rows", [8, 5, 1])
 @pytest.mark.parametrize(("replicas", "microbatches"), [(1, 4), (2, 1), (2, 3), (3, 2)])
 def test_a_loss_over_the_whole_batch(replicas: int, microbatches: int, rows: int) -> None:

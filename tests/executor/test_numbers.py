@@ -115,7 +115,7 @@ def _arguments(x: Tensor, model: nn.Module, value: Any) -> tuple[Any, ...]:
     return x, value
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", [Net, Attribute])
 @pytest.mark.parametrize("spec", [STAGES, SPLIT], ids=["stages", "split"])
 @pytest.mark.parametrize("use", ARITHMETIC)
@@ -129,7 +129,7 @@ def test_a_number_that_only_arithmetic_reads_is_an_input_after_its_second_value(
         assert counts[1] == counts[-1] <= 1
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", [Net, Attribute])
 @pytest.mark.parametrize("use", LOOKED_AT)
 def test_a_number_at_which_python_looks_is_part_of_the_program(kind: type[Net], use: str) -> None:
@@ -204,7 +204,7 @@ def test_integers_that_only_arithmetic_reads(kind: type[Net], use: str) -> None:
     assert counts[2] == counts[-1] <= 1
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("values", [COUNT, COUNT[::-1], [1, 0, 2, 3, 8]], ids=str)
 @pytest.mark.parametrize("kind", [Net, Attribute])
 @pytest.mark.parametrize("use", INTEGERS_LOOKED_AT)

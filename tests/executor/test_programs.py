@@ -293,6 +293,7 @@ class RandomBranches(nn.Module):
         return self.out(sum(branch(x) * (i + 1) for i, branch in enumerate(self.branches)))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("order", ["0101", "1010", "1100", "0110"])
 def test_random_numbers_are_drawn_in_order_whatever_the_pins(order: str) -> None:
     torch.manual_seed(0)
@@ -333,6 +334,7 @@ class _AsksFlags(nn.Module):
         return self.last(hidden * sum(10**i for i, asked in enumerate(factors) if asked))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_model_that_asks_which_tensors_require_gradients(microbatches: int) -> None:
     plain = _AsksFlags().double()

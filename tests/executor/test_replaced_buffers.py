@@ -79,7 +79,7 @@ def _seen(model: nn.Module, x: Tensor, *, step: bool) -> dict[str, Any]:
     return found | {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("step", [False, True], ids=["call", "step"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("make", [Replaces, Registers, Shifts, Swaps, ThenInPlace, OnlyInPlace])

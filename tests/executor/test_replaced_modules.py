@@ -68,7 +68,7 @@ NAMES = ["bias", "layers", "parameter", "old weight_norm", "old spectral_norm"]
 NAMES += ["weight_norm", "spectral_norm", "buffer that was None", "parameter that was None"]
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.spectral_norm.*")
 @pytest.mark.parametrize("change", CHANGES, ids=NAMES)
 def test_a_change_of_a_placed_models_modules(change: Callable[[Any], Any]) -> None:

@@ -79,7 +79,7 @@ _TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("fields", _FIELDS)
 @pytest.mark.parametrize("transform", _TRANSFORMS)
 def test_transforms(transform: str, fields: str) -> None:

@@ -87,7 +87,7 @@ class Returns(nn.Module):
         return y, self.result(y)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ONLY_OF_THE_BATCH)
 def test_a_result_that_slices_do_not_give_is_an_error_of_the_call(name: str) -> None:
     model = Returns(ONLY_OF_THE_BATCH[name])

@@ -70,7 +70,7 @@ CLOSED_FORMS: dict[str, tuple[int, Callable[..., Fraction]]] = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("schedule", CLOSED_FORMS)
 @pytest.mark.parametrize("devices", range(1, 17))
 def test_closed_forms_come_out_exactly(devices: int, schedule: str) -> None:
@@ -87,7 +87,7 @@ def test_closed_forms_come_out_exactly(devices: int, schedule: str) -> None:
         assert found == closed_form(devices, count, per_device, forward, backward)
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
@@ -228,6 +228,7 @@ def test_a_plans_step_is_its_spans(processes: bool) -> None:
     assert on_cpu.step_seconds >= work + on_cpu.optimizer_seconds - 1e-12
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_plans_step_counts_the_launches_of_all_replicas(device: str, processes: bool) -> None:

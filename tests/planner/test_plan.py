@@ -71,6 +71,7 @@ class AroundLayers(nn.Module):
         return torch.log_softmax(self.last(y) + y, -1)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("layers", [{"**": "cuda:0"}, {"first": "cuda:0", "last": "cuda:0"}])
 def test_all_layers_on_one_device_leave_nothing_for_another(layers: dict[str, str]) -> None:
     x = torch.randn(4, 8)
@@ -403,7 +404,7 @@ def test_the_number_of_micro_batches_is_the_fastest_that_fits() -> None:
         fields = {"devices": _cards(2), "schedule": "1F1B", "microbatches": microbatches}
         return make(PlacementSpec.model_validate(fields))
 
-    times = {count: plan(count).rank_time for count in (1, 2, 4, 8, 16)}
+    times = {count: plan(count).rank_time for count in (1, 4, 16)}
     found = plan("auto")
     assert found.rank_time <= min(times.values()) < 0.8 * max(times.values())
     assert found.rank_time == plan(found.microbatches).rank_time
@@ -452,6 +453,7 @@ def _layers(count: int, width: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("processes", [False, True])
 def test_the_schedule_is_the_best_one(processes: bool) -> None:
     """Backwards can be split with a process per device only; there it leaves shorter bubbles."""
@@ -493,6 +495,7 @@ def test_a_device_without_room_is_named() -> None:
     ]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "fields", [{"microbatches": 4}, {"microbatches": "auto", "replicas": 2}], ids=["4", "auto"]
 )
@@ -533,19 +536,18 @@ def test_state_is_divided_between_the_replicas_of_a_node_where_that_is_faster() 
     assert over[8].stages[0].memory.optimizer == 2 * over[16].stages[0].memory.optimizer
 
 
-def test_state_is_divided_between_all_replicas_that_are_in_one_node() -> None:
-    with torch.device("meta"):
-        model, x = nn.Linear(4096, 4096), torch.empty(64, 4096)
-    spec = {"machine": "cloud-a100:2", "stages": 1, "replicas": 4, "shard_state": "optimizer"}
-    plan = placer.make_plan(model, spec, x, processes=True)
-    assert plan.state_layout.optimizer == 4
-
-
-def test_no_group_that_divides_state_is_over_two_nodes() -> None:
+@pytest.mark.parametrize("replicas", [4, 12])
+def test_no_group_that_divides_state_is_over_two_nodes(replicas: int) -> None:
+    """Four replicas are in one node of eight; of twelve, four are in every group."""
     with torch.device("meta"):
         model, x = nn.Linear(4096, 4096), torch.empty(48, 4096)
-    spec = {"machine": "cloud-a100:2", "stages": 1, "replicas": 12, "shard_state": "optimizer"}
-    assert placer.make_plan(model, spec, x, processes=True).shard_over == 4
+    spec = {
+        "machine": "cloud-a100:2",
+        "stages": 1,
+        "replicas": replicas,
+        "shard_state": "optimizer",
+    }
+    assert placer.make_plan(model, spec, x, processes=True).state_layout.optimizer == 4
 
 
 def test_the_order_of_ranks_is_said_where_there_are_ranks() -> None:

@@ -39,6 +39,7 @@ def _seconds(data: Any) -> Iterator[Any]:
         yield from _seconds(value)
 
 
+@pytest.mark.matrix(1)
 @captured_once()
 @pytest.mark.parametrize("kinds", [(None, None), ("h100", None)])
 def test_every_time_is_unknown_if_one_kind_is(kinds: tuple[str | None, ...]) -> None:

@@ -45,7 +45,7 @@ class Torch:
         return answered
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("expandable", [True, False])
 def test_peaks_are_of_the_steps_and_beside_the_plans(

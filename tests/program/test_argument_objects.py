@@ -51,7 +51,7 @@ class Writes(Net):
         return x
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("make", [Net, Writes])
 def test_an_object_that_changes_between_calls(make: Any, way: str) -> None:
@@ -75,7 +75,7 @@ def test_an_object_that_changes_between_calls(make: Any, way: str) -> None:
         assert torch.allclose(torch.tensor(ours.log), torch.tensor(theirs.log), rtol=1e-10)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_another_object_is_refused(way: str) -> None:
     with pytest.raises(CaptureError, match=r"of type \w+, but not the captured|micro-batch of 2x8"):
@@ -140,7 +140,7 @@ FUNCTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize(
     ("kind", "place"),

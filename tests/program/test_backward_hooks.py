@@ -92,7 +92,7 @@ KEEPING: dict[str, Hook] = {
 }
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("name", KEEPING)
 def test_a_hook_that_keeps_something_is_refused(name: str, slices: dict[str, int]) -> None:
@@ -232,7 +232,7 @@ FORMS: dict[str, Callable[[Calls], Hook]] = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("make", [Asserts, _model])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("register", REGISTER)

@@ -90,6 +90,7 @@ def _batch(rows: int) -> Tensor:
     return torch.randn(rows, 4, dtype=torch.float64)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", [OtherForFour, OtherForFew, FreezesForFour, SameOperators])
 def test_what_slices_would_compute_differently_is_refused(kind: Callable[[], nn.Module]) -> None:
     model, placed = _pair(kind, SPEC)

@@ -106,6 +106,7 @@ class Net(nn.Module):
 FUNCTIONS = [sized, tabled, of_a_class, in_a_closure(), recursive]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("middle", FUNCTIONS, ids=lambda f: f.__qualname__.split(".")[0])
 def test_calls_before_leave_nothing_in_a_capture(middle: Any) -> None:
     for cached in (halves, table, triangle, ByHand.static, ByHand.bound):

@@ -183,6 +183,7 @@ def test_a_plan_for_a_new_model_is_also_for_one_whose_hooks_are_installed() -> N
     assert_equal(placer.compile(plain, plan, x, run_on="cpu"), plain, x)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("first", [Grid, Bias, New])
 def test_a_plan_for_a_new_model_is_not_for_one_that_keeps_something_of_a_call(
     first: Callable[[], nn.Module],

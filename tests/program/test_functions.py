@@ -93,7 +93,7 @@ def around(inside: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(8, 8), inside(), nn.Linear(8, 3))
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [around(Ode), AtTheTop], ids=["inside", "top"])
 def test_a_module_that_backward_calls(make: Callable[[], nn.Module], way: str) -> None:
@@ -142,7 +142,7 @@ class Scripted(nn.Module):
         return self.last(SCRIPTS[self.function](self.first(x)))
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_functions_of_torchscript(name: str, way: str) -> None:

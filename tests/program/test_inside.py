@@ -149,13 +149,13 @@ def _assert_refused(kind: type[nn.Module], function: Function, reason: str = "it
         placer.compile(net, {**SPEC, **SLICES}, x, run_on="cpu")
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", MIXES)
 def test_a_whole_module_that_mixes_rows_is_refused(name: str) -> None:
     _assert_refused(Checked, MIXES[name])
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "name", ["statistic", "softmax", "sum of rows", "numbers of rows", "count in a division"]
 )
@@ -208,7 +208,7 @@ def test_a_whole_model_that_mixes_rows_is_refused() -> None:
         placer.compile(Checked(MIXES["mean"]), spec, x, run_on="cpu")
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [*((Checked, name) for name in SEPARATES), (Hooked, "check"), (Applied, "softmax")],

@@ -115,7 +115,7 @@ def in_a_default(net: KeepsFeatures) -> Callable[..., None]:
     return keep
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("hold", [in_a_closure, in_a_closure_of_a_closure, in_a_default])
 @pytest.mark.parametrize("called_before", [False, True])
 def test_hooks_that_hold_the_model(hold: Any, called_before: bool) -> None:
@@ -311,7 +311,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_checkpointed_code_changes_twice(change: str, *, reentrant: bool) -> None:

@@ -53,7 +53,7 @@ class Net(nn.Module):
         return result
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("act", [_perturbs, _retains, _detaches])
 def test_it_has_its_gradient(act: Callable[[Any, Tensor], Tensor], step: bool) -> None:

@@ -43,6 +43,7 @@ class Net(nn.Module):
         return (self.last(y.tanh()), y) if self.inner.keeps == "returned" else self.last(y)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_result_of_a_submodule_is_refused(way: str) -> None:
     with pytest.raises(placer.CaptureError, match=r"calls retain_grad.*test_retained.py:\d+"):
@@ -70,6 +71,7 @@ def test_one_slice_of_a_result_of_the_model() -> None:
     torch.testing.assert_close(y.grad, 2 * y.detach())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("way", UNCUT)
 def test_an_attribute(way: str) -> None:
     model, x = Net("result", "attribute").double(), torch.randn(4, 4, dtype=D)
@@ -81,6 +83,7 @@ def test_an_attribute(way: str) -> None:
     torch.testing.assert_close(grads[1], grads[0])
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_that_nobody_gets(way: str) -> None:
     model, x = Net("result").double(), torch.randn(4, 4, dtype=D)

@@ -36,6 +36,11 @@ def _counting() -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]] = {
+    "noise that autograd saves before it is written": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.RReLU(), nn.Linear(4, 2)),
+        lambda: torch.randn(6, 4, dtype=D),
+        ["0", "1"],
+    ),
     "dropout": (models.ConvNet, lambda: torch.randn(9, 1, 8, 8, dtype=D), ["conv*", "dropout"]),
     "tied transformer": (
         models.TiedTransformer,
@@ -56,11 +61,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], list[str]]
         lambda: unet3d(width=2, depth=3, norm="batch"),
         lambda: torch.randn(5, 1, 8, 8, 8, dtype=D),
         ["**.0", "**.1", "**.3", "**.4"],
-    ),
-    "noise that autograd saves before it is written": (
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.RReLU(), nn.Linear(4, 2)),
-        lambda: torch.randn(6, 4, dtype=D),
-        ["0", "1"],
     ),
     "recurrent": (models.Recurrent, lambda: torch.randn(7, 4, 3, dtype=D), ["rnn", "out"]),
     "batch norm": (

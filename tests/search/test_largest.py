@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import captured_once
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from unet3d import unet3d
 
@@ -42,7 +42,6 @@ def test_no_size_fits() -> None:
     assert found.size is None and found.answer is None and len(found.tried) == 1
 
 
-@settings(max_examples=100)
 @given(limit=st.integers(0, 40), count=st.integers(1, 40), first=st.integers(0, 50))
 def test_bisection_by_hand(limit: int, count: int, first: int) -> None:
     """With a planner for which sizes up to ``limit`` fit."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from captured import captured_once
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import Blocks, Pairs
 from torch import Tensor, nn
@@ -60,9 +59,9 @@ def _all_plans(
 
 
 CASES = [
-    ("2GiB", 16384, 3, False),
-    ("800MiB", 4096, 3, True),
     ("760MiB", 8192, 2, False),  # several micro-batches are needed, or recomputation
+    ("800MiB", 4096, 3, True),
+    ("2GiB", 16384, 3, False),
     ("2GiB", 64, 4, True),  # gradients take longer to sum than there is to compute
 ]
 
@@ -169,27 +168,6 @@ def test_alternatives_say_why_they_lost() -> None:
             assert "too much on" in other.reason or "needs at least" in other.reason
 
 
-@captured_once()
-def test_where_nothing_fits_the_error_says_what_was_tried_and_what_would_do() -> None:
-    with torch.device("meta"):
-        convs = [nn.Conv3d(i, o, 3, padding=1) for i, o in ((1, 8), (8, 8), (8, 1))]
-        model = nn.Sequential(convs[0], nn.ReLU(), convs[1], nn.ReLU(), convs[2])
-        x = torch.empty(1, 1, 64, 64, 64)
-    spec = PlacementSpec.model_validate({"devices": _cards(1, "560MiB")})
-    _, make = _planner(model, x, spec, processes=False)
-    said: list[str] = []
-    make.watcher = SimpleNamespace(doing=said.append, planned=lambda spec, plan, judged: None)
-    with pytest.raises(
-        placer.BudgetError, match="no strategy for 1 device fits: the nearest"
-    ) as caught:
-        choose_spec(spec, make)
-    assert any(what.startswith("with more devices, 2 devices") for what in said)
-    assert not said[-1].startswith("with more devices")
-    fitting = [tried for tried in caught.value.tried if tried.fits]
-    assert fitting[0].change.startswith("give ") and fitting[0].step_seconds
-    assert {"one device, recomputing"} <= {tried.change for tried in caught.value.tried}
-
-
 def test_the_first_that_fits_in_a_dry_run_ends_a_search_that_asks_for_any() -> None:
     with torch.device("meta"):
         model, x = unet3d(width=4, depth=2), torch.empty(4, 1, 16, 16, 16)
@@ -212,7 +190,6 @@ def test_where_no_number_of_devices_fits_the_most_that_were_tried_are_named() ->
     assert not caught.value.tried[-1].fits
 
 
-@settings(max_examples=100)
 @given(
     counts=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     replicas=st.integers(1, 4),

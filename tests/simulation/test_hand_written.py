@@ -84,6 +84,7 @@ def _loss(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_no_byte_more_than_by_hand(name: str, microbatches: int) -> None:

@@ -53,7 +53,7 @@ def test_pinned_blocks_are_powers_of_two_that_are_used_again() -> None:
     assert host_usage(recorder.timeline(), "host") == HostUsage(peak=13, reserved=8 + 8 + 4)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize(("kind", "each"), [("cuda", PINNED_SAVED), ("cpu", SAVED)])
 def test_a_plan_says_what_waits_on_the_host(kind: str, each: int, *, processes: bool) -> None:

@@ -148,7 +148,7 @@ def test_far_from_the_budgets_no_dry_run_is_made(
         placer.make_plan(chain(), spec_of(peak), (X,))
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("fields", "device"),
     [
@@ -176,7 +176,7 @@ def test_steps_made_of_one_are_those_that_are_run(fields: dict[str, Any], device
         assert made(plan.devices) == every(plan.devices)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -47,7 +47,8 @@ def spec_of(name: str, *, device: str = "cuda", kind: str | None = "h100") -> di
     return {"devices": devices, "layers": layers, **SPECS[name]}
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_maximum_is_the_peak(name: str, processes: bool) -> None:
@@ -67,7 +68,8 @@ def test_the_maximum_is_the_peak(name: str, processes: bool) -> None:
             assert curve[0].nbytes == curve[-1].nbytes  # a step leaves what it found
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_events_have_the_tasks_of_the_step(name: str, processes: bool) -> None:

@@ -86,6 +86,7 @@ def _contrastive(output: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_so_does_a_loss_over_the_whole_batch(replicas: int) -> None:
     """The scores of all rows with each other are most of the memory; each slice has a quarter of the rows."""

@@ -56,6 +56,7 @@ def test_a_real_step_takes_what_the_plan_says(options: dict[str, Any], microbatc
     assert dense.devices[0].peak - plan.devices[0].peak > 0.9 * (DENSE - 2 * LOOKED_UP)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("optimizer", "state"), [("sgd", 0), ("adam", 2), ("sgd_momentum", 1)])
 def test_the_optimizer_s_state_is_dense_and_the_gradient_is_not(optimizer: str, state: int) -> None:
     model, x = reader(), words()
@@ -70,6 +71,7 @@ def test_the_optimizer_s_state_is_dense_and_the_gradient_is_not(optimizer: str, 
         assert found.peak < (1 + state) * DENSE + 0.5 * DENSE
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 @pytest.mark.parametrize("processes", [False, True])
 def test_stages_and_schedules(schedule: str, processes: bool) -> None:

@@ -204,7 +204,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(("spec", "own", "function"), CALLS.values(), ids=CALLS)
 def test_calls(
     spec: dict[str, Any], own: dict[str, Callable[[], Any]], function: Callable[..., Any]
@@ -298,7 +298,7 @@ CUT: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     "spec", [TWO, GRID, {**FIVE, "chunks": 3}], ids=["2", "2x2", "5 in chunks"]
 )
@@ -368,6 +368,7 @@ def _change(name: str, value: Any) -> Callable[[nn.Module], object]:
     return lambda layer: setattr(layer, name, value)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("layer", "change"),
     [
@@ -391,6 +392,7 @@ def test_a_layer_that_is_changed_later(
     _assert_same(plain, placed, (x,))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.InstanceNorm3d(4)], ids=str)
 def test_autocast_has_the_types_of_the_plain_model(norm: nn.Module) -> None:
     plain = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), norm)
@@ -496,6 +498,7 @@ class _Numbers(nn.Module):
         )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("spec", [TWO, {**TWO, "chunks": 2}], ids=["2", "2 in chunks"])
 def test_numbers_that_differ_between_calls(spec: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -164,7 +164,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_models(
@@ -303,6 +303,7 @@ class _WithLoss(nn.Module):
         return 1 - (2 * overlap / (p.sum((2, 3, 4)) + target.sum((2, 3, 4)))).mean()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["classes", "several", "dice"])
 def test_a_loss_in_forward_is_computed_in_parts(kind: str) -> None:
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from placer.space.layout import Cuts, Layout, Window, even_grid, is_empty, meet, sizes
@@ -14,7 +14,6 @@ from placer.space.layout import Cuts, Layout, Window, even_grid, is_empty, meet,
 grids = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
-@settings(max_examples=100)
 @given(grids, st.data())
 def test_parts_cover_a_value_once(grid: list[int], data: st.DataObject) -> None:
     lengths = tuple(data.draw(st.integers(parts, 9)) for parts in grid)
@@ -26,7 +25,6 @@ def test_parts_cover_a_value_once(grid: list[int], data: st.DataObject) -> None:
         assert is_empty(meet(a, b))
 
 
-@settings(max_examples=100)
 @given(st.integers(1, 8), st.integers(8, 40), st.integers(1, 40))
 def test_cuts_depend_on_the_length_alone_and_are_even(parts: int, whole: int, length: int) -> None:
     bounds = Cuts((parts,), (whole,)).bounds(0, length)
@@ -35,7 +33,6 @@ def test_cuts_depend_on_the_length_alone_and_are_even(parts: int, whole: int, le
     assert max(found) - min(found) <= 1
 
 
-@settings(max_examples=100)
 @given(st.integers(1, 5), st.integers(5, 12), st.data())
 def test_pieces_are_what_a_shard_reads_of_others(
     parts: int, length: int, data: st.DataObject
