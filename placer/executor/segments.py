@@ -27,6 +27,8 @@ _CPU = torch.device("cpu")
 # for an inner backward may run another recomputation.
 _random_states_lock = threading.RLock()
 
+_TENSOR = object()  # where a tensor belongs among the inputs of a segment
+
 
 def run_segments(
     stage: StageCode,
@@ -117,12 +119,15 @@ def _run_recomputed(
     states = {device: random_state(device) for device in (_CPU, *(p.device for p in places))}
     modes = function_modes()
     training = {module: module.training for module in _modules(segment, tree)}
-    arguments = tuple(inputs)
+    # Checkpoint saves tensors for its backward, so that they can be offloaded, and maps over all that it is
+    # given, which torch 2.11 cannot do with packed sequences.
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    others = [_TENSOR if isinstance(x, Tensor) else x for x in inputs]
     inputs.clear()
     runs = 0
     again: set[int] = set()  # the backwards in which it has run again
 
-    def run(*_: Tensor) -> tuple[Any, ...]:
+    def run(*tensors: Tensor) -> tuple[Any, ...]:
         nonlocal runs
         runs += 1
         with ExitStack() as stack:
@@ -137,10 +142,10 @@ def _run_recomputed(
                 again.update({backward} - {-1})
                 stack.enter_context(_tensors_swapped(tree, before))
                 stack.enter_context(_training_swapped(training))
-            return forward(tree, place.device, list(arguments))
+            given = iter(tensors)
+            arguments = [next(given) if x is _TENSOR else x for x in others]
+            return forward(tree, place.device, arguments)
 
-    # They tell checkpoint the device. It maps over them, which torch 2.11 cannot do with packed sequences.
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
     outputs: tuple[Any, ...] = checkpoint(
         run, *tensors, use_reentrant=False, preserve_rng_state=False
     )

@@ -155,7 +155,10 @@ def strides_of_copy(tensor: Tensor) -> tuple[int, ...]:
     """The strides of a copy of ``tensor`` on another device, which a stage gets."""
     if tensor.layout != torch.strided:
         return torch.empty(tensor.shape, device="meta").stride()
-    return torch.empty_like(tensor, device="meta").stride()
+    # By way of its strides, because in a transform such as vmap no tensor can be made like it.
+    return torch.empty_like(
+        torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    ).stride()
 
 
 def make_call_format(

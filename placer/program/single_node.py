@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -175,10 +176,20 @@ def _refuse_changes_before(
         objects = [x for _, x in walk(_roots(recorder, path, module))]
     for change in recorder.before.changes_in(objects):
         _, now = recorder.states_inside.get(change.place, (None, MISSING))
+        if is_plain and change.path[-1] not in _names_read(type(module)):
+            continue
         is_known = id(change.value) in recorder.given or not _NOT_READ.isdisjoint(change.path)
         if not is_known and not is_same(change.now, now):
             with recorder.refusing():
                 raise SetForLayer(f"it sets {spell(change.path)}, which the layer {path} may read")
+
+
+def _names_read(layer: type[nn.Module]) -> frozenset[str]:
+    """The names in the code of this class of torch's layers, but not of ``nn.Module``."""
+    classes = [each for each in layer.__mro__ if issubclass(each, nn.Module)]
+    members = [x for each in classes[: classes.index(nn.Module)] for x in vars(each).values()]
+    codes = [member.__code__ for member in members if isinstance(member, FunctionType)]
+    return frozenset(name for code in codes for name in code.co_names)
 
 
 def refuse_changes_besides(recorder: Recorder, changes: Iterable[Change]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.program.call import bind_call, describe_shapes, objects_of
+from placer.program.call import bind_call, describe_shapes, objects_of, strides_of_copy
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake import FakeConverter
 from placer.program.guards import AttributeGuard, failed_guard
@@ -46,8 +46,8 @@ def _strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Those of its copy, which a stage gets; None if that is contiguous."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return None
-    copied = torch.empty_like(tensor, device="meta")
-    return None if copied.is_contiguous() else copied.stride()
+    strides = strides_of_copy(tensor)
+    return None if strides == torch.empty(tensor.shape, device="meta").stride() else strides
 
 
 def row_counts(call: CallFormat, tensors: Sequence[Tensor]) -> tuple[int, ...]:
