@@ -22,7 +22,7 @@ class Aliasing:
     """What nodes write and share, by name. The fields are those of `placer.program.Program`."""
 
     mutated_state_of: dict[str, tuple[str, ...]]
-    mutated_inputs_of: dict[str, tuple[str, ...]]  # node -> the placeholders that it writes
+    mutated_values_of: dict[str, tuple[str, ...]]  # node -> earlier nodes whose memory it writes
     colocated: tuple[tuple[str, ...], ...]
     rng_nodes: tuple[str, ...]
 
@@ -78,11 +78,7 @@ def analyze_aliasing(
     }
     return Aliasing(
         mutated_state_of={name: names for name, names in mutated.items() if names},
-        mutated_inputs_of={
-            node: names
-            for node, written in interpreter.written.items()
-            if (names := tuple(x for x, keys in interpreter.inputs.items() if keys & written))
-        },
+        mutated_values_of=interpreter.written_values,
         colocated=_groups(interpreter, set(state)),
         rng_nodes=tuple(interpreter.rng_nodes),
     )
@@ -131,9 +127,12 @@ class _AliasInterpreter(fx.Interpreter):
         self.rng_nodes: list[str] = []
         self.known: set[int] = set()  # storages so far
         self.given: set[int] = set()  # storages of inputs and constants
-        self.inputs: dict[str, set[int]] = {}  # placeholder -> its storages
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.known.add(storage_key(tensor))
+        self.values: dict[int, list[str]] = defaultdict(list)  # storage -> nodes that return it
+        self.written_values: dict[
+            str, tuple[str, ...]
+        ] = {}  # node -> earlier nodes with what it writes
+        self.state = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self.known |= self.state
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "get_attr" and n.name in self.constants:
@@ -141,6 +140,8 @@ class _AliasInterpreter(fx.Interpreter):
             self.touched[n.name] = set(_storages(value))
             self.known.update(self.touched[n.name])
             self.given.update(self.touched[n.name])
+            for key in self.touched[n.name]:
+                self.values[key].append(n.name)
             return value
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         reads = set(_storages((args, kwargs)))
@@ -160,11 +161,15 @@ class _AliasInterpreter(fx.Interpreter):
         gives = set(_storages(value))
         if n.op == "placeholder":
             self.given |= gives
-            self.inputs[n.name] = gives
         if n.op not in ("placeholder", "output"):
             self.touched[n.name] = reads | gives
             self.written[n.name] = self.writes.written & self.known
+            values = {x for key in self.written[n.name] for x in self.values.get(key, ())}
+            if values:
+                self.written_values[n.name] = tuple(sorted(values))
         self.known |= gives
+        for key in gives - self.state:
+            self.values[key].append(n.name)
         return value
 
 

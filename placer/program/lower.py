@@ -105,6 +105,7 @@ def make_program(
     """The program with ``graph``, whose nodes belong to the modules ``layer_of`` and share memory as said."""
     modules = dict(captured.model.named_modules(remove_duplicate=False))
     draws = set(aliasing.rng_nodes)
+    given = {node.name for node in graph.nodes if node.op == "placeholder"}
     return Program(
         captured=captured,
         graph=graph,
@@ -119,6 +120,6 @@ def make_program(
             if node.op not in ("placeholder", "output")
         },
         colocated=aliasing.colocated,
-        written_inputs=tuple(sorted(set().union(*aliasing.mutated_inputs_of.values()))),
+        written_inputs=tuple(sorted(given & set().union(*aliasing.mutated_values_of.values()))),
         rewrites=rewrites,
     )

@@ -69,7 +69,7 @@ class RowCheck:
             recording.independent,
             self.aliasing.mutated_state_of,
             state_of,
-            self.aliasing.mutated_inputs_of,
+            self.aliasing.mutated_values_of,
         )
 
     def outcome(self, flow: RowFlow | None) -> tuple[str, str]:

@@ -77,7 +77,7 @@ def find_rows(
     independent: Sequence[bool],
     written: Mapping[str, Collection[str]],
     read: Mapping[str, Collection[str]],
-    written_inputs: Mapping[str, Collection[str]],
+    written_values: Mapping[str, Collection[str]],
     *,
     rows: int = 1,
 ) -> RowFlow:
@@ -85,8 +85,8 @@ def find_rows(
 
     ``batch_dims`` are those of the placeholders. ``independent`` nodes do not depend on the inputs of the
     single node that makes them. ``written`` and ``read`` have the names of parameters and
-    buffers that nodes write and read, ``written_inputs`` of placeholders that they write. ``rows`` is the
-    size of the batch, if no input has it.
+    buffers that nodes write and read, ``written_values`` of earlier nodes whose memory they write. ``rows``
+    is the size of the batch, if no input has it.
     """
     flow = _Flow(
         dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)), model, rows
@@ -109,8 +109,8 @@ def find_rows(
         if flow.rows[node].depends and node.op != "call_module":
             changed.update(written.get(node.name, ()))
         counts = flow.rows[node].dim is None and flow.rows[node].combination != "same"
-        if node.name in written_inputs and (flow.rows[node].depends or counts):
-            flow.write(node, written_inputs[node.name])
+        if node.name in written_values and (flow.rows[node].depends or counts):
+            flow.write(node, written_values[node.name])
     return RowFlow(
         rows={node.name: rows for node, rows in flow.rows.items()}, mixing=tuple(flow.mixing)
     )
@@ -203,9 +203,13 @@ class _Flow:
                 if self.mixing and self.mixing[-1].node == node.name:  # said once
                     self.rows[node] = replace(self.rows[node], numbered=False)
 
-    def write(self, node: fx.Node, placeholders: Collection[str]) -> None:
-        """``node`` writes these, which from now on depend on the batch, too."""
-        for each in [x for x in self.rows if x.name in placeholders and self.rows[x].dim is None]:
+    def write(self, node: fx.Node, names: Collection[str]) -> None:
+        """``node`` writes these values, which from now on depend on the batch, too."""
+        for each in [x for x in self.rows if x.name in names and x is not node]:
+            if self.rows[each].dim is not None:
+                depends = self.rows[each].depends or self.rows[node].depends
+                self.rows[each] = replace(self.rows[each], depends=depends)
+                continue
             whole = each in node.args[:1] and self._names[node].endswith("_")
             combination = self.rows[node].combination if whole else None
             self.rows[each] = Rows(combination=combination, depends=True)

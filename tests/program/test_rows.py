@@ -36,6 +36,16 @@ def _first_row(y: Tensor, *, in_place: bool) -> Tensor:
     return y
 
 
+def _written(y: Tensor, *, by_copy: bool) -> Tensor:
+    """What is read later is not the view that is written."""
+    columns = torch.zeros_like(y)
+    if by_copy:
+        columns[:, :3].copy_(y[:, :3])
+    else:
+        columns[:, :3] = y[:, :3]
+    return columns
+
+
 MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "statistic": (lambda y: y - y.mean(0), "it uses a statistic of the batch"),
     "pairs": (lambda y: y @ y.T, "it pairs the rows of the batch with each other"),
@@ -81,6 +91,14 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "numbers of rows": (
         lambda y: y + torch.arange(y.size(0), dtype=y.dtype)[:, None],
         "it uses the numbers of the rows, which begin anew in every slice",
+    ),
+    "statistic of what is written": (
+        lambda y: y - _written(y, by_copy=False).mean(0),
+        "it uses a statistic of the batch",
+    ),
+    "statistic of what a view writes": (
+        lambda y: y - _written(y, by_copy=True).mean(0),
+        "it uses a statistic of the batch",
     ),
     "count of rows": (lambda y: y * y.size(0), "it computes with the number of rows"),
     "count in a division": (lambda y: y / y.numel(), "it computes with the number of rows"),
@@ -131,6 +149,16 @@ def test_a_model_that_mixes_rows_is_not_split(kind: str) -> None:
     placed(x)
     said = {**SPEC, "inputs": {"x": {"batch_dim": 0}}}
     assert placer.compile(Net(function), said, x, run_on="cpu").plan.notes
+
+
+@pytest.mark.parametrize("by_copy", [False, True])
+def test_rows_that_are_written_into_a_new_tensor_are_split(by_copy: bool) -> None:
+    net, x = (
+        Net(lambda y: _written(y, by_copy=by_copy).mean(1, keepdim=True) + y),
+        torch.randn(8, 6),
+    )
+    placed = placer.compile(net, SPEC, x, run_on="cpu")
+    torch.testing.assert_close(placed(x), net(x))
 
 
 def _rearranged(seed: int, y: Tensor) -> Tensor:
