@@ -108,8 +108,7 @@ def find_rows(
         # What a module writes need not depend on the batch (a spectral norm), and cannot be seen here.
         if flow.rows[node].depends and node.op != "call_module":
             changed.update(written.get(node.name, ()))
-        counts = flow.rows[node].dim is None and flow.rows[node].combination != "same"
-        if node.name in written_values and (flow.rows[node].depends or counts):
+        if node.name in written_values:
             flow.write(node, written_values[node.name])
     return RowFlow(
         rows={node.name: rows for node, rows in flow.rows.items()}, mixing=tuple(flow.mixing)
@@ -204,11 +203,19 @@ class _Flow:
                     self.rows[node] = replace(self.rows[node], numbered=False)
 
     def write(self, node: fx.Node, names: Collection[str]) -> None:
-        """``node`` writes these values, which from now on depend on the batch, too."""
+        """``node`` writes these values, which from now on depend on what it depends on.
+
+        An input without rows may also count calls, which slices do more often.
+        """
+        depends = self.rows[node].depends
+        counts = self.rows[node].dim is None and self.rows[node].combination != "same"
         for each in [x for x in self.rows if x.name in names and x is not node]:
+            if not depends and not (counts and each.op == "placeholder"):
+                continue
             if self.rows[each].dim is not None:
-                depends = self.rows[each].depends or self.rows[node].depends
-                self.rows[each] = replace(self.rows[each], depends=depends)
+                self.rows[each] = replace(
+                    self.rows[each], depends=depends or self.rows[each].depends
+                )
                 continue
             whole = each in node.args[:1] and self._names[node].endswith("_")
             combination = self.rows[node].combination if whole else None

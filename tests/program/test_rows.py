@@ -151,6 +151,19 @@ def test_a_model_that_mixes_rows_is_not_split(kind: str) -> None:
     assert placer.compile(Net(function), said, x, run_on="cpu").plan.notes
 
 
+def _masked(y: Tensor) -> Tensor:
+    """As the windows of a Swin transformer are numbered."""
+    mask = y.new_zeros(6)
+    mask[:3] = 1
+    return y * (mask - mask.mean())
+
+
+def test_numbers_that_are_written_do_not_depend_on_rows() -> None:
+    net, x = Net(_masked), torch.randn(8, 6)
+    placed = placer.compile(net, SPEC, x, run_on="cpu")
+    torch.testing.assert_close(placed(x), net(x))
+
+
 @pytest.mark.parametrize("by_copy", [False, True])
 def test_rows_that_are_written_into_a_new_tensor_are_split(by_copy: bool) -> None:
     net, x = (
