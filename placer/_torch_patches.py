@@ -243,9 +243,8 @@ def override_operators(
     """In this block, the dispatcher calls ``kernels`` (aten operator -> function) at the dispatch key."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch 2.11 tells the user of the first kernel that is replaced
+            # By torch 2.11, of the first kernel that is replaced.
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
             for op, kernel in kernels.items():
                 name = op.name().removeprefix("aten::")
                 library.impl(name, kernel, key, with_keyset=with_keyset, allow_override=True)

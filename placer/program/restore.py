@@ -122,20 +122,18 @@ class Snapshot:
         root: str = "model",
         without: Container[int] = (),
     ) -> None:
-        self._holders = [
-            _Holder(root, path, value, contents)
+        self._holders = {  # by the id of the object
+            id(value): _Holder(root, path, value, contents)
             for path, value in walk(roots, without=without)
             if (contents := _contents(value)) is not None
-        ]
+        }
         self._variables: list[tuple[Reference, Any]] = []
         if code is not None:
-            known = {id(holder.object) for holder in self._holders}
-            held = [(each.name, _present(each)) for each in code.containers]
-            self._holders += [
-                _Holder("code", (name,), value, contents)
-                for name, value in held
-                if id(value) not in known and (contents := _contents(value)) is not None
-            ]
+            for each in code.containers:
+                value = _present(each)
+                contents = _contents(value)
+                if contents is not None and id(value) not in self._holders:
+                    self._holders[id(value)] = _Holder("code", (each.name,), value, contents)
             self._variables += [(reference, reference.read()) for reference in code.variables]
         drawn = [] if code is None else [each.value for each in code.generators]
         self._generators = [(generator, state_of(generator)) for generator in drawn]
@@ -146,15 +144,14 @@ class Snapshot:
             now = reference.read()
             if not _same(now, before):
                 yield Change("code", (reference.name,), "set", now, before, reference)
-        for holder in self._holders:
+        for holder in self._holders.values():
             yield from holder.changes()
 
     def changes_in(self, objects: Iterable[Any]) -> Iterator[Change]:
         """What has changed since in these objects."""
-        holders = {id(holder.object): holder for holder in self._holders}
         for value in objects:
-            if id(value) in holders:
-                yield from holders[id(value)].changes()
+            if id(value) in self._holders:
+                yield from self._holders[id(value)].changes()
 
     def restore(self) -> None:
         """Give every variable and object that has changed its former contents."""
@@ -163,7 +160,7 @@ class Snapshot:
                 reference.write(value)
         for generator, state in self._generators:
             set_state(generator, state)
-        for holder in self._holders:
+        for holder in self._holders.values():
             now, before = _contents(holder.object), holder.contents
             if isinstance(before, np.ndarray) and isinstance(now, np.ndarray):
                 if not _same_array(now, before):

@@ -146,6 +146,7 @@ class _Flow:
         self.rows: dict[fx.Node, Rows] = {}
         self.mixing: list[Mixing] = []
         self._shapes = shapes
+        self._nodes = {node.name: node for node in shapes}
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._names = {node: self._find_name(node) for node in shapes}
         self._size = rows  # of the batch
@@ -209,17 +210,15 @@ class _Flow:
         """
         depends = self.rows[node].depends
         counts = self.rows[node].dim is None and self.rows[node].combination != "same"
-        for each in [x for x in self.rows if x.name in names and x is not node]:
+        for each in map(self._nodes.__getitem__, names):
             if not depends and not (counts and each.op == "placeholder"):
                 continue
-            if self.rows[each].dim is not None:
-                self.rows[each] = replace(
-                    self.rows[each], depends=depends or self.rows[each].depends
-                )
-                continue
-            whole = each in node.args[:1] and self._names[node].endswith("_")
-            combination = self.rows[node].combination if whole else None
-            self.rows[each] = Rows(combination=combination, depends=True)
+            if self.rows[each].dim is None:
+                whole = each in node.args[:1] and self._names[node].endswith("_")
+                combination = self.rows[node].combination if whole else None
+                self.rows[each] = Rows(combination=combination, depends=True)
+            elif depends:
+                self.rows[each] = replace(self.rows[each], depends=True)
 
     def _other(self, value: Any, doubled: Any, *, depends: bool, numbered: bool) -> Rows:
         """Of a number, which depends on sizes only, or of a tuple, whose items are nodes of their own."""
