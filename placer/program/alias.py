@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 
-from placer._torch import DispatchMode, storage_key, without_torch_function
+from placer._torch import storage_key, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.fake import FakeConverter, Guess
 
@@ -70,7 +70,8 @@ def analyze_aliasing(
         fake_model, graph, {name: converter.tensor(t) for name, t in constants.items()}
     )
     fakes = [x if isinstance(x, int | float) else converter.inputs([x])[0] for x in inputs]
-    with torch.enable_grad(), converter.running(guess), interpreter.writes:
+    observed = converter.mode.observed_by(interpreter.writes)
+    with torch.enable_grad(), converter.running(guess), observed:
         interpreter.run(*fakes)
     mutated = {
         name: tuple(sorted({state[key] for key in keys if key in state}))
@@ -84,20 +85,19 @@ def analyze_aliasing(
     )
 
 
-class _WriteLog(DispatchMode):
+class _WriteLog:
     """Records which storages operators write, by their schemas, and which operators draw random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.written: set[int] = set()
         self.drew = False
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         for index, name in written_arguments(func):
             value = args[index] if index < len(args) else kwargs.get(name)
             self.written.update(_storages(value))
-        return func(*args, **kwargs)
+        return run()
 
 
 @functools.cache

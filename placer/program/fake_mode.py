@@ -14,7 +14,8 @@ cache of fake results takes 130 us, and a miss runs a Python kernel, which takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -82,6 +83,13 @@ class Guess(Protocol):
         """A possible result of ``func``, which raised ``refused`` on fake tensors; or raises ``refused``."""
 
 
+class Observer(Protocol):
+    """Runs in place of every operator under a `FakeMode`."""
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """The result of ``func(*args, **kwargs)``, which ``run()`` computes."""
+
+
 class FakeMode(TraceableMode, FakeTensorMode):
     """A ``FakeTensorMode`` for CPU tensors that caches the result shapes of operators.
 
@@ -92,13 +100,34 @@ class FakeMode(TraceableMode, FakeTensorMode):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.guess: Guess | None = None
+        self._observer: Observer | None = None
         self._tensors = FakeTensors(self, _CPU)
+
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """In this block, ``observer`` runs the operators; not those that it or a fake kernel calls.
+
+        It costs a fifth of what a second dispatch mode does.
+        """
+        before, self._observer = self._observer, observer
+        try:
+            yield
+        finally:
+            self._observer = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READS_DEVICE:
             return args[0].device
+        kwargs = kwargs or {}
+        observer = self._observer
         with without_torch_function():
-            return self._guess(func, types, args, kwargs or {})
+            if observer is None:
+                return self._guess(func, types, args, kwargs)
+            self._observer = None
+            try:
+                return observer(func, args, kwargs, lambda: self._guess(func, types, args, kwargs))
+            finally:
+                self._observer = observer
 
     def detach(self, tensor: Tensor) -> Tensor:
         """``tensor.detach()`` for a fake tensor of this mode, without calling any dispatch mode."""

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from placer._torch import (
     REENTRANT_CHECKPOINT,
     SET_GRAD_ENABLED,
-    DispatchMode,
     is_checkpointing,
     saved_tensor_hooks,
     storage_key,
@@ -218,7 +217,8 @@ class Recorder(TorchFunctionMode):
         before = sys.gettrace()
         hooks = self.backward.watching() if self.setup.is_split else nullcontext()
         missing = watch_missing_attributes(self.note_missing)
-        with watch_calls(self), watched, missing, hooks, self, _OperatorMode(self):
+        operators = self.setup.converter.mode.observed_by(self.run_operator)
+        with watch_calls(self), watched, missing, hooks, self, operators:
             sys.settrace(self.trace)
             try:
                 yield
@@ -334,8 +334,11 @@ class Recorder(TorchFunctionMode):
             )
         self.retained.append((tensor, locate_caller()))
 
-    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record an operator that ran outside of any torch function, as from ``torch.from_numpy``."""
+    def run_operator(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Record an operator that ran outside of any torch function, as from ``torch.from_numpy``.
+
+        ``run()`` is its result. Operators of a torch function are part of its node.
+        """
         for index, name in written_arguments(func):
             written = args[index] if index < len(args) else kwargs.get(name)
             keys = list(map(storage_key, tensors_of_tree(written)))
@@ -343,15 +346,15 @@ class Recorder(TorchFunctionMode):
             if self.recomputes():
                 self.written_again.update(keys)
         if self.paused:
-            value = func(*args, **kwargs)
+            value = run()
             self.reached.spread(func, args, kwargs, value)
             return value
         if self.inside:
-            return func(*args, **kwargs)
-        with self.refusing(), without_torch_function():
+            return run()
+        with self.refusing():
             if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
                 return self.make_constant(copy_real(args[0]))
-            value = func(*args, **kwargs)
+            value = run()
             if self.is_recorded(value, args, kwargs):
                 self.record("call_function", func, args, kwargs, value)
             return value
@@ -736,17 +739,6 @@ class Recorder(TorchFunctionMode):
         for constant, (layer, location) in self.values_read.items():
             if is_written(constant):
                 raise TraceFailure(layer, _READS_VALUES, location)
-
-
-class _OperatorMode(DispatchMode):
-    """Reports operators to the recorder, which ignores operators of torch functions that it intercepted."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._recorder.run_operator(func, args, kwargs)
 
 
 # Cached, because torch's function silences warnings in every call, which is slow.
