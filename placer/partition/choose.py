@@ -105,8 +105,9 @@ def choose_partition(
     if len(best.slots) > MANY_STAGES:
         best = search.with_other_cuts(best)
     elif len(best.slots) > 1 and len(order) > len(best.slots):
-        search.try_solutions(model)
-        search.try_noncontiguous(model)
+        if not search.is_near(model):
+            search.try_solutions(model)
+            search.try_noncontiguous(model)
         assert search.best is not None
         best = search.best
         if options.objective == "throughput" and best.limit <= 1 and _is_chain(best):
@@ -322,6 +323,14 @@ class _Search:
         for units in sampled_orders(self._units, samples):
             self.try_order(units)
 
+    def is_near(self, model: ModelUnits) -> bool:
+        """Is the best placement known to have almost the least peak, where the objective is memory?"""
+        best = self.best
+        assert best is not None
+        if self._options.objective != "memory" or best.rank[0] > 1:
+            return False
+        return best.peak * (1 - GAIN) <= self.lower_bound(model)
+
     def try_solutions(self, model: ModelUnits) -> None:
         """Try the orders of placements that `solve` finds."""
         best, options = self.best, self._options
@@ -367,9 +376,7 @@ class _Search:
         """Try several stages per device, if memory decides and the best peak is not close to the bound."""
         best = self.best
         assert best is not None
-        if best.rank[0] <= 1 and (
-            self._options.objective != "memory" or best.peak * (1 - GAIN) <= self.lower_bound(model)
-        ):
+        if best.rank[0] <= 1 and (self._options.objective != "memory" or self.is_near(model)):
             return
         # Along program order, in which stages run as recorded, and along the best orders.
         good = self._good[:_STARTS] if best.rank[0] <= 1 else []
