@@ -200,6 +200,26 @@ class CallScript:
         return f"CallScript({self.__name__}, {self.function.code!r})"
 
 
+class RequireValid:
+    """Raises ``ValueError`` unless all of ``valid`` is true, as `torch.distributions` does for ``value``."""
+
+    def __init__(self, place: str, rule: str) -> None:
+        self.place, self.rule = place, rule
+        self.__name__ = self.__qualname__ = "require_valid"
+        self.__module__ = __name__
+
+    def __call__(self, valid: Tensor, value: Tensor) -> None:
+        if isinstance(valid, FakeTensor) or valid.all():
+            return
+        kind = f"{type(value).__name__} of shape {tuple(value.shape)}"
+        raise ValueError(
+            f"Expected {self.place} ({kind}) {self.rule}, but found invalid values:\n{value}"
+        )
+
+    def __repr__(self) -> str:
+        return f"RequireValid({self.place}, {self.rule})"
+
+
 class BuildTree:
     """Builds a dataclass or other pytree from its leaves."""
 

@@ -13,6 +13,7 @@ import pages
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -183,6 +184,7 @@ ROWS: dict[str, list[Case]] = {
         lambda net, x: net.linear(x) * x.amax().item(),
         through_numpy,
     ],
+    "`torch.distributions`": [lambda net, x: Normal(net.linear(x), x.exp()).log_prob(x)],
     "seeding, or differentiating, inside `forward`": [seeded, differentiated],
     "`retain_grad()`, or a tensor of its own with a gradient that it keeps or returns": [
         retaining,
@@ -366,6 +368,7 @@ OUTCOMES: dict[str, Callable[[Case], None]] = {
     "recorded as constants": is_recorded,
     "recorded as one operation": is_recorded,
     "recorded, with its backward": is_recorded,
+    "recorded, with its checks": is_recorded,
     "recorded; each call uses the present ones": uses_the_present,
     "recorded; a placed model uses its own": uses_its_own,
     "recorded for each answer": for_each_answer,
