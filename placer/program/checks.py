@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from placer._torch import is_compiled
 from placer.errors import CaptureError
 from placer.program.batch import SplitRules
-from placer.program.call import BoundCall
+from placer.program.call import BoundCall, placeholder_names
 from placer.program.objects import hidden_modules, spell, walk
 from placer.program.packed import packed_places
 from placer.program.restore import Change
@@ -47,6 +47,12 @@ def check_model(model: nn.Module) -> None:
                 "is compiled already (torch.compile), which hides its layers",
                 f"pass the module that was compiled: {name}._orig_mod instead of {name}",
             )
+        for name, value in (
+            *vars(module).items(),
+            *module._parameters.items(),
+            *module._buffers.items(),
+        ):
+            _refuse_compressed(f"{path}.{name}" if path else name, value)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(
@@ -56,8 +62,23 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _refuse_compressed(name: str, value: object) -> None:
+    """Raise ``CaptureError`` for a sparse tensor that torch can neither copy nor differentiate everywhere."""
+    if isinstance(value, Tensor) and value.layout in _COMPRESSED:
+        problem = f"is a sparse tensor in the layout {value.layout}, which torch cannot copy"
+        raise CaptureError(name, problem, "use the layout torch.sparse_coo: x.to_sparse_coo()")
+
+
 def check_arguments(bound: BoundCall) -> None:
-    """Raise ``CaptureError`` for an argument that another call would have to give again."""
+    """Raise ``CaptureError`` for an argument that another call would have to give again.
+
+    Also for a sparse tensor in a layout that is not supported.
+    """
+    for name, tensor in zip(placeholder_names(bound), bound.tensors, strict=True):
+        _refuse_compressed(name, tensor)
     for name, leaf in zip(bound.leaf_names, bound.leaves, strict=True):
         if hasattr(type(leaf), "__next__"):
             problem = "is an iterator, which forward may advance, and a recorded program would not"

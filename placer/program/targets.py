@@ -21,13 +21,29 @@ from placer.program.reachable import find_reachable_state
 from placer.program.restore import Snapshot, restored
 from placer.program.result import flatten_result, result_of_values
 
+_Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+
+# Settings of torch that decide which kernels run, and so what can be differentiated twice: read, write
+_SETTINGS: tuple[_Setting, ...] = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (
+        lambda: torch.backends.cudnn.enabled,
+        lambda value: setattr(torch.backends.cudnn, "enabled", value),
+    ),
+)
+
 
 class Modes(NamedTuple):
-    """The modes of a thread that a ``with`` block in forward may change."""
+    """The modes of a thread, and settings of torch, that a ``with`` block in forward may change."""
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]  # device type, enabled, dtype
+    settings: tuple[Any, ...] = ()  # the values of `_SETTINGS`
 
     @classmethod
     def current(cls) -> Modes:
@@ -39,11 +55,12 @@ class Modes(NamedTuple):
                 ("cpu", is_enabled("cpu"), dtype_of("cpu")),
                 ("cuda", is_enabled("cuda"), dtype_of("cuda")),
             ),
+            tuple([read() for read, _ in _SETTINGS]),
         )
 
 
 class UnderModes:
-    """Calls ``function`` with gradients and autocast as they were at that point of forward.
+    """Calls ``function`` with gradients, autocast and settings as they were at that point of forward.
 
     A block ``torch.autocast(x.device.type)`` is recorded on the CPU, but must affect the device of the stage.
     So a setting that forward changed only for the CPU is changed for CUDA too.
@@ -62,6 +79,8 @@ class UnderModes:
             self.autocast += (
                 ("cuda", enabled, default["cuda"] if dtype == default["cpu"] else dtype),
             )
+        pairs = zip(inside.settings, outside.settings, strict=True)
+        self.settings = {i: now for i, (now, was) in enumerate(pairs) if now != was}
         self.__name__ = self.__qualname__ = f"{getattr(function, '__name__', 'call')}_under_modes"
         self.__module__ = __name__
 
@@ -73,11 +92,15 @@ class UnderModes:
                 if kind == "cuda" and not torch.cuda.is_available():
                     continue  # autocast would only warn
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+            for index, value in self.settings.items():
+                read, write = _SETTINGS[index]
+                stack.callback(write, read())
+                write(value)
             return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__qualname__", repr(self.function))
-        return f"UnderModes({name}, grad={self.grad}, autocast={self.autocast})"
+        return f"UnderModes({name}, grad={self.grad}, autocast={self.autocast}, {self.settings})"
 
 
 class CallMethod:

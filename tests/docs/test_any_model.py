@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -157,6 +158,21 @@ with warnings.catch_warnings():
     _tripled = torch.jit.script(_script)
 
 
+def without_gradients(net: Inner, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = net.linear(x)
+    return x * scale
+
+
+def under_settings(net: Inner, x: Tensor) -> Tensor:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.backends.cudnn.flags(enabled=False),
+    ):
+        return net.linear(x).float()
+
+
 def without_dropout(net: Inner, x: Tensor) -> Tensor:
     before, net.drop.p = net.drop.p, 0.0
     x = net.drop(net.linear(x))
@@ -199,6 +215,10 @@ ROWS: dict[str, list[Case]] = {
         lambda net, x: net.linear(x) if torch.is_grad_enabled() else x,
         lambda net, x: net.linear(x).to(x.dtype) if torch.is_autocast_enabled("cpu") else x,
         lambda net, x: net.linear(x) if x.requires_grad else x,
+    ],
+    "`torch.no_grad()`, `torch.autocast(…)`, `sdpa_kernel(…)`, `cudnn.flags(…)` around operations": [
+        without_gradients,
+        under_settings,
     ],
     "constants made from numpy or lists": [
         lambda net, x: net.linear(x) * torch.from_numpy(np.arange(8.0, dtype=np.float32)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import placer
@@ -78,6 +80,26 @@ def test_equal_when_placed(middle: Callable[[Net, Tensor], Tensor]) -> None:
         for training in (True, False):
             torch.manual_seed(1)
             assert torch.equal(placed.train(training)(x), expected)
+
+
+def attention_twice_differentiable(net: Net, x: Tensor) -> Tensor:
+    x = net.inner(x).view(-1, 2, 1, 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        return nn.functional.scaled_dot_product_attention(x, x, x).flatten(1)
+
+
+def test_kernels_that_forward_chooses_run_when_placed() -> None:
+    torch.manual_seed(0)
+    model = Net(attention_twice_differentiable).double()
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    placed = placer.compile(copy.deepcopy(model), SPEC, (x,), run_on="cpu")
+    assert len(placed.plan.stages) > 1
+    found = []
+    for module in (model, placed):
+        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 class KeepsFeatures(nn.Module):
@@ -151,6 +173,16 @@ def test_bins_and_sequence_losses() -> None:
     assert result.ok, result.summary
 
 
+class Compressed(nn.Linear):
+    """Has a graph's edges in a layout that torch cannot copy."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the layout is in beta state
+            self.edges = torch.eye(8).to_sparse_csr()
+
+
 def sparse(net: Net, x: Tensor) -> Tensor:
     return torch.sparse.mm(torch.eye(len(x)).to_sparse(), net.inner(x))
 
@@ -160,8 +192,9 @@ def sparse(net: Net, x: Tensor) -> Tensor:
     [
         (lambda: Net(sparse), "makes a tensor of layout torch.sparse_coo"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8))), "0: is TorchScript"),
+        (lambda: nn.Sequential(Compressed()), "0.edges: is a sparse tensor in the layout torch.s"),
     ],
-    ids=["sparse", "script"],
+    ids=["sparse", "script", "compressed"],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_cannot_be_planned_says_so(model: Any, message: str) -> None:
