@@ -128,7 +128,7 @@ def placement_notes(
             "keeps all micro-batches at once, as GPipe does, and needs GPipe's memory."
         )
     notes += [
-        f"{whole.layer or 'the model'} stays whole on one device: {whole.reason}"
+        f"{whole.layer or 'the model'} stays whole on one device: {whole.located_reason}"
         for whole in program.captured.whole_modules
     ]
     if spec.checkpoint or spec.offload:

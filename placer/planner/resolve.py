@@ -74,7 +74,7 @@ def _one_node_modules(program: Program) -> dict[str, str]:
         for layer in sorted(targets)
         if next(program.model.get_submodule(layer).children(), None) is not None
     }
-    return {**found, **{whole.layer: whole.reason for whole in program.captured.whole_modules}}
+    return {**found, **{x.layer: x.located_reason for x in program.captured.whole_modules}}
 
 
 def _module_around(path: str, whole: Mapping[str, str]) -> str | None:
@@ -100,7 +100,8 @@ def _on_two_devices(
         f"/layers/{escape_token(pattern)}",
         f"places {path} on {other!r}, but {name} stays whole on one device ({reason}), and {first} "
         f"is on {device!r}",
-        f"place all of {name} on one device",
+        f"place all of {name} on one device"
+        + (", or move that line into a submodule of its own" if not layer else ""),
     )
 
 

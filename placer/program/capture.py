@@ -189,8 +189,7 @@ class _Capture:
                 whole = self.whole[""]
                 if setup.bound.method != "forward":
                     raise method_not_captured(setup.bound.method, whole.reason, whole.location)
-                location = f", {whole.location}" if whole.location else ""
-                return record_whole(setup, inputs, whole.reason + location)
+                return record_whole(setup, inputs, whole.located_reason)
             with replaced_state(setup, self.held, held):
                 return record_model(setup, inputs, named=named)
         except ForwardFailure as failure:

@@ -34,6 +34,11 @@ class WholeModule:
     reason: str  # one sentence
     location: str  # "file.py:123" of the line that stopped the trace, "" if unknown
 
+    @property
+    def located_reason(self) -> str:
+        """The reason, and the line if it is known."""
+        return f"{self.reason}, {self.location}" if self.location else self.reason
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
