@@ -35,7 +35,7 @@ class ExampleCall:
     kwargs: Mapping[str, Any]
     modes: tuple[bool, ...]  # the training flag of every module, in the order of ``modules()``
     whole: frozenset[str]  # paths of modules that were captured as one node
-    guards: tuple[AttributeGuard, ...]  # plain attributes that the program read
+    guards: tuple[AttributeGuard, ...]  # plain attributes of the model that the program read
     batch_dims: Mapping[str, BatchDim]  # name of an input -> dimension of the batch
     ignore_device_moves: bool = False
 
@@ -49,7 +49,7 @@ def example_call(staged: StagedModel) -> ExampleCall:
         kwargs=kwargs,
         modes=conditions.modes,
         whole=conditions.whole,
-        guards=tuple(s for s in conditions.guards if s.is_plain),
+        guards=tuple(s for s in conditions.guards if s.is_plain and s.is_in_model),
         batch_dims={each.name: each.batch_dim for each in staged.call.inputs},
         ignore_device_moves=conditions.ignore_device_moves,
     )

@@ -69,6 +69,11 @@ class AttributeGuard:
         """Is the value immutable (a number, a string and so on), or is the attribute missing?"""
         return isinstance(self.value, PLAIN_VALUES)
 
+    @property
+    def is_in_model(self) -> bool:
+        """Is it an attribute of a module, of which each copy of the model has its own?"""
+        return True
+
     def holds(self, modules: Mapping[str, nn.Module], freezer: Freezer) -> bool:
         """Is the attribute still what it was? ``freezer`` must have frozen the guards before this one."""
         now = _attribute(modules.get(self.path), self.name)

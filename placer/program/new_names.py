@@ -11,6 +11,8 @@ from placer.errors import CaptureError
 from placer.program.reachable import ReachableState, Reference
 from placer.program.restore import MISSING
 
+_MADE_BY_PYTHON = ("__annotations__", "__slotnames__")  # when they are read, or an object is copied
+
 
 @contextmanager
 def refusing_unknown_names(code: ReachableState) -> Iterator[None]:
@@ -30,7 +32,7 @@ def refusing_unknown_names(code: ReachableState) -> Iterator[None]:
             for name, value in list(_table(space).items())
             if value is not names.get(name, MISSING)
             and (id(space), name) not in known
-            and name != "__annotations__"  # made when it is read
+            and name not in _MADE_BY_PYTHON
             and not isinstance(value, (ModuleType, FunctionType, type))
         ]
         for each, former in found:

@@ -357,14 +357,14 @@ class _Search:
             for name, value in list(space.items()):
                 if type(value) is CACHED:
                     self.look(space, name, value)
-        names = set(_names(function.__code__))
-        for name in names & space.keys():
+        named, stored = _globals_of(function.__code__)
+        for name in named & space.keys():
             value = space[name]
             if isinstance(value, ModuleType):
-                self._module(value, names, function.__code__)
+                self._module(value, set(_names(function.__code__)), function.__code__)
             else:
                 self.variable(space, name, value, function.__code__)
-        for name in _stored_globals(function.__code__) - space.keys():
+        for name in stored - space.keys():
             self.found.variables.append(Reference(space, name, UNDEFINED, code=function.__code__))
 
     def variable(self, holder: Any, key: Any, value: Any, code: CodeType | None = None) -> None:
@@ -452,10 +452,18 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 @functools.cache
-def _stored_globals(code: CodeType) -> frozenset[str]:
-    """The global variables to which ``code``, or a function in it, assigns."""
-    found = (x for inner in _nested(code) for x in dis.get_instructions(inner))
-    return frozenset(str(x.argval) for x in found if x.opname == "STORE_GLOBAL")
+def _globals_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The global variables that ``code``, or a function in it, names, and those to which it assigns.
+
+    ``co_names`` has the names of attributes, too.
+    """
+    found = [x for inner in _nested(code) for x in dis.get_instructions(inner)]
+    named = (x for x in found if x.opcode in dis.hasname and x.opname not in _OF_ATTRIBUTES)
+    stored = (x for x in found if x.opname == "STORE_GLOBAL")
+    return frozenset(str(x.argval) for x in named), frozenset(str(x.argval) for x in stored)
+
+
+_OF_ATTRIBUTES = {name for name in dis.opmap if name.endswith(("_ATTR", "_METHOD"))}
 
 
 def _is_foreign(value: Any) -> bool:

@@ -38,6 +38,10 @@ class _OfVariable(AttributeGuard):
         """The name of the variable."""
         return self.name
 
+    @property
+    def is_in_model(self) -> bool:
+        return False
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 

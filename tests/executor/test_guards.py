@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,6 +207,45 @@ def test_a_pickled_module_keeps_what_was_set() -> None:
     loaded = torch.load(file, weights_only=False)
     assert loaded.temperature == 2.0
     _same(loaded, model, x)
+
+
+FACTOR = 2.0
+SCALED = {"layers": {"linear": "cpu:0", "last": "cpu:1"}}
+linear = "a variable with the name of an attribute, which no code reads"
+
+
+class Scaled(nn.Module):
+    """Reads a global number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.linear(x) * FACTOR)
+
+
+def test_a_module_that_reads_a_variable_can_be_pickled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Scaled().double()
+    placed, x = _place(model, SCALED)
+    pickled = pickle.dumps(placed)
+    loaded = pickle.loads(pickled)
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+    _same(loaded, model, x)
+    with pytest.raises(placer.PlanError, match="another model"):
+        pickle.loads(pickled)
+
+
+def test_a_variable_with_the_name_of_an_attribute_is_no_reason_to_record_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Scaled().double()
+    placed, x = _place(model, SCALED)
+    monkeypatch.setattr(sys.modules[__name__], "linear", "another")
+    monkeypatch.setattr(programs, "lower", None)  # it would be called
+    _same(placed, model, x)
 
 
 class TensorsInAttributes(nn.Module):
