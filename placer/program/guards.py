@@ -169,12 +169,15 @@ def copy_guarded_attributes(
         if path not in sources or path not in targets:
             continue
         now, then = _attribute(sources[path], name), _attribute(targets[path], name)
-        if now is then or isinstance(now, Tensor):
+        if now is then or _are_alike(now, then):
             continue
         if Freezer(sources).freeze(now) == Freezer(targets).freeze(then):
             continue
         own = dict(_tensors_in(then))
-        kept: dict[int, Any] = {id(t): own.get(k, t.detach()) for k, t in _tensors_in(now)}
+        kept: dict[int, Any] = {
+            id(t): own[k] if k in own and _are_alike(t, own[k]) else t.detach()
+            for k, t in _tensors_in(now)
+        }
         kept |= {id(module): targets.get(path, module) for path, module in sources.items()}
         value = copy.deepcopy(now, kept)
         if isinstance(then, dict) and isinstance(value, dict):
@@ -186,6 +189,12 @@ def copy_guarded_attributes(
             _put(targets[path].__dict__, name, value)
         changed = True
     return changed
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Are they tensors of one shape and type?"""
+    tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return tensors and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 @contextmanager

@@ -29,6 +29,14 @@ def test_weights_that_the_first_batch_sets(job_of: Callable[[int], Job], spec: s
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("spec", ["stages", "recomputed"])
+def test_tensors_that_a_layer_of_another_rank_remembers(
+    job_of: Callable[[int], Job], spec: str
+) -> None:
+    job_of(2).run(cases.call_in_both_modes, cases.Remembers, spec)
+
+
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("spec", cases.SPECS)
 def test_a_variable_that_holds_a_part(job_of: Callable[[int], Job], spec: str) -> None:
     job_of(2).run(cases.call_a_part_in_a_variable, spec)

@@ -178,6 +178,11 @@ class CrossingFinder:
         with self._converter.mode, torch.no_grad():
             empty = partial(_empty_like, device=device)
             self._fake = _copy_with(self.whole, empty, plain=empty)
+        self._models = (
+            (self.whole, partial(_empty_like, device=meta)),
+            (self._fake, self._make_fake),
+        )
+        self._stored: list[tuple[str, Any]] = []  # the metadata of what the last call has stored
         self._converter.reachable.extend(find_reachable_state(self._fake))
         self._copies = [dict(model.named_modules()) for model in (self.whole, self._fake)]
         self.part = part
@@ -229,19 +234,29 @@ class CrossingFinder:
                     copied[path].training = modules[path].training
         self._modes = tuple(module.training for module in self._copies[0].values())
 
+    def _make_fake(self, tensor: Tensor) -> Tensor:
+        with self._converter.mode, torch.no_grad():
+            return _empty_like(tensor, self.device)
+
     def train(self, mode: bool) -> None:
         """Set the mode of modules that this rank's part lacks, too."""
         for model in (self.whole, self._fake):
             model.train(mode)
 
     def store(self, staged: StagedModel, leaves: Sequence[Any]) -> None:
-        """Set what a call has stored in modules besides tensors, of which the part lacks some."""
-        rest = list(leaves)
+        """Set what a call has stored in modules, of which the part lacks some; tensors without their data."""
+        rest, metadata = list(leaves), []
         for each in staged.stored:
             own, rest = rest[: each.count], rest[each.count :]
-            if each.root == "model" and not any(isinstance(leaf, Tensor) for leaf in own):
-                for model in (self.whole, self._fake):
-                    store([each], own, Target(model=model))
+            if each.root != "model" or each.kind == "write":
+                continue
+            metadata += [(each.name, _spec_of(leaf)) for leaf in own if isinstance(leaf, Tensor)]
+            for model, without_data in self._models:
+                empty = [without_data(leaf) if isinstance(leaf, Tensor) else leaf for leaf in own]
+                store([each], empty, Target(model=model))
+        if metadata != self._stored:
+            self._stored = metadata
+            self._found.clear()
 
     def find(self, call: Call, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """The values that cross for a micro-batch with the shapes of ``leaves`` (flattened inputs).
