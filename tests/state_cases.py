@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +89,19 @@ class Remembers(Layers):
         else:
             self.a.cache = x.detach()
         return self.c(self.n(x))
+
+
+class KeepsFeatures(Layers):
+    """Hooks on layers of both ranks write to one dict of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, Tensor] = {}
+        for name in ("c", "a"):
+            self.get_submodule(name).register_forward_hook(partial(self.keep, name))
+
+    def keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.features[name] = output.detach()
 
 
 class ActNorm(nn.Module):

@@ -28,12 +28,13 @@ def test_weights_that_the_first_batch_sets(job_of: Callable[[int], Job], spec: s
     job_of(2).run(cases.call_in_both_modes, cases.NormsByData, spec)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(2)  # each model once
 @pytest.mark.parametrize("spec", ["stages", "recomputed"])
-def test_tensors_that_a_layer_of_another_rank_remembers(
-    job_of: Callable[[int], Job], spec: str
+@pytest.mark.parametrize("make", [cases.Remembers, cases.KeepsFeatures])
+def test_tensors_of_layers_of_both_ranks_that_forward_keeps(
+    job_of: Callable[[int], Job], make: type[nn.Module], spec: str
 ) -> None:
-    job_of(2).run(cases.call_in_both_modes, cases.Remembers, spec)
+    job_of(2).run(cases.call_in_both_modes, make, spec)
 
 
 @pytest.mark.matrix(1)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from placer._torch import share_hooks
+from placer._torch import HOOK_TABLES, share_hooks
 from placer.autograd_graph import nodes_behind
 from placer.emit import StagedModel
 from placer.errors import PlacerError
@@ -188,8 +188,9 @@ class CrossingFinder:
         self.part = part
         # Of hooks that are put on a layer later, a capture finds out whether they may run for every slice.
         modules = dict(part.named_modules())
-        self._layers = {path for path, module in modules.items() if is_torch_leaf(module)}
-        for path in self._layers:
+        # Those from before are copies, which keep what they do in the copy of the model.
+        self._hooks_of = {path: _hooks(m) for path, m in modules.items() if is_torch_leaf(m)}
+        for path in (path for path, hooks in self._hooks_of.items() if not hooks):
             share_hooks(modules[path], self._copies[0][path])
         self._had_no_hooks = [
             x for x, m in modules.items() if x and not (has_hooks(m) or is_torch_leaf(m))
@@ -211,8 +212,8 @@ class CrossingFinder:
         that were put on a module of several layers: other ranks do not have them.
         """
         modules = dict(self.part.named_modules())
-        for path in self._layers & modules.keys():
-            if has_hooks(modules[path]):
+        for path in self._hooks_of.keys() & modules.keys():
+            if _hooks(modules[path]) != self._hooks_of[path]:
                 share_hooks(modules[path], self._copies[0][path])
         for path in self._had_no_hooks:
             if path in modules and has_hooks(modules[path]):
@@ -366,6 +367,11 @@ class CrossingFinder:
             },
             result=tuple(_spec_of(leaf) for leaf in result),
         )
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    """The identities of its hooks."""
+    return [id(hook) for name in HOOK_TABLES for hook in vars(module)[name].values()]
 
 
 def _linked(value: Any, name: str, reader: int, links: dict[tuple[str, int, int], Node]) -> Any:
