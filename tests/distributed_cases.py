@@ -875,10 +875,14 @@ def use_a_state_dict_of_the_models_own(spec: placer.PlacementSpec, folder: str) 
     return list(placed.state_dict())
 
 
-def train_with_synchronised_norms(spec: placer.PlacementSpec) -> None:
-    """Equal to the plain model on the whole batch, even with uneven rows."""
+def train_with_synchronised_norms(spec: placer.PlacementSpec, head: bool = False) -> None:
+    """Equal to the plain model on the whole batch, even with uneven rows; a head has norms without pixels."""
     torch.manual_seed(0)
-    model = unet3d(width=2, depth=2, norm="batch").double()
+    model: nn.Module = unet3d(width=2, depth=2, norm="batch")
+    if head:
+        layers = nn.Linear(3 * 4**3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 2)
+        model = nn.Sequential(model, nn.Flatten(), nn.Tanh(), *layers)
+    model.double()
     x = torch.randn(7, 1, 4, 4, 4, dtype=D)
     plain = copy.deepcopy(model)
     placed = placer.compile(model, spec, x)

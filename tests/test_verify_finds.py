@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import placer
 from placer.emit import StagedModel
 from placer.executor import runtime, scatter
-from placer.program import FakeConverter, capture, copying, recorder, targets, watch
+from placer.program import FakeConverter, capture, copying, recorder, row_check, targets, watch
 
 Patch = pytest.MonkeyPatch
 TWO = {"devices": ["cpu:0", "cpu:1"]}
@@ -308,24 +308,23 @@ def means_of_slices(patch: Patch) -> Case:
 
 
 def weights_that_the_first_batch_sets(patch: Patch) -> Case:
-    patch.setattr(capture._Capture, "state_mixing", lambda *given: [])
+    patch.setattr(row_check.RowCheck, "_of_state", lambda *given: [])
     norm = ActNorm(WIDTH)
     return _case(lambda self, x, y: self.norm(y), norm=norm)
 
 
 def rows_that_are_mixed(patch: Patch) -> Case:
-    found = capture.find_rows
+    found = row_check.find_rows
 
     def unmixed(*given: Any) -> Any:
         return replace(found(*given), mixing=())
 
-    patch.setattr(capture, "find_rows", unmixed)
+    patch.setattr(row_check, "find_rows", unmixed)
     return _case(lambda self, x, y: y - y.mean(0))
 
 
 def branches_by_values(patch: Patch) -> Case:
-    patch.setattr(capture._Capture, "reading_mixing", lambda *given: [])
-    patch.setattr(capture._Capture, "inside_mixing", lambda *given: [])
+    patch.setattr(row_check.RowCheck, "_mixing", lambda *given: [])
     return _case(lambda self, x, y: y * 3 if x[0, 0] > 0 else y)
 
 

@@ -314,9 +314,10 @@ class _Search:
             self.variable(value, key, part, getattr(function, "__code__", None))
 
     def _class(self, cls: type) -> None:
-        if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES:
+        module = sys.modules.get(cls.__module__)
+        if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES or _is_of_tool(module):
             return
-        if not _is_unrelated(sys.modules.get(cls.__module__)):
+        if not _is_foreign(module):
             self.found.spaces.append(cls)
         for base in (*cls.__mro__[1:], type(cls)):
             self.add(base)
@@ -477,8 +478,13 @@ def _is_foreign(value: Any) -> bool:
 
 def _is_unrelated(value: Any) -> bool:
     """Is it foreign, or of an installed package that does not use torch?"""
+    return _is_foreign(value) or _is_of_tool(value)
+
+
+def _is_of_tool(value: Any) -> bool:
+    """Is it of an installed package that does not use torch?"""
     package = _INSTALLED.search(_file(value))
-    return _is_foreign(value) or not (package is None or _uses_torch(package[1], len(sys.modules)))
+    return package is not None and not _uses_torch(package[1], len(sys.modules))
 
 
 def _file(value: Any) -> str:

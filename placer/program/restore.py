@@ -22,6 +22,7 @@ from placer.program.objects import (
     has_slots,
     is_object,
     items_of,
+    parts,
     set_attributes,
     walk,
 )
@@ -270,6 +271,20 @@ def is_same(now: Any, before: Any) -> bool:
     if isinstance(now, np.ndarray) and isinstance(before, np.ndarray):
         return _same_array(now, before)
     return _same(now, before)
+
+
+def has_same_contents(now: Any, before: Any, levels: int = 8) -> bool:
+    """Are these the same, or objects and containers that consist of the same? Tensors have to be the same."""
+    if is_same(now, before):
+        return True
+    consists = is_object(now) or items_of(now) is not None or isinstance(now, dict)
+    if not (levels and consists) or type(now) is not type(before) or isinstance(now, nn.Module):
+        return False
+    own, other = list(parts(now)), list(parts(before))
+    return len(own) == len(other) and all(
+        key == other_key and has_same_contents(part, other_part, levels - 1)
+        for (key, part), (other_key, other_part) in zip(own, other, strict=True)
+    )
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -35,6 +35,7 @@ from placer.program.restore import (
     MISSING,
     Change,
     Snapshot,
+    has_same_contents,
     hook_owners,
     is_same,
     module_roots,
@@ -199,7 +200,7 @@ def refuse_changes_besides(recorder: Recorder, changes: Iterable[Change]) -> Non
     """
     ends = {change.place: change.now for change in changes}
     for place, (first, last) in recorder.states_inside.items():
-        if not is_same(ends.get(place, first), last):
+        if not has_same_contents(ends.get(place, first), last):
             name = spell(recorder.changed_inside[place].path)
             raise TraceFailure(
                 "", f"it changes {name}, which a layer that stays whole changes too", ""

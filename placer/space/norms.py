@@ -172,7 +172,8 @@ def _moments(x: Tensor, groups: Groups) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     if not x.numel():
         return x.new_zeros(2, groups.statistics(x), dtype=wide)
-    view = x.flatten(2) if groups.number is None else x.reshape(1, groups.statistics(x), -1)
+    shape = x.shape[:2] if groups.number is None else (1, groups.statistics(x))
+    view = x.reshape(*shape, -1)
     if view.dtype == wide and not isinstance(view, FakeTensor):
         # The kernel of batch norm: on a CPU, var_mean takes four times as long. It has no fake kernel.
         mean, var = torch.ops.aten.batch_norm_update_stats(view, None, None, 0.0)

@@ -96,7 +96,7 @@ def runs(case: Callable[..., Any], *variants: Any, ranks: int = 2) -> Iterator[A
         *runs(cases.make_other_calls, make_spec(2, 1, 2, "1F1B"), make_spec(2, 2, 2, "1F1B")),
         *runs(
             cases.train_with_synchronised_norms,
-            make_spec(1, 2, 1, **SYNC),
+            (make_spec(1, 2, 1, **SYNC), True),
             make_spec(2, 2, 1, **SYNC, space=SOME_SHARDS),
             make_spec(2, 2, 1, **SYNC),
         ),

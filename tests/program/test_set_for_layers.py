@@ -14,6 +14,7 @@ from other_inputs import assert_equal_calls
 from torch import Tensor, nn
 
 import placer
+from placer.program import lower
 
 
 class Whole(nn.Module):
@@ -141,3 +142,40 @@ class Around(nn.Module):
 def test_the_code_that_sets_it_stays_whole_with_the_layer() -> None:
     calls = [lambda: (torch.randn(3, 4).double(),)] * 3
     assert_equal_calls(Around, calls, "one device")
+
+
+class Settings:
+    def __init__(self, table: dict[str, float]) -> None:
+        self.table = dict(table)
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.settings = Settings({"scale": 2.0})
+
+    def scale(self) -> float:
+        self.settings = Settings(self.settings.table)  # as einx does
+        return self.settings.table["scale"]
+
+
+REGISTRY = Registry()
+
+
+class LooksUp(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = -x
+        return super().forward(x) * REGISTRY.scale()
+
+
+def look_up(net: Net, x: Tensor) -> Tensor:
+    y: Tensor = net.whole(x * REGISTRY.scale())
+    return y * REGISTRY.scale()
+
+
+def test_a_copy_of_what_the_layer_has_set_is_no_change() -> None:
+    net, x = Net(look_up), torch.randn(3, 4)
+    net.whole = LooksUp(4, 4)
+    (whole,) = lower(net, (x,)).captured.whole_modules
+    assert whole.layer == "whole"
+    torch.testing.assert_close(placer.compile(net, {"devices": ["cpu:0"]}, x)(x), net(x))
