@@ -432,7 +432,7 @@ def hook_gradients(spec: placer.PlacementSpec) -> None:
 
 def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:
     """The groups, and the other ranks of messages, that are used in a step and were not in compile."""
-    model, (ids,), _ = CASES["tied transformer"](8)
+    _, (ids,), _ = make_case("tied transformer", 8)
     used: dict[tuple[Any, ...], None] = {}
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -448,7 +448,7 @@ def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:
     with pytest.MonkeyPatch.context() as patched:
         for name in ("all_reduce", "broadcast", "all_gather", "send", "recv", "isend", "irecv"):
             patched.setattr(dist, name, recorded(getattr(dist, name)))
-        placed = placer.compile(model, spec, (ids,))
+        placed = compile_case("tied transformer", spec)
         known = list(used)
         placed.step(ids, loss_fn=mean_square)
         placed.clip_grad_norm_(1.0)
@@ -459,13 +459,12 @@ def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:
 def step_on_own_rows(spec: placer.PlacementSpec) -> None:
     """Replicas get 5 and 3 rows, then 8 and 0: the loss is the mean over all eight."""
     torch.manual_seed(0)
-    model, (x,), _ = CASES["convnet"](8)
-    model = model.double()
+    model, (x,), _ = make_case("convnet", 8)
     plain = copy.deepcopy(model)
     target = torch.randint(0, 10, (8,))
     expected = nn.functional.cross_entropy(plain(x), target)
     expected.backward()
-    placed = placer.compile(model, spec, x)
+    placed = compile_case("convnet", spec)
     for first in (5, 8, 0):
         rows = slice(0, first) if placed.replica_index == 0 else slice(first, 8)
         placed.zero_grad()
@@ -700,12 +699,9 @@ def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
     return found
 
 
-@captured_once()
 def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
     """The errors of features that do not work with one process per device."""
-    torch.manual_seed(0)
-    model, (x,), _ = CASES["convnet"](8)
-    model.double()
+    _, (x,), _ = make_case("convnet", 8)
     placed: Any = None
     given = x.clone().requires_grad_()
 
@@ -735,7 +731,7 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
     ]
     found = []
     for attempt in tries:
-        placed = placer.compile(model, spec, x)
+        placed = compile_case("convnet", spec)
         try:
             attempt()
         except placer.PlacerError as error:
