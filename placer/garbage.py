@@ -10,6 +10,7 @@ _FROZEN_BY_PYTHON = 1_000  # objects at most; Python 3.12 freezes 375 when it st
 # By how many the objects grow until Python collects the newest ones; every hundredth time it collects all. By
 # default these are 700, with which a scan of 7,000 operations spent 3 of 15 seconds in collections.
 _NEW_OBJECTS = 50_000
+_in_block = False  # blocks are nested, and Python counts frozen objects one by one
 
 
 @contextmanager
@@ -21,9 +22,11 @@ def only_new_garbage() -> Iterator[None]:
     garbage, so Python looks for it less often. Does nothing in a process that has frozen objects of its own
     (`gc.freeze`).
     """
-    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
+    global _in_block
+    if _in_block or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
+    _in_block = True
     thresholds = gc.get_threshold()
     gc.freeze()
     if gc.isenabled() and thresholds[0]:
@@ -33,3 +36,4 @@ def only_new_garbage() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+        _in_block = False

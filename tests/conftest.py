@@ -88,6 +88,12 @@ def one_capture() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that says that a plan does not fit names no changes: to plan each of them takes long."""
+    monkeypatch.setattr("placer.planner.remedies.try_remedies", lambda *_: [])
+
+
 def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:
     """``cases`` without a sample that has every value of every parameter alike often."""
     mark = cases[0].get_closest_marker("matrix")

@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
 import torch
 import torch.distributed as dist
+from captured import captured_once
 from oracle import assert_close, gradient_noise, mean_square, reference_step
 from space_networks import Inputs, ValidUNet, some_inputs
 from thin import thin_resnet18
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from unet3d import unet3d
 
 import placer
+from placer import api
 from placer.emit import materialize
 from placer.executor import compiled
 from placer.executor.distributed.job.assignment import find_job
@@ -93,6 +96,14 @@ def make_case(name: str, rows: int) -> Case:
 @cache
 def capture_case(name: str, rows: int) -> Program:
     return lower(*make_case(name, rows))
+
+
+def compile_case(name: str, spec: placer.PlacementSpec) -> placer.PlacedModule:
+    """A case of 8 rows, placed by this rank. It is not captured again."""
+    model, args, kwargs = make_case(name, 8)
+    captured = capture_case(name, 8), tree_leaves((args, kwargs))
+    with mock.patch.object(api, "lower_call", lambda *_, **__: captured):
+        return placer.compile(model, spec, args, kwargs)
 
 
 def _no_dropout(model: nn.Module) -> nn.Module:
@@ -213,6 +224,7 @@ def check_boxes(name: str, plan: placer.Plan, rows: int) -> None:
                 assert_close(a, b, "inference")
 
 
+@captured_once()
 def wrong_boxes(name: str, plan: placer.Plan, rows: int) -> list[str]:
     """What this rank is told of boxes that are none."""
     model, (x, *others), kwargs = make_case(name, rows)
@@ -280,10 +292,8 @@ def fail_in_a_step(
     spec: placer.PlacementSpec, fault: str, rank: int, *, catch: bool = True
 ) -> tuple[str, ...]:
     """The error of this rank's step when ``fault`` happens on ``rank`` in the second step."""
-    torch.manual_seed(0)
-    model = _no_dropout(models.TiedTransformer()).double()
-    ids = torch.randint(0, 17, (8, 6))
-    placed = placer.compile(model, spec, (ids,))
+    _, (ids,), _ = make_case("tied transformer", 8)
+    placed = compile_case("tied transformer", spec)
     placed.step(ids, target=ids, loss_fn=token_loss)
     target = ids
     if dist.get_rank() == rank:
@@ -422,7 +432,7 @@ def hook_gradients(spec: placer.PlacementSpec) -> None:
 
 def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:
     """The groups, and the other ranks of messages, that are used in a step and were not in compile."""
-    model, (ids,), _ = CASES["tied transformer"](8)
+    _, (ids,), _ = make_case("tied transformer", 8)
     used: dict[tuple[Any, ...], None] = {}
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -438,7 +448,7 @@ def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:
     with pytest.MonkeyPatch.context() as patched:
         for name in ("all_reduce", "broadcast", "all_gather", "send", "recv", "isend", "irecv"):
             patched.setattr(dist, name, recorded(getattr(dist, name)))
-        placed = placer.compile(model, spec, (ids,))
+        placed = compile_case("tied transformer", spec)
         known = list(used)
         placed.step(ids, loss_fn=mean_square)
         placed.clip_grad_norm_(1.0)
@@ -449,13 +459,12 @@ def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:
 def step_on_own_rows(spec: placer.PlacementSpec) -> None:
     """Replicas get 5 and 3 rows, then 8 and 0: the loss is the mean over all eight."""
     torch.manual_seed(0)
-    model, (x,), _ = CASES["convnet"](8)
-    model = model.double()
+    model, (x,), _ = make_case("convnet", 8)
     plain = copy.deepcopy(model)
     target = torch.randint(0, 10, (8,))
     expected = nn.functional.cross_entropy(plain(x), target)
     expected.backward()
-    placed = placer.compile(model, spec, x)
+    placed = compile_case("convnet", spec)
     for first in (5, 8, 0):
         rows = slice(0, first) if placed.replica_index == 0 else slice(first, 8)
         placed.zero_grad()
@@ -638,16 +647,11 @@ class ManyCalls(nn.Module):
         return {"out": out, "hidden": hidden} if features else {"out": out}
 
 
-def _many_calls(spec: placer.PlacementSpec) -> tuple[placer.PlacedModule, nn.Module, Tensor]:
-    torch.manual_seed(0)
-    model = ManyCalls().double()
-    x = torch.randn(8, 4, dtype=D)
-    return placer.compile(copy.deepcopy(model), spec, x), model, x
-
-
 def make_other_calls(spec: placer.PlacementSpec) -> None:
     """Calls with arguments that ``compile`` did not get, alternating with the call that it got."""
-    placed, plain, x = _many_calls(spec)
+    torch.manual_seed(0)
+    plain, x = ManyCalls().double(), torch.randn(8, 4, dtype=D)
+    placed = placer.compile(copy.deepcopy(plain), spec, x)
     mask, more = torch.rand(8, 6, dtype=D), torch.randn(8, 6, dtype=D)
     for number, kwargs in enumerate(
         (
@@ -672,8 +676,11 @@ def make_other_calls(spec: placer.PlacementSpec) -> None:
             assert_close(found[name], value, f"call {number}, {name}")
 
 
+@captured_once()
 def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
     """The errors of calls that differ between ranks, or that need a layer that no rank has for them."""
+    torch.manual_seed(0)
+    model, x = ManyCalls().double(), torch.randn(8, 4, dtype=D)
     rank = dist.get_rank()
     mask = torch.rand(8, 6, dtype=D)
     found = []
@@ -684,7 +691,7 @@ def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
         {"wide": True},
         {"scale": object()},
     ):
-        placed, _, x = _many_calls(spec)
+        placed = placer.compile(model, spec, x)
         try:
             placed.step(x, **kwargs, loss_fn=mean_square)
         except placer.PlacerError as error:
@@ -694,9 +701,7 @@ def make_calls_that_cannot_be(spec: placer.PlacementSpec) -> list[str]:
 
 def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
     """The errors of features that do not work with one process per device."""
-    torch.manual_seed(0)
-    model, (x,), _ = CASES["convnet"](8)
-    model.double()
+    _, (x,), _ = make_case("convnet", 8)
     placed: Any = None
     given = x.clone().requires_grad_()
 
@@ -726,7 +731,7 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
     ]
     found = []
     for attempt in tries:
-        placed = placer.compile(model, spec, x)
+        placed = compile_case("convnet", spec)
         try:
             attempt()
         except placer.PlacerError as error:

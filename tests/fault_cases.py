@@ -14,6 +14,7 @@ from typing import Any
 import models
 import torch
 import torch.distributed as dist
+from captured import captured_once
 from distributed_cases import hook_with, make_spec
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -128,6 +129,7 @@ def start_late(seconds: float) -> bool:
     return torch.allclose(loss, model(x).square().mean())
 
 
+@captured_once()
 def call_unlike_the_others(spec: placer.PlacementSpec, folder: Path) -> dict[str, str]:
     """The messages, in a fresh job, if rank 1 is called differently; a refused step ends a module."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(6, 4)
@@ -190,12 +192,13 @@ class ReadsMaskTwice(nn.Module):
         return found
 
 
+@captured_once()
 def give_other_values(spec: placer.PlacementSpec) -> dict[str, str]:
     """The messages if the last rank gets other values of the inputs and the target."""
     torch.manual_seed(0)
     x, mask, y = torch.randn(6, 4), torch.rand(6, 1), torch.randint(3, (6,))
     other_y = (y + 1) % 3
-    placed: Any = None
+    model, placed = ReadsMaskTwice(), None
     odd = dist.get_rank() == dist.get_world_size() - 1
 
     def step(
@@ -216,7 +219,7 @@ def give_other_values(spec: placer.PlacementSpec) -> dict[str, str]:
     }
     found = {}
     for name, call in calls.items():
-        placed = placer.compile(ReadsMaskTwice(), spec, (x, mask))
+        placed = placer.compile(model, spec, (x, mask))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:

@@ -20,6 +20,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from placer import garbage
+
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 # Imported by the process that the others are forked from, which so have what is in there.
 _PRELOAD = ["torch.distributed.pipelining", "placer.checkpoint", "sklearn.datasets"]
@@ -161,7 +163,9 @@ def _work_by_hand(
 
 
 def _work(rank: int, world_size: int, port: int, timeout_seconds: float, end: Connection) -> None:
-    gc.freeze()  # what was there at the fork stays; to look for garbage in it takes long
+    # What was there at the fork stays: to look for garbage in it takes long, and so does to count it.
+    gc.freeze()
+    garbage._in_block = True
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     store = _TCP_STORE("127.0.0.1", port, is_master=False)

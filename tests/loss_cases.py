@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from captured import captured_once
 from distributed_cases import compare_state, make_spec
 from oracle import assert_close, gradient_noise
 from torch import Tensor, nn
@@ -362,6 +363,7 @@ def step_over_whole_batches(stages: int, replicas: int, microbatches: int) -> No
                 assert_close(parameter.grad, wanted, f"{what}, {name}", floor=gradient_noise(plain))
 
 
+@captured_once()
 def fail_over_whole_batches() -> dict[str, str]:
     """The errors of steps over the whole batch that cannot be computed, one after the other."""
     model, fields, image, text = two_towers()

@@ -23,10 +23,16 @@ class Loop:
 old = weakref.ref(Loop())
 with only_new_garbage():
     new = weakref.ref(Loop())
+    with only_new_garbage():
+        pass
     gc.collect()
     assert old() is not None and new() is None
 gc.collect()
 assert old() is None
+with only_new_garbage():
+    again = weakref.ref(Loop())
+    gc.collect()
+    assert again() is None and gc.get_freeze_count()
 """
 
 

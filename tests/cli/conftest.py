@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from captured import captured_once
@@ -181,8 +182,32 @@ def _devices(memory: str, kind: str = "cuda") -> list[dict[str, str]]:
     return [{"name": f"{kind}:{i}", "memory": memory} for i in range(2)]
 
 
+@pytest.fixture(scope="module")
+def one_model() -> Iterator[None]:
+    """Commands that need no weights have one model for the same options, which is captured once."""
+    from placer import api
+    from placer.cli import loaded_model
+
+    load, loaded = loaded_model.load_model, dict[str, Any]()
+
+    def load_once(options: Any, *, allocate: bool = False, **wanted: Any) -> Any:
+        if allocate or wanted.get("moves") is not None:
+            return load(options, allocate=allocate, **wanted)
+        key = f"{Path.cwd()} {options} {sorted(wanted.items())}"
+        if key not in loaded:
+            loaded[key] = load(options, **wanted)
+        return loaded[key]
+
+    with (
+        captured_once(),
+        mock.patch.object(loaded_model, "lower_call", api.lower_call),
+        mock.patch.object(loaded_model, "load_model", load_once),
+    ):
+        yield
+
+
 @pytest.fixture
-def placer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def placer(folder: Path, one_model: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a command in `folder`; the result has ``exit_code``, ``stdout`` and ``stderr``."""
     from placer.cli.main import app
 
@@ -191,8 +216,7 @@ def placer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setenv("COLUMNS", "160")
 
     def run(*arguments: str) -> Any:
-        with captured_once():
-            result = CliRunner().invoke(app, list(arguments))
+        result = CliRunner().invoke(app, list(arguments))
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

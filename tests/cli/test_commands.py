@@ -248,6 +248,7 @@ def test_auto_says_why_nothing_fits(placer: Run) -> None:
     assert "tried (largest peak of a device):" in result.stderr
 
 
+@pytest.mark.usefixtures("no_remedies")
 def test_check_a_spec(placer: Run, tmp_path: Path) -> None:
     result = placer("check", "net.py:Net", "pinned.json")
     assert result.exit_code == 0

@@ -51,6 +51,7 @@ def test_check_tells_code_scanners(placer: Run, wrong: str) -> None:
     assert fine["runs"][0]["results"] == []
 
 
+@pytest.mark.usefixtures("no_remedies")
 def test_check_annotates_a_workflow(placer: Run, wrong: str) -> None:
     first, second = placer("check", wrong, "--format", "github").stdout.splitlines()
     assert first.startswith("::error title=placer,file=wrong.yaml,line=4,col=11,endColumn=19::/lay")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import placer
+from placer.emit import emit_stages
 from placer.errors import PlanError
 from placer.plan.check import check_plan
 from placer.program import lower
@@ -56,10 +57,14 @@ def test_stages_in_an_order_that_would_compute_something_else_are_refused() -> N
             check_plan(dataclasses.replace(plan, stages=stages), program)
 
 
-def test_stages_that_do_not_have_every_node_once_are_refused() -> None:
+def test_stages_whose_nodes_are_not_all_there_once_and_in_order_are_refused() -> None:
     program = lower(Net(), (X,))
     plan = placer.make_plan(Net(), SPEC, X)
     first, *others = plan.stages
+    backwards = dataclasses.replace(first, nodes=first.nodes[::-1])
+    for check in (check_plan, lambda plan, program: emit_stages(program, plan)):
+        with pytest.raises(PlanError, match="comes before"):
+            check(dataclasses.replace(plan, stages=(backwards, *others)), program)
     for nodes, said in [(first.nodes[1:], "on no stage"), (first.nodes * 2, "more than one stage")]:
         stages = (dataclasses.replace(first, nodes=nodes), *others)
         with pytest.raises(PlanError, match=said):

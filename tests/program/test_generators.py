@@ -43,7 +43,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", MAKE)
 def test_every_call_draws_the_next_number(name: str, *, inside: bool) -> None:

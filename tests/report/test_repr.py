@@ -11,13 +11,15 @@ from torch import nn
 
 import placer
 
+pytestmark = pytest.mark.usefixtures("one_capture")
+
 X = torch.randn(4, 8)
 SPEC = {"devices": [{"name": "cuda:0", "memory": "2GiB"}, "cuda:1"], "replicas": 2}
 
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
 
 
 def _block(shown: object, most: int) -> list[str]:

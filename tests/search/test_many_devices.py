@@ -99,7 +99,7 @@ def test_the_best_of_many_devices_is_planned() -> None:
 
 def test_devices_without_a_dry_run_need_as_much_more_than_their_estimates() -> None:
     with torch.device("meta"):
-        model, x = Blocks(64, 6), torch.empty(8, 64)
+        model, x = Blocks(64, 3), torch.empty(8, 64)
     spec = {"devices": ["cpu:0", "cpu:1", "cpu:2"], "microbatches": 2, "schedule": "1F1B"}
     plan = placer.make_plan(model, spec, x, processes=True)
     program, inputs = lower_call(model, (x,), None, placer.load_spec(spec))

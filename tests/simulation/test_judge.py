@@ -60,6 +60,7 @@ def really_fits(plan: placer.Plan) -> bool:
     return all(d.peak <= (budgets[d.device] or 0) for d in report.devices)
 
 
+@pytest.mark.usefixtures("no_remedies")
 def test_a_plan_that_only_seems_to_fit_does_not(monkeypatch: pytest.MonkeyPatch, peak: int) -> None:
     spec = spec_of(int((1 - SHARE / 2) * peak))
     mislead(monkeypatch, 1 - SHARE)
@@ -198,6 +199,7 @@ def test_steps_of_a_rank_made_of_one_are_those_that_are_run(
     assert made(plan.devices) == every(plan.devices)
 
 
+@pytest.mark.usefixtures("no_remedies")
 def test_in_a_job_the_allocator_decides_what_fits_on_a_gpu() -> None:
     """The allocator of the fuller rank reserves too much; its tensors alone would fit."""
     program = lower(chain(), (X,))

@@ -8,10 +8,12 @@ import pytest
 import torch
 from ledgers import live_bytes
 
+from placer.cost import BLAS_NBYTES
 from placer.errors import DeviceError
 from placer.executor.place import Place, on
 from placer.executor.transfer import transfer
 from placer.simulation import Ledger
+from placer.timeline import StepPosition
 
 CPU = torch.device("cpu")
 A, B = Place("cuda:0", CPU), Place("cuda:1", CPU)
@@ -66,6 +68,20 @@ def test_in_place_operations_allocate_nothing() -> None:
             x = _tile()
         x.add_(1).mul_(2)
     assert ledger.timeline().peaks()["cuda:0"].nbytes == KIB
+
+
+def test_matrix_products_take_a_workspace_in_each_of_two_threads() -> None:
+    """Of autograd's thread, in which a recomputed forward runs too, and of all else."""
+    phases = iter(("forward", "forward", "backward", "recompute"))
+    with Ledger(lambda: StepPosition(phase=next(phases)), kernels=lambda _: "cuda") as ledger:
+        with on(A):
+            x = _tile()
+        found = []
+        for _ in range(3):
+            x @ x
+            blocks = ledger.timeline().blocks
+            found.append([block.nbytes for block in blocks if block.kind == "workspace"])
+    assert found == [[BLAS_NBYTES] * count for count in (1, 2, 2)]
 
 
 def test_what_was_live_at_the_peak() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import models
@@ -27,10 +28,21 @@ def check(
         assert -above < device.peak / device.predicted - 1 < 0.01, (fields, device)
 
 
+@cache
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    """Its input and its output have one weight."""
+    model = models.TiedTransformer(width=64, length=32, vocabulary=100)
+    return model, torch.randint(0, 100, (16, 32))
+
+
+@cache
+def unet() -> tuple[nn.Module, torch.Tensor]:
+    return unet3d(width=8, depth=2), torch.randn(4, 1, 16, 16, 16)
+
+
 def test_the_gradient_of_a_shared_weight_comes_home_before_the_first_stage_runs_back() -> None:
     """A stage that receives a third of a projection is taken to keep all of it."""
-    model = models.TiedTransformer(width=64, length=32, vocabulary=100)
-    ids = torch.randint(0, 100, (16, 32))
+    model, ids = transformer()
     check(model, (ids,), stages=3, schedule="1F1B", optimizer="sgd_momentum")
     check(model, (ids,), stages=4, microbatches=2, above=0.15)
 
@@ -53,19 +65,19 @@ def test_inference_has_no_loss_and_keeps_the_results_of_earlier_micro_batches() 
 
 def test_a_batch_that_does_not_divide_evenly_has_a_smaller_last_micro_batch() -> None:
     """4 rows in 3 give 2 + 2, 16 rows give 6 + 6 + 4; autocast's weight copies do not shrink with rows."""
-    unet = unet3d(width=8, depth=2)
-    check(unet, (torch.randn(4, 1, 16, 16, 16),), stages=2, microbatches=3)
-    model = models.TiedTransformer(width=64, length=32, vocabulary=100)
-    ids = torch.randint(0, 100, (16, 32))
+    model, x = unet()
+    check(model, (x,), stages=2, microbatches=3)
+    model, ids = transformer()
     check(model, (ids,), stages=2, microbatches=3, precision="bf16")
     check(model.eval(), (ids,), stages=2, microbatches=3, training=False)
+    model.train()
 
 
 def test_what_waits_on_the_host_is_on_the_device_only_while_it_is_read() -> None:
     """Parts of a projection are fetched one by one; a pooling's input is freed before gradients are added."""
-    check(unet3d(width=4, depth=2), (torch.randn(4, 1, 16, 16, 16),), stages=1, offload=["*"])
-    model = models.TiedTransformer(width=64, length=32, vocabulary=100)
-    ids = torch.randint(0, 100, (16, 32))
+    model, x = unet()
+    check(model, (x,), stages=1, offload=["*"])
+    model, ids = transformer()
     for stages, microbatches in ((1, 1), (2, 2)):
         check(model, (ids,), stages=stages, microbatches=microbatches, offload=["*"])
     check(models.Recurrent(), (torch.randn(120, 40, 3),), stages=2, offload=["inp", "out"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import models
@@ -24,6 +25,7 @@ ROWS = 12
 Case = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
 
+@cache
 def _resnet18() -> Case:
     return torchvision.models.resnet18(num_classes=5), (torch.randn(ROWS, 3, 64, 64),)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from unet3d import unet3d
 import placer
 from placer.program import lower
 from placer.space import count_chunked, spec_rewrites
+
+pytestmark = pytest.mark.usefixtures("one_capture")
 
 D = torch.float64
 DEVICES = {"devices": ["cpu:0", "cpu:1"]}
@@ -120,8 +123,14 @@ def test_under_the_callers_own_checkpoint() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@cache
+def _wide_unet() -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        return unet3d(width=16, depth=3), torch.empty(1, 1, 32, 32, 32)
+
+
 def test_less_memory_and_the_plan_says_so() -> None:
-    model, x = unet3d(width=16, depth=3).to("meta"), torch.empty(1, 1, 32, 32, 32, device="meta")
+    model, x = _wide_unet()
     device = {"name": "cuda:0", "kind": "a100"}
     whole, chunked = (
         placer.make_plan(model, {"devices": [device], "chunks": chunks}, x) for chunks in (1, 8)
@@ -134,7 +143,7 @@ def test_less_memory_and_the_plan_says_so() -> None:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(("share", "chunked"), [(1.2, False), (0.97, True)])
 def test_auto_needs_a_reason(share: float, chunked: bool) -> None:
-    model, x = unet3d(width=16, depth=3).to("meta"), torch.empty(1, 1, 32, 32, 32, device="meta")
+    model, x = _wide_unet()
     spec: dict[str, Any] = {"devices": ["cpu:0"], "reserve": 0, "chunks": "auto"}
     peak = placer.make_plan(model, {**spec, "chunks": 1}, x).devices[0].peak
     spec["devices"] = [{"name": "cpu:0", "memory": str(int(share * peak))}]
