@@ -15,6 +15,7 @@ from placer.errors import CaptureError
 from placer.grid import Grid, NodeLayout
 from placer.machine.devices import device_type
 from placer.machine.links import Links
+from placer.partition import MANY_STAGES
 from placer.partition.stage_cost.optimizer import optimizer_bytes, optimizer_seconds
 from placer.partition.types import whole_backwards
 from placer.planner.batch import microbatch_inputs
@@ -89,7 +90,8 @@ class Bounds:
         optimizer = wanted.optimizer
         self._optimizer = optimizer if isinstance(optimizer, str) else optimizer.model_dump()
         self._rows = batch_rows(program, inputs) or 1
-        whole = self._run(self._rows, kept=False)
+        self._many = len(wanted.devices) > MANY_STAGES
+        whole = self._run(self._rows, kept=self._many and self._keeps_casts)
         self._parameters = sum(t.nbytes for t in whole.state)
         self._trained = whole.trained_nbytes
         self._sums = functools.lru_cache(maxsize=None)(self._sum)
@@ -112,8 +114,10 @@ class Bounds:
 
     def _sums_of(self, strategy: Strategy) -> _Sums:
         own_weights = self._processes or strategy.replicas == 1
-        precision = self._wanted.precision
-        kept = keeps_casts(precision, strategy.microbatches, own_weights=own_weights)
+        precision, count = self._wanted.precision, strategy.microbatches
+        kept = self._keeps_casts  # of many stages few micro-batches are no worse a bound
+        if not self._many:
+            kept = keeps_casts(precision, count, own_weights=own_weights)
         return self._sums(self._rows_of(strategy), kept=kept)
 
     def _rows_of(self, strategy: Strategy) -> int:
@@ -223,28 +227,21 @@ class Bounds:
         return keeps_casts(self._wanted.precision, 2, own_weights=True)
 
     def _make_chain(self, rows: int) -> Chain:
-        """The chain for a micro-batch of so many rows."""
+        """The chain for a micro-batch of so many rows, between those of one row and of all."""
+        whole, one = self._chains
         share = (self._rows - rows) / max(self._rows - 1, 1)
-        return self._scaled_chain(rows / self._rows).plus(self._left_out, share)
-
-    def _scaled_chain(self, share: float) -> Chain:
-        whole = self._run(self._rows, kept=self._keeps_casts)
-        return self._chain_of(with_fewer_rows(whole, share))
-
-    def _chain_of(self, costs: CostTable) -> Chain:
-        return Chain.of(costs, self._slots[0].kind, training=self._wanted.training)
+        return whole.plus(one, share).plus(whole, -share)
 
     @functools.cached_property
-    def _left_out(self) -> Chain:
-        """What does not depend on the rows, from the costs of one row and of all rows."""
-        rows = self._rows
-        scaled = self._scaled_chain(1 / rows)
+    def _chains(self) -> tuple[Chain, Chain]:
+        """The chains for all rows, and for one."""
+        whole = self._run(self._rows, kept=self._keeps_casts)
         try:
-            one = self._run(1, kept=self._keeps_casts) if rows > 1 else None
-            exact = scaled if one is None else self._chain_of(one)
+            one = self._run(1, kept=self._keeps_casts)
         except CaptureError:  # a model that needs more rows, such as for BatchNorm
-            exact = scaled
-        return exact.plus(scaled, -1)
+            one = with_fewer_rows(whole, 1 / self._rows)
+        kind, training = self._slots[0].kind, self._wanted.training
+        return Chain.of(whole, kind, training=training), Chain.of(one, kind, training=training)
 
     def _seconds(
         self,

@@ -49,14 +49,17 @@ class _Recomputed:
 class PolicyCache:
     """What is known of stages that are equal: what recomputing costs, and policies that were chosen.
 
-    ``least_peaks`` are policies by (choices, host budget), among them the one with the least peak, and
+    ``recomputed`` has for each block the costs of recomputing it with so many blocks that follow.
+    ``least_peaks`` are policies by (choices, host budget), among them the one with the least peak;
+    ``fastest`` those that are the best within some budget, by choices, or none if they are too many;
     ``chosen`` is the best by (choices, limits).
     """
 
-    recomputed: dict[tuple[int, int], _Recomputed] = field(default_factory=dict)
+    recomputed: dict[int, list[_Recomputed]] = field(default_factory=dict)
     least_peaks: dict[tuple[frozenset[Policy], float], list[PartialPolicy]] = field(
         default_factory=dict
     )
+    fastest: dict[frozenset[Policy], list[PartialPolicy]] = field(default_factory=dict)
     chosen: dict[tuple[frozenset[Policy], StageLimits], PartialPolicy] = field(default_factory=dict)
 
 
@@ -374,36 +377,36 @@ class PolicySearch:
     def _recompute_together(self, boundary: int, end: int) -> _Recomputed:
         """The cost of recomputing blocks ``boundary`` … ``end - 1`` as one region."""
         known = self.cache.recomputed
-        if (boundary, end) not in known:
-            inside = range(self.blocks[boundary][0], self.blocks[end - 1][-1] + 1)
-            known[boundary, end] = self._recompute_nodes(inside)
-        return known[boundary, end]
+        if boundary not in known:
+            known[boundary] = list(self._recompute_from(boundary))
+        return known[boundary][end - boundary - 1]
 
-    def _recompute_nodes(self, inside: range) -> _Recomputed:
-        """The cost of recomputing neighbouring nodes (indices) as one region."""
-        first = inside[0]
-        enters = (v for t in inside for v in self.used_at[t] if self.producer[v] < first)
-        recomputed, backward_peak, forward = 0.0, 0.0, 0.0
+    def _recompute_from(self, boundary: int) -> Iterator[_Recomputed]:
+        """The costs of recomputing this block as one region with none of those that follow, one, two, …"""
+        first = self.blocks[boundary][0]
+        recomputed, backward_peak, forward, seconds, pending = 0.0, 0.0, 0.0, 0.0, 0.0
+        saving, forward_seconds = False, 0.0
+        enters: dict[int, None] = {}
         seen: set[int] = set()
-        for t in inside:
-            made_here = {v for v in self.saved_at[t] if self.producer[v] >= first}
-            recomputed += sum(self.nbytes[value] for value in made_here - seen)
-            seen |= made_here
-            own = sum(self.nbytes[value] for value in self.saved_at[t] if self.single[value])
-            backward_peak = max(backward_peak, recomputed - own + self.backward_bytes[t])
-            forward = max(forward, recomputed + self.costs.nodes[self.nodes[t]].forward_transient)
-        seconds = 0.0
-        saving = [t for t in inside if self.saved_at[t]]
-        if saving:
-            last = self.costs.nodes[self.nodes[saving[-1]]]
-            pending = (
-                self.backward_bytes[saving[-1]] - last.backward_transient + last.backward_incoming
+        for block in self.blocks[boundary:]:
+            for t in block:
+                enters.update((v, None) for v in self.used_at[t] if self.producer[v] < first)
+                made_here = {v for v in self.saved_at[t] if self.producer[v] >= first}
+                recomputed += sum(self.nbytes[value] for value in made_here - seen)
+                seen |= made_here
+                own = sum(self.nbytes[value] for value in self.saved_at[t] if self.single[value])
+                backward_peak = max(backward_peak, recomputed - own + self.backward_bytes[t])
+                node = self.costs.nodes[self.nodes[t]]
+                forward = max(forward, recomputed + node.forward_transient)
+                forward_seconds += self.forward_seconds[t]
+                if self.saved_at[t]:
+                    saving, seconds = True, forward_seconds
+                    pending = (
+                        self.backward_bytes[t] - node.backward_transient + node.backward_incoming
+                    )
+            yield _Recomputed(
+                enters=tuple(enters),
+                seconds=seconds,
+                backward_peak=max(backward_peak, forward + pending) if saving else backward_peak,
+                saving=saving,
             )
-            backward_peak = max(backward_peak, forward + pending)
-            seconds = sum(self.forward_seconds[first : saving[-1] + 1])
-        return _Recomputed(
-            enters=tuple(dict.fromkeys(enters)),
-            seconds=seconds,
-            backward_peak=backward_peak,
-            saving=bool(saving),
-        )
