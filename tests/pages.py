@@ -5,7 +5,6 @@ A comment right before a block says how it is tested:
     <!-- file: spec.json -->     it is saved under this name in the page's folder
     <!-- machine: lab.json -->   it is saved under this name, and describes a machine
     <!-- exit: 3 -->             the exit code of its last command; of a spec, that it is wrong
-    <!-- law: the reason -->     it is run with --law only
     <!-- not run: the reason --> it is not run
 """
 
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 FOR_DEVELOPERS = (ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md")
 
-_COMMENT = re.compile(r"<!-- (file|machine|exit|law|not run): (.+?) -->")
+_COMMENT = re.compile(r"<!-- (file|machine|exit|not run): (.+?) -->")
 _PATH = re.compile(r"`([\w./]*(?:/|\.py|\.toml)[\w./]*)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.matrix(4)
 @pytest.mark.parametrize("page", pages.PAGES, **_ID)
 def test_blocks_of_a_page_run_one_after_the_other(
-    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": page.stem}
@@ -47,8 +47,7 @@ def test_blocks_of_a_page_run_one_after_the_other(
     modules = set(sys.modules)
     try:
         for block in pages.blocks(page):
-            if pytestconfig.getoption("--law") or "law" not in block.directives:
-                _run(block, folder, names)
+            _run(block, folder, names)
     finally:
         for name in set(sys.modules) - modules:  # those that a page has made
             if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
