@@ -404,7 +404,7 @@ def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
             return None
         needed = max(map(_memory_for, made.devices))
         devices = [d.model_copy(update={"memory": needed}) for d in spec.devices]
-        made = _plan(make.quick_plan, spec.with_devices(devices))
+        made = _plan(make, spec.with_devices(devices))
         if made is not None and made.fits:
             return needed
     return None

@@ -333,12 +333,9 @@ class JudgingPlanner:
         if not any(p.fits for p in judged) and any(p.starved for p in judged):
             judged += self._rounds(build, plan, starving=True)
         contradicted = plan.fits and not any(p.fits and not p.starved for p in judged)
-        if contradicted and not _is_far(plan, judged[0]):
+        if contradicted and spec.objective != "memory" and not _is_far(plan, judged[0]):
             # The fastest plans fill devices to their limit, where estimates are too rough.
-            if spec.objective == "memory":
-                roomy = self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False)
-            else:
-                roomy = self._plan(spec.model_copy(update={"objective": "memory"}))
+            roomy = self._plan(spec.model_copy(update={"objective": "memory"}))
             judged.append(replace(roomy, objective=spec.objective))
         return min(judged, key=_verdict)
 
