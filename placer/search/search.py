@@ -29,7 +29,7 @@ AS_GOOD = 1.01  # a value that is larger by less than this factor is as good
 # By which a strategy that saves memory, or cuts space, must be better to be estimated
 _WORTH_IT = 1.05
 _ROUNDS = 4  # of estimates: each takes the best of every family that may still win
-_MOST_JUDGED = 6  # plans that get a dry run
+_MOST_JUDGED = 6  # plans that get a dry run, and again as many where none of them fits
 _MOST_ACTIONS = 20_000  # forward passes of all stages in a step that takes not too long to plan
 _MOST_TRIED = 1_000  # strategies of a family that are estimated along program order
 _FAR = 1.15  # an estimate above so many times the room does not become a plan that fits
@@ -114,8 +114,8 @@ class _Search:
             processes=make.processes,
         )
         self._left: dict[Family, list[tuple[Strategy, Bound]]] = {}  # not yet tried, the best first
-        # Bytes of an estimate over its bound, where it was too large
-        self._factor: dict[Family, float] = {}
+        # Bytes of an estimate over its bound, where it was too large, for all of the batch on one device
+        self._excess: dict[Family, float] = {}
         # The share that estimates along program order may fill
         self._room: dict[Family, float] = {}
         self._too_large: set[Strategy] = set()  # by their bounds
@@ -238,7 +238,8 @@ class _Search:
             members.remove((strategy, bound))
             if strategy.stages > MANY_STAGES:  # it would take too long
                 continue
-            if bound.nbytes * self._factor.get(family, 1.0) > _FAR * self._bounds.room:
+            excess = self._excess.get(family, 0.0) * _share(strategy)
+            if bound.nbytes + excess > _FAR * self._bounds.room:
                 continue
             if self._estimate(strategy, bound):
                 return
@@ -257,8 +258,8 @@ class _Search:
         if spec is None or plan is None:
             return False
         rated = self._rate(Rated(strategy=strategy, bound=bound, spec=spec), plan)
-        if not plan.fits and bound.nbytes:
-            self._factor[strategy.family] = max(1.0, rated.peak / bound.nbytes)
+        if not plan.fits:
+            self._excess[strategy.family] = (rated.peak - bound.nbytes) / _share(strategy)
         self._rated.setdefault(rated.strategy, rated)
         return True
 
@@ -305,8 +306,9 @@ class _Search:
     def _rate(self, rated: Rated, plan: Plan, *, judged: bool = False) -> Rated:
         """``rated`` with ``plan``, its time at worst, and the strategy that the plan has."""
         strategy = rated.strategy
-        if strategy.recompute and not plan.checkpoint:  # there was no need
-            strategy = replace(strategy, recompute=False)
+        without = replace(strategy, recompute=False)
+        if strategy.recompute and not plan.checkpoint and not self._was_refuted(without):
+            strategy = without  # there was no need
         given = isinstance(self._wanted.stages, int)
         if plan.grid.devices < strategy.stages and not given:  # no more pieces, or fewer are faster
             strategy = replace(strategy, stages=plan.grid.devices)
@@ -346,6 +348,11 @@ class _Search:
             worst = end_of(step_spans(alone))
         return replace(rated, plan=plan, fits=plan.fits, judged=judged, worst_time=worst)
 
+    def _was_refuted(self, strategy: Strategy) -> bool:
+        """Did a dry run show that ``strategy`` does not fit?"""
+        rated = self._rated.get(strategy)
+        return rated is not None and rated.judged and not rated.fits
+
     def _plan(self, make: Callable[[PlacementSpec], Plan], spec: PlacementSpec) -> Plan | None:
         """The result of ``make(spec)``; None if the model cannot be placed so."""
         try:
@@ -374,13 +381,14 @@ class _Search:
         as the best, the simplest comes first.
         """
         judged = {strategy: rated for strategy, rated in self._rated.items() if rated.judged}
+        before = 0 if self._any_will_do else len(judged)
         for column in range(2 if self._links.network is not None else 1):
             near = [rated for rated in self._rated.values() if rated.is_near]
             values = {r.strategy: self._values_of([r])[0][column] for r in near}
             as_good = min(values.values(), default=0.0) * AS_GOOD
             near.sort(key=lambda r: (max(values[r.strategy], as_good), r.strategy.complexity))
             for rated in near:
-                if rated.strategy in judged or len(judged) >= _MOST_JUDGED * (column + 1):
+                if rated.strategy in judged or len(judged) - before >= _MOST_JUDGED * (column + 1):
                     continue
                 value = values[rated.strategy]
                 good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]
@@ -472,6 +480,11 @@ class _Search:
             if best is None or rated.strategy.family != best.strategy.family:
                 found.setdefault(rated.strategy.family, rated)
         yield from found.values()
+
+
+def _share(strategy: Strategy) -> float:
+    """The share of the activations of a step that a device has for one micro-batch, about."""
+    return 1 / (strategy.devices * strategy.microbatches)
 
 
 def _costs(family: Family) -> int:

@@ -262,6 +262,17 @@ def test_a_given_number_of_replicas_may_leave_one_without_rows() -> None:
     assert "A batch of 4 rows gives work to only 2 of 3 replicas." in plan.notes
 
 
+def test_more_micro_batches_are_tried_where_recomputing_alone_does_not_fit() -> None:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]
+        model, x = nn.Sequential(*layers), torch.empty(8, 32768, 64)
+    fields = {"space": 1, "chunks": 1, "offload": []}
+    plan = placer.auto_plan(model, (x,), devices=_cards(1, "660MiB"), **fields)
+    assert plan.fits
+    assert plan.microbatches == 8
+    assert plan.checkpoint
+
+
 def test_what_does_not_fit_in_a_dry_run_gets_more_help() -> None:
     """By their estimates, a rank has room for all state at 700 MB, and for whole gradients at 500 MB."""
     with torch.device("meta"):
