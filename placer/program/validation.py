@@ -17,18 +17,14 @@ def validated() -> tuple[RequireValid, Tensor] | None:
     ``Normal(mean, deviation)`` and ``normal.log_prob(x)`` make such checks, unless ``validate_args=False``.
     """
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return None
-        if frame.f_globals.get("__name__") == "torch.distributions.distribution":
+    # Other code in between, such as a constraint of the user's own, may do something else with the value.
+    while frame is not None and frame.f_globals["__name__"].startswith(("placer.", "torch.")):
+        if frame.f_globals["__name__"] == "torch.distributions.distribution":
             found = _check_in(frame.f_code.co_name, frame.f_locals)
             if found is not None:
                 return found
         frame = frame.f_back
     return None
-
-
-_MOST_FRAMES = 8  # those of the recorder's own functions, and of torch's
 
 
 def _check_in(function: str, values: dict[str, Any]) -> tuple[RequireValid, Tensor] | None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, Independent, Normal, Uniform, kl_divergence
+from torch.distributions import (
+    Distribution,
+    Independent,
+    Normal,
+    Uniform,
+    constraints,
+    kl_divergence,
+)
 
 import placer
+from placer.program import lower
 
 SPEC = {"devices": ["cpu:0", "cpu:1"], "layers": {"encoder": "cpu:0", "decoder": "cpu:1"}}
 SPECS: dict[str, dict[str, Any]] = {
@@ -68,6 +76,25 @@ def test_what_is_computed_and_kept_equals_the_plain_model(fields: dict[str, Any]
 
 def grads(net: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in net.parameters()]
+
+
+class _Alternating(constraints.Constraint):
+    def check(self, value: Tensor) -> Tensor:
+        return value > 0 if value.mean() > 0 else value < 0
+
+
+class OwnConstraint(Normal):
+    arg_constraints: ClassVar[Any] = {"loc": constraints.real, "scale": _Alternating()}
+
+
+class Alternating(Autoencoder):
+    def forward(self, x: Tensor) -> Tensor:
+        return OwnConstraint(x, self.encoder(x)).variance
+
+
+def test_a_constraint_that_branches_on_values_keeps_the_model_whole() -> None:
+    program = lower(Alternating(), (torch.randn(6, 8),))
+    assert [each.layer for each in program.captured.whole_modules] == [""]
 
 
 def test_samples_are_those_of_the_plain_model() -> None:
