@@ -227,6 +227,11 @@ ALL_HOOK_TABLES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in 
 """Those, and others: for ``state_dict``, and that say how hooks are called."""
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks of the calls of ``module``, forward and backward."""
+    return [hook for name in HOOK_TABLES for hook in vars(module)[name].values()]
+
+
 def share_hooks(module: nn.Module, other: nn.Module) -> None:
     """Let ``other`` have the hooks of ``module``, also those that it gets later."""
     for name in (*ALL_HOOK_TABLES, "_is_full_backward_hook"):

@@ -52,7 +52,8 @@ def check_model(model: nn.Module) -> None:
             *module._parameters.items(),
             *module._buffers.items(),
         ):
-            _refuse_compressed(f"{path}.{name}" if path else name, value)
+            if isinstance(value, Tensor):
+                _refuse_compressed(f"{path}.{name}".lstrip("."), value)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(
@@ -65,10 +66,10 @@ def check_model(model: nn.Module) -> None:
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def _refuse_compressed(name: str, value: object) -> None:
-    """Raise ``CaptureError`` for a sparse tensor that torch can neither copy nor differentiate everywhere."""
-    if isinstance(value, Tensor) and value.layout in _COMPRESSED:
-        problem = f"is a sparse tensor in the layout {value.layout}, which torch cannot copy"
+def _refuse_compressed(name: str, tensor: Tensor) -> None:
+    """Raise ``CaptureError`` for a sparse tensor in a layout that torch cannot copy."""
+    if tensor.layout in _COMPRESSED:
+        problem = f"is a sparse tensor in the layout {tensor.layout}, which torch cannot copy"
         raise CaptureError(name, problem, "use the layout torch.sparse_coo: x.to_sparse_coo()")
 
 

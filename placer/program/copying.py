@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from placer._torch import HOOK_TABLES, copy_attributes
+from placer._torch import copy_attributes, hooks_of
 from placer.errors import CaptureError
 from placer.program.hook_table import HookTable, hook_tables
 from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
@@ -112,7 +112,7 @@ def _owned(model: nn.Module, held: Iterable[Any]) -> set[int]:
 def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
     """Add to ``known`` the objects that a copy shares with ``model``."""
     for module in model.modules():
-        callables = [hook for name in HOOK_TABLES for hook in vars(module)[name].values()]
+        callables = hooks_of(module)
         forward = vars(module).get("forward")
         if not any(id(x) in owned for _, x in walk([((), forward)], functions=True)):
             callables.append(forward)
@@ -145,7 +145,7 @@ def _callables(model: nn.Module) -> Iterator[Any]:
     """The hooks of all modules, and what stands for a ``forward``."""
     for module in model.modules():
         yield vars(module).get("forward")
-        yield from (hook for name in HOOK_TABLES for hook in vars(module)[name].values())
+        yield from hooks_of(module)
 
 
 def _bound(value: Any) -> Iterator[Any]:

@@ -315,7 +315,7 @@ class _Search:
 
     def _class(self, cls: type) -> None:
         module = sys.modules.get(cls.__module__)
-        if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES or _is_of_tool(module):
+        if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES or _is_without_torch(module):
             return
         if not _is_foreign(module):
             self.found.spaces.append(cls)
@@ -478,10 +478,10 @@ def _is_foreign(value: Any) -> bool:
 
 def _is_unrelated(value: Any) -> bool:
     """Is it foreign, or of an installed package that does not use torch?"""
-    return _is_foreign(value) or _is_of_tool(value)
+    return _is_foreign(value) or _is_without_torch(value)
 
 
-def _is_of_tool(value: Any) -> bool:
+def _is_without_torch(value: Any) -> bool:
     """Is it of an installed package that does not use torch?"""
     package = _INSTALLED.search(_file(value))
     return package is not None and not _uses_torch(package[1], len(sys.modules))

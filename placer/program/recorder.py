@@ -84,7 +84,7 @@ from placer.program.targets import (
     UnderModes,
 )
 from placer.program.types import Answers
-from placer.program.validation import validated
+from placer.program.validation import running_check
 from placer.program.watch import runs_library, trace_codes, watch_calls
 from placer.program.writer import CPU, GraphWriter, executable
 
@@ -688,7 +688,7 @@ class Recorder(TorchFunctionMode):
         node, constants = self.writer.node_of(args[0]), self.writer.constants
         known = find_value(node, constants, self.sizes.values)
         if known is None:
-            if (check := validated()) is None:
+            if (check := running_check()) is None:
                 raise Untraceable(_READS_VALUES) from error
             require, value = check
             self.record("call_function", require, (args[0], value), {}, None)

@@ -9,16 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from placer.program.targets import RequireValid
+from placer.program.watch import runs_library
 
 
-def validated() -> tuple[RequireValid, Tensor] | None:
+def running_check() -> tuple[RequireValid, Tensor] | None:
     """The check that is reading a value in this thread, and the tensor that it checks; None if there is none.
 
     ``Normal(mean, deviation)`` and ``normal.log_prob(x)`` make such checks, unless ``validate_args=False``.
     """
     frame: FrameType | None = sys._getframe(1)
     # Other code in between, such as a constraint of the user's own, may do something else with the value.
-    while frame is not None and frame.f_globals["__name__"].startswith(("placer.", "torch.")):
+    while frame is not None and runs_library(frame):
         if frame.f_globals["__name__"] == "torch.distributions.distribution":
             found = _check_in(frame.f_code.co_name, frame.f_locals)
             if found is not None:

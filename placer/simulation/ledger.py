@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer._torch import running_sequence_number
 from placer.cost import (
     BLAS_NBYTES,
     TimelineMode,
@@ -54,15 +53,8 @@ class Ledger(TimelineMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator and count the memory that it allocates."""
-        is_view = getattr(func, "is_view", False)
-        # `where` is slow, and backward has many views; those of a forward tell it which nodes come next.
-        if not is_view or running_sequence_number() is None:
-            self._here = self._where()
+        self._here = self._where()
         result = func(*args, **kwargs)
-        if is_view:
-            if all(map(self.is_known, tensors_in(result))):
-                return result
-            self._here = self._where()
         leaves = tensors_in(args, kwargs)
         place = self._place_of(func, leaves, kwargs)
         kernels = self._kernels(place)

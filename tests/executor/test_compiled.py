@@ -78,8 +78,7 @@ def test_inductor_draws_the_same_random_numbers() -> None:
 
 
 def test_a_size_is_compiled_once(compilations: CompileCounterWithBackend) -> None:
-    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)
-    model, x = nn.Sequential(*layers).double().eval(), torch.randn(8, 8, dtype=D)
+    model, x = models.ConvNet(0.0).double(), torch.randn(8, 1, 8, 8, dtype=D)
     placed = placer.compile(model, {**TWO, "replicas": 2}, x)
     counts = []
     for rows in (8, 8, 6, 4, 6, 8):

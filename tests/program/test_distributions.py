@@ -28,6 +28,12 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile`, which other tests call, disables the checks for the whole process."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
+
+
 class Autoencoder(nn.Module):
     """Keeps the distribution of its code, and returns what it decodes from it and a log-probability."""
 

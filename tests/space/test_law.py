@@ -252,7 +252,7 @@ def test_other_sizes_are_cut_anew() -> None:
     """A window is of one size of input; another size is another program."""
     plain = unet3d(width=2, depth=2, norm="group").double()
     placed = placer.compile(plain, {"devices": _devices(3), "space": 3}, *_volume(1, 8, 4, 4))
-    for shape in ((6, 6, 6), (8, 4, 4)):
+    for shape in ((12, 8, 4), (6, 6, 6), (8, 4, 4)):
         (x,) = _volume(3, *shape)
         assert torch.allclose(placed(x), plain(x), rtol=1e-10, atol=1e-12)
 

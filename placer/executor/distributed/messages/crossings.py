@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from placer._torch import HOOK_TABLES, share_hooks
+from placer._torch import hooks_of, share_hooks
 from placer.autograd_graph import nodes_behind
 from placer.emit import StagedModel
 from placer.errors import PlacerError
@@ -182,14 +182,13 @@ class CrossingFinder:
             (self.whole, partial(_empty_like, device=meta)),
             (self._fake, self._make_fake),
         )
-        self._stored: list[tuple[str, Any]] = []  # the metadata of what the last call has stored
         self._converter.reachable.extend(find_reachable_state(self._fake))
         self._copies = [dict(model.named_modules()) for model in (self.whole, self._fake)]
         self.part = part
         # Of hooks that are put on a layer later, a capture finds out whether they may run for every slice.
         modules = dict(part.named_modules())
         # Those from before are copies, which keep what they do in the copy of the model.
-        self._hooks_of = {path: _hooks(m) for path, m in modules.items() if is_torch_leaf(m)}
+        self._hooks_of = {path: hooks_of(m) for path, m in modules.items() if is_torch_leaf(m)}
         for path in (path for path, hooks in self._hooks_of.items() if not hooks):
             share_hooks(modules[path], self._copies[0][path])
         self._had_no_hooks = [
@@ -213,7 +212,7 @@ class CrossingFinder:
         """
         modules = dict(self.part.named_modules())
         for path in self._hooks_of.keys() & modules.keys():
-            if _hooks(modules[path]) != self._hooks_of[path]:
+            if hooks_of(modules[path]) != self._hooks_of[path]:
                 share_hooks(modules[path], self._copies[0][path])
         for path in self._had_no_hooks:
             if path in modules and has_hooks(modules[path]):
@@ -246,18 +245,14 @@ class CrossingFinder:
 
     def store(self, staged: StagedModel, leaves: Sequence[Any]) -> None:
         """Set what a call has stored in modules, of which the part lacks some; tensors without their data."""
-        rest, metadata = list(leaves), []
+        rest = list(leaves)
         for each in staged.stored:
             own, rest = rest[: each.count], rest[each.count :]
             if each.root != "model" or each.kind == "write":
                 continue
-            metadata += [(each.name, _spec_of(leaf)) for leaf in own if isinstance(leaf, Tensor)]
             for model, without_data in self._models:
                 empty = [without_data(leaf) if isinstance(leaf, Tensor) else leaf for leaf in own]
                 store([each], empty, Target(model=model))
-        if metadata != self._stored:
-            self._stored = metadata
-            self._found.clear()
 
     def find(self, call: Call, leaves: Sequence[Tensor], *, grad: bool) -> Crossings:
         """The values that cross for a micro-batch with the shapes of ``leaves`` (flattened inputs).
@@ -268,7 +263,9 @@ class CrossingFinder:
         """
         shapes = tuple((leaf.shape, leaf.dtype, grad and leaf.requires_grad) for leaf in leaves)
         staged = call.programs.find([leaf.detach() for leaf in leaves], call.leaves_by_name)
-        key = (id(staged), shapes, self._modes, grad, autocast_state(self.device.type))
+        kept = [each.read(self._fake, {}) for each in staged.state if each.kind is Tensor]
+        state = tuple(map(_spec_of, kept))
+        key = (id(staged), shapes, state, self._modes, grad, autocast_state(self.device.type))
         if key not in self._found:
             self._check_weights(staged)
             self.check_flags(staged)
@@ -367,11 +364,6 @@ class CrossingFinder:
             },
             result=tuple(_spec_of(leaf) for leaf in result),
         )
-
-
-def _hooks(module: nn.Module) -> list[int]:
-    """The identities of its hooks."""
-    return [id(hook) for name in HOOK_TABLES for hook in vars(module)[name].values()]
 
 
 def _linked(value: Any, name: str, reader: int, links: dict[tuple[str, int, int], Node]) -> Any:
