@@ -131,6 +131,19 @@ def test_boundaries_are_moved_to_where_they_are_best_for_the_lightest_stages() -
     assert _plan(UNET[0], args, 49 * 2**20, stages=2, **fields).fits
 
 
+@pytest.mark.parametrize("slices", ["replicas", "microbatches"])
+def test_a_program_for_fewer_rows_recomputes_what_the_plan_says(slices: str) -> None:
+    """A model that is split in space is recorded anew for the rows of a slice."""
+    with torch.device("meta"):
+        model, x = unet3d(width=4, depth=2), torch.empty(2, 1, 32, 32, 32)
+    fields = {"space": 2, slices: 2, "objective": "throughput"}
+    kept = max(device.peak for device in _plan(model, (x,), None, stages=2, **fields).devices)
+    plan = _plan(model, (x,), int(0.8 * kept), stages=2, **fields, checkpoint="auto")
+    assert plan.checkpoint
+    for device in placer.simulate(model, plan, (x,)).devices:
+        assert device.peak <= 0.81 * kept
+
+
 def test_results_equal_eager() -> None:
     torch.manual_seed(0)
     model, x = models.InPlace().double(), torch.randn(8, 2, 5, 5, dtype=D)
