@@ -181,9 +181,12 @@ def _tried(rated: Rated) -> Tried:
 def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
     """The fewest devices like the last one, twice as many at a time, with which something fits.
 
-    Where nothing does, the most that were tried.
+    Where nothing does, the most that were tried. Unless they are asked for, there are no chunks: a dry run
+    with them takes many times as long, and devices help more.
     """
     devices, short = list(wanted.devices), list[Tried]()
+    if "chunks" not in wanted.model_fields_set:
+        wanted = wanted.model_copy(update={"chunks": 1})
     while wanted.machine is None and not wanted.layers and 2 * len(devices) <= _MOST_DEVICES:
         devices += _like(devices, len(devices))
         found = find_strategy(wanted.with_devices(devices), make, any_will_do=True)
