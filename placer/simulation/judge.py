@@ -487,8 +487,7 @@ def _verdict(plan: Plan) -> tuple[bool, int, int]:
 
 def _rank(objective: str, plan: Plan) -> tuple[bool, int, int, float]:
     """`_verdict`, and then what the objective minimizes."""
-    peak = max(device.peak for device in plan.devices)
-    return *_verdict(plan), peak if objective == "memory" else plan.rank_time
+    return *_verdict(plan), plan.peak if objective == "memory" else plan.rank_time
 
 
 def _is_roomy(device: DevicePeak) -> bool:
