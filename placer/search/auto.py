@@ -8,17 +8,17 @@ from placer.errors import BudgetError, PlacerError, SpecError, Tried
 from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import Plan
 from placer.planner.devices import device_slot, with_all_devices, with_known_memory
-from placer.planner.remedies import (
+from placer.planner.resolve import check_shard_over
+from placer.planner.unknown_times import ask_for_kind, unknown_kinds
+from placer.quantities import format_count
+from placer.search.answer import with_alternatives
+from placer.search.remedies import (
     as_tried,
     find_largest_node,
     lacks_room,
     memory_needed,
     more_like,
 )
-from placer.planner.resolve import check_shard_over
-from placer.planner.unknown_times import ask_for_kind, unknown_kinds
-from placer.quantities import format_count
-from placer.search.answer import with_alternatives
 from placer.search.search import Found, Rated, find_strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec

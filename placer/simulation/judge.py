@@ -138,7 +138,7 @@ class JudgingPlanner:
         return self._losses[found]
 
     def __call__(self, spec: PlacementSpec) -> Plan:
-        """A plan for ``spec``; see `PlanMaker`."""
+        """The plan for ``spec``."""
         return self._watched(spec, self._best(spec))
 
     def _best(self, spec: PlacementSpec) -> Plan:
@@ -256,7 +256,11 @@ class JudgingPlanner:
         return f"{where}, it does not fit, by {format_bytes(judged.overflow_bytes)}."
 
     def quick_plan(self, spec: PlacementSpec) -> Plan:
-        """A plan for ``spec`` that was made in less time; see `PlanMaker`."""
+        """A plan that shows whether ``spec`` fits, not the fastest one.
+
+        It prefers little memory to little time, so it is seldom near a budget and seldom needs a dry run.
+        If it does not fit by its estimates it gets no dry run, which might have another verdict.
+        """
         return self._watched(spec, self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False))
 
     @only_new_garbage()
@@ -276,7 +280,7 @@ class JudgingPlanner:
 
     @only_new_garbage()
     def rough_plan(self, spec: PlacementSpec) -> Plan:
-        """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
+        """An approximation of `quick_plan`'s plan from costs that are known, without running the model."""
         return self._build(spec, rough=True, stop_at_share=_CLEAR_SHARE)()
 
     def _build(

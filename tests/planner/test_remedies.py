@@ -14,9 +14,9 @@ from unet3d import unet3d
 
 import placer
 from placer.planner.devices import links_of, with_lead_devices
-from placer.planner.remedies import memory_needed, try_remedies
 from placer.program import lower
 from placer.quantities import parse_bytes
+from placer.search.remedies import memory_needed, try_remedies
 from placer.simulation.judge import JudgingPlanner
 
 pytestmark = pytest.mark.usefixtures("one_capture")

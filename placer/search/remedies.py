@@ -12,11 +12,11 @@ from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import DevicePeak, Plan
 from placer.planner.batch import microbatch_inputs, rows_of_step
-from placer.planner.build import PlanMaker
 from placer.planner.cut_limits import largest_piece
 from placer.planner.devices import device_slot, likely_kernels
 from placer.planner.resolve import planning_options
 from placer.quantities import format_bytes, format_seconds
+from placer.simulation.judge import JudgingPlanner
 from placer.space import MOST_CHUNKS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.rows import shifted_rows
@@ -63,7 +63,7 @@ class LargestNode:
         )
 
 
-def misfit_error(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> BudgetError:
+def misfit_error(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> BudgetError:
     """The error that says why ``plan`` (the best under ``spec``) does not fit, and which changes help.
 
     Every change that it names has been planned with ``make``; the fastest one comes first.
@@ -110,7 +110,7 @@ def describe_tries(tried: Sequence[Tried]) -> str:
     )
 
 
-def find_largest_node(spec: PlacementSpec, make: PlanMaker) -> LargestNode:
+def find_largest_node(spec: PlacementSpec, make: JudgingPlanner) -> LargestNode:
     """The piece that needs the most on a device of its own, for the whole batch at once."""
     program, inputs = make.program, make.inputs
     costs = make.costs(
@@ -131,7 +131,7 @@ def find_largest_node(spec: PlacementSpec, make: PlanMaker) -> LargestNode:
     )
 
 
-def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried]:
+def try_remedies(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> list[Tried]:
     """Changes of ``spec`` that have been planned; ``plan`` is the one that does not fit.
 
     First come those that fit, the fastest first, then the others, the smallest change first. There are none
@@ -167,7 +167,7 @@ def as_tried(change: str, plan: Plan) -> Tried:
     )
 
 
-def _first_that_fits(make: PlanMaker, candidates: Iterator[_Candidate]) -> list[_Change]:
+def _first_that_fits(make: JudgingPlanner, candidates: Iterator[_Candidate]) -> list[_Change]:
     """The first candidate whose plan fits; if none does, the nearest of them; empty if there are none.
 
     Rough plans exclude those that are far from fitting, because each number of rows needs a run of the model
@@ -239,7 +239,7 @@ def _microbatches(spec: PlacementSpec, batch_size: int) -> Iterator[_Candidate]:
                 yield _Candidate(change, _updated(spec, microbatches=count, schedule=schedule))
 
 
-def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
+def _peak_if_far(make: JudgingPlanner, spec: PlacementSpec) -> int | None:
     """The largest peak in a rough plan, if by that ``spec`` is far from fitting; otherwise None."""
     rough = _plan(make.rough_plan, spec)
     if rough is None:
@@ -248,7 +248,7 @@ def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
     return rough.peak if any(far) else None
 
 
-def _in_chunks(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Candidate]:
+def _in_chunks(make: JudgingPlanner, spec: PlacementSpec) -> Iterator[_Candidate]:
     if spec.chunks == 1 and not spec.compile and find_joins(make.program):
         change = f'"chunks": {MOST_CHUNKS} (a concatenation is made in parts, where convolutions read it)'
         yield _Candidate(change, _updated(spec, chunks=MOST_CHUNKS))
@@ -275,7 +275,7 @@ def _in_space(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
         yield _Candidate(change, _updated(wanted, space=space, chunks=MOST_CHUNKS))
 
 
-def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+def _lighter(make: JudgingPlanner, spec: PlacementSpec) -> Iterator[_Change]:
     """Recomputing and offloading; both only if neither of them is enough."""
     if not spec.training:
         return
@@ -346,7 +346,7 @@ def _fewest_devices(plan: Plan) -> int:
     return -(-sum(device.peak for device in row) // largest) if largest > 0 else 1
 
 
-def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
+def memory_needed(spec: PlacementSpec, make: JudgingPlanner) -> str:
     """A remedy that gives the memory each device would need."""
     needed = _memory_needed(_updated(spec, objective="memory"), make)
     if needed is None:
@@ -354,7 +354,7 @@ def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
     return f"devices of {format_bytes(needed, enough=True)} (reserve included) each, or a smaller input"
 
 
-def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
+def _memory_needed(spec: PlacementSpec, make: JudgingPlanner) -> int | None:
     """Bytes per device, including the reserve, with which a plan for ``spec`` fits; None if not found."""
     made = _plan(make, spec)
     for _ in range(_MAX_ROUNDS):
@@ -395,7 +395,7 @@ def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
     return spec.model_copy(update=fields)
 
 
-def _try(make: PlanMaker, candidate: _Candidate) -> list[_Change]:
+def _try(make: JudgingPlanner, candidate: _Candidate) -> list[_Change]:
     """The plan that a user would get if it can fit, otherwise that of least memory; none if there is none."""
     planned = _plan(make.quick_plan, candidate.spec)
     if planned is not None and planned.fits:
