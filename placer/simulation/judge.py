@@ -45,9 +45,6 @@ _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a bu
 # estimate does not fit either, and where it does.
 _FAR_SHARE, _CONTRADICTED_SHARE = 0.1, 1 / 3
 _ROOMY = 4
-# Devices of many stages that get a dry run. The two fullest of GPT-3's 52 were neighbours that exceeded their
-# estimates by the same bytes, and the second took 5 of 40 CPU seconds.
-_FULLEST = 1
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.
 _STAGE_COSTS = {
@@ -374,7 +371,7 @@ class JudgingPlanner:
         if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
             return plan, None
         run = self._dry_run(plan)
-        if _most_run(plan) is not None:
+        if _runs_fullest(plan):
             said = "The peak of the fullest device is a dry run's, all others are estimates."
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
         found = _with_devices(plan, run(plan.devices), run.host)
@@ -408,7 +405,7 @@ class JudgingPlanner:
                 self.inputs,
                 self.loss_of(plan),
                 processes=self.processes,
-                most=_most_run(plan),
+                only_fullest=_runs_fullest(plan),
             )
         return self._runs[key]
 
@@ -418,10 +415,13 @@ def _run_key(plan: Plan) -> bytes:
     return _PLAN.dump_json(plan, exclude=_COSTS)
 
 
-def _most_run(plan: Plan) -> int | None:
-    """How many processes of a replica a dry run of ``plan`` runs; None: all."""
-    many = plan.processes and len(plan.stages) > MANY_STAGES
-    return _FULLEST if many and not plan.offload else None
+def _runs_fullest(plan: Plan) -> bool:
+    """Is only the process of the fullest device run?
+
+    The two fullest of GPT-3's 52 were neighbours that exceeded their estimates by the same bytes, and the
+    second took 5 of 40 CPU seconds.
+    """
+    return plan.processes and len(plan.stages) > MANY_STAGES and not plan.offload
 
 
 def _describe(spec: PlacementSpec) -> str:
