@@ -368,7 +368,8 @@ class JudgingPlanner:
     def _judge(self, plan: Plan) -> tuple[Plan, DryRun | None]:
         """``plan`` with the verdict of a dry run, and that run; None if none was needed."""
         replaced = self._replaces_estimates(plan)
-        if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
+        doubtful = any(map(_is_doubtful, plan.devices)) or _is_folded(plan)
+        if not (replaced or plan.host is not None or doubtful):
             return plan, None
         run = self._dry_run(plan)
         if _runs_fullest(plan):
@@ -497,6 +498,12 @@ def _rank(objective: str, plan: Plan) -> tuple[bool, int, int, float]:
 def _is_roomy(device: DevicePeak) -> bool:
     """Is there room for many times the estimate, so that no dry run can find that it does not fit?"""
     return device.room is None or _ROOMY * device.peak <= device.room
+
+
+def _is_folded(plan: Plan) -> bool:
+    """Has a device with a budget several stages, of which estimates leave something out?"""
+    several = plan.grid.devices < len(plan.stages)
+    return several and any(device.budget is not None for device in plan.devices)
 
 
 def _is_doubtful(device: DevicePeak) -> bool:
