@@ -45,6 +45,7 @@ _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a bu
 # estimate does not fit either, and where it does.
 _FAR_SHARE, _CONTRADICTED_SHARE = 0.1, 1 / 3
 _ROOMY = 4
+_FOLDED = 1.5  # what a device with several stages may need at most, as a multiple of its estimate
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.
 _STAGE_COSTS = {
@@ -501,9 +502,9 @@ def _is_roomy(device: DevicePeak) -> bool:
 
 
 def _is_folded(plan: Plan) -> bool:
-    """Has a device with a budget several stages, of which estimates leave something out?"""
-    several = plan.grid.devices < len(plan.stages)
-    return several and any(device.budget is not None for device in plan.devices)
+    """Has a device several stages, of which estimates leave something out, and not much more room?"""
+    several = plan.fits and plan.grid.devices < len(plan.stages)
+    return several and any(d.room is not None and d.room < _FOLDED * d.peak for d in plan.devices)
 
 
 def _is_doubtful(device: DevicePeak) -> bool:
