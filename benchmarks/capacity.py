@@ -264,7 +264,7 @@ class Search:
         """Whether it fits: by prediction far from the limit, by the ledger near it."""
         peak = max(self.predicted(name, method, edge, devices))
         plan = self.plan(name, method, edge, devices)
-        returns = len(plan.stages) > len(plan.devices)  # predicted by an upper bound only
+        returns = len(plan.stages) > len(plan.devices)  # estimates leave something out
         if abs(peak / limit - 1) < (_NEAR_NONCONTIGUOUS if returns else _NEAR):
             peak = max(self.simulated(name, method, edge, devices))
         return peak <= limit

@@ -25,11 +25,11 @@ from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan
 from placer.planner.batch import inputs_of_step
 from placer.planner.devices import kind_problems, machine_memory
-from placer.planner.remedies import misfit_error
 from placer.precision import planned_autocast, recorded_under
 from placer.program import Program, flatten_call, is_mark, lower, rewritten, unmarked
 from placer.search.auto import Answer, choose_spec, plan_of, with_known_devices
 from placer.search.largest import Case, Largest, find_largest
+from placer.search.remedies import misfit_error
 from placer.simulation import SimulationReport, simulate_plan
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import DeviceSpec, PlacementSpec, layer_problems, load_spec

@@ -91,7 +91,7 @@ def one_capture() -> Iterator[None]:
 @pytest.fixture
 def no_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that says that a plan does not fit names no changes: to plan each of them takes long."""
-    monkeypatch.setattr("placer.planner.remedies.try_remedies", lambda *_: [])
+    monkeypatch.setattr("placer.search.remedies.try_remedies", lambda *_: [])
 
 
 def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:

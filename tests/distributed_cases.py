@@ -947,7 +947,7 @@ def count_bytes(plan: placer.Plan, case: str = "memory_case", *, boxes: bool = F
             placed.step(x, loss_fn=placer.cost.mean_square)
             optimizer.step()
             optimizer.zero_grad()
-    return ledger.peak.nbytes
+    return ledger.timeline().peaks()["rank"].nbytes
 
 
 def _count_forward(placed: nn.Module, x: Tensor) -> int:
@@ -958,7 +958,7 @@ def _count_forward(placed: nn.Module, x: Tensor) -> int:
     ledger.add(x.value if isinstance(x, placer.Box) else x, CALLER)
     with ledger:
         placed(x)
-    return ledger.peak.nbytes
+    return ledger.timeline().peaks()["rank"].nbytes
 
 
 def pinned_case() -> tuple[nn.Module, Tensor]:

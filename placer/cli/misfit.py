@@ -14,15 +14,15 @@ from placer.cli.progress import progress
 from placer.errors import BudgetError
 from placer.plan.check import host_error
 from placer.plan.types import Plan
-from placer.planner.remedies import (
+from placer.quantities import format_bytes
+from placer.search.fewer import as_fast_with_fewer
+from placer.search.remedies import (
     describe_fitting,
     find_largest_node,
     lacks_room,
     memory_needed,
     misfit_error,
 )
-from placer.quantities import format_bytes
-from placer.search.fewer import as_fast_with_fewer
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
 

@@ -91,7 +91,7 @@ def profile(
                 rounds=rounds,
                 each_round=lambda number: told.doing(f"step {number}"),
             )
-        values = file_values(measured.kind, place, inputs=leaves)
+        values = file_values(measured.kind, place)
         costs = measured.costs
     else:
         costs = estimate_costs(
@@ -162,7 +162,7 @@ def layer_seconds(
     profile = measured.kind.profile
     assert profile is not None
     found: dict[str, dict[str, float]] = {}
-    for way, of_nodes in zip(("forward", "backward"), profile.passes, strict=True):
+    for way, of_nodes in (("forward", profile.forward), ("backward", profile.backward)):
         for name, (seconds, estimated) in of_nodes.items():
             layer = program.layers.get(name)
             home = _LOSS if layer is None else ".".join(layer.split(".")[:depth])

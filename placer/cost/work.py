@@ -66,17 +66,15 @@ class Work:
     def seconds(self, kind: DeviceKind) -> Seconds:
         """Seconds of every node on a device of this kind; measured seconds where its profile has them."""
         if kind not in self._known:
-            found = [
+            forward, backward = (
                 p.seconds(kind.rates, len(self._names)).with_sent(sent / kind.link_bandwidth)
                 for p, sent in zip(self._passes, self.sent, strict=True)
-            ]
-            if kind.profile is not None:
-                found = [
-                    self._measured(*each)
-                    for each in zip(found, kind.profile.passes, kind.profile.launches, strict=True)
-                ]
+            )
+            if (own := kind.profile) is not None:
+                forward = self._measured(forward, own.forward, own.forward_launch)
+                backward = self._measured(backward, own.backward, own.backward_launch)
             self._known[kind] = Seconds(
-                forward=found[0], backward=_with_repeated(found[1], found[0], self._again)
+                forward=forward, backward=_with_repeated(backward, forward, self._again)
             )
         return self._known[kind]
 

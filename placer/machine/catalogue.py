@@ -32,16 +32,22 @@ class PeakMemory:
 class Profile:
     """Measured seconds of the nodes of one model, by `placer profile`.
 
-    ``passes`` has a table for forward and one for backward: node name -> (measured, estimated) seconds of
-    the device. ``launches`` has the same two for the host, which launches the nodes: node name -> measured
-    seconds. They are empty if the device's seconds have those of the host in them: on a CPU, and in files of
-    GPUs that were written before there were any. ``memory`` is for comparison; plans do not use it.
+    ``forward`` and ``backward`` have the (measured, estimated) seconds of the device by node; ``inputs`` are
+    the shapes that they were measured with. ``forward_launch`` and ``backward_launch`` have the seconds in
+    which the host launches each node. They are empty if the device's seconds have those of the host in them:
+    on a CPU, and in files of GPUs that were written before there were any. ``memory`` is for comparison;
+    plans do not use it.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     fingerprint: str
     precision: str
-    passes: tuple[Mapping[str, tuple[float, float]], Mapping[str, tuple[float, float]]]
-    launches: tuple[Mapping[str, float], Mapping[str, float]] = field(default=({}, {}))
+    inputs: tuple[str, ...] = ()
+    forward: Mapping[str, tuple[float, float]]
+    backward: Mapping[str, tuple[float, float]]
+    forward_launch: Mapping[str, float] = field(default_factory=dict)
+    backward_launch: Mapping[str, float] = field(default_factory=dict)
     memory: PeakMemory | None = None  # of a GPU
 
 

@@ -18,30 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from placer.errors import nearest
 from placer.files import writing
 from placer.jsonfile import JSONError, json_pointer, read_json
-from placer.machine.catalogue import CATALOGUE, DeviceKind, PeakMemory, Profile
+from placer.machine.catalogue import CATALOGUE, DeviceKind, Profile
 from placer.machine.rates import CLASSES, DTYPES, Rate, Rates
 
 SUFFIX = ".json"
-_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-_Pass = dict[str, tuple[float, float]]  # node -> seconds measured, seconds estimated
-
-
-class _ProfileFile(BaseModel):
-    model_config = _STRICT
-
-    fingerprint: str
-    precision: Literal["fp32", "bf16", "fp16"]
-    inputs: list[str]
-    forward: _Pass
-    backward: _Pass
-    # Seconds in which the host launches each node. Left out for a CPU; older files of GPUs lack them.
-    forward_launch: dict[str, float] = {}
-    backward_launch: dict[str, float] = {}
-    memory: PeakMemory | None = None  # of a GPU; older files lack it
 
 
 class _KindFile(BaseModel):
-    model_config = _STRICT
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     placer_kind: Literal[1]  # version of the format
     name: str
@@ -54,7 +38,7 @@ class _KindFile(BaseModel):
     link_bandwidth: float = Field(gt=0)
     host_bandwidth: float = Field(gt=0)
     rates: dict[str, dict[str, Rate]]  # class -> data type -> rate
-    profile: _ProfileFile | None = None
+    profile: Profile | None = None
 
 
 def is_kind_file(name: str) -> bool:
@@ -116,15 +100,6 @@ def _check_rates(path: Path, found: _KindFile) -> None:
 
 
 def _kind(found: _KindFile) -> DeviceKind:
-    profile = None
-    if (p := found.profile) is not None:
-        profile = Profile(
-            fingerprint=p.fingerprint,
-            precision=p.precision,
-            passes=(p.forward, p.backward),
-            launches=(p.forward_launch, p.backward_launch),
-            memory=p.memory,
-        )
     return DeviceKind(
         name=found.name,
         device_type=found.device_type,
@@ -139,53 +114,32 @@ def _kind(found: _KindFile) -> DeviceKind:
         link_bandwidth=found.link_bandwidth,
         host_bandwidth=found.host_bandwidth,
         context=found.context,
-        profile=profile,
+        profile=found.profile,
     )
 
 
 def kind_to_json(
-    kind: DeviceKind,
-    *,
-    device: str,
-    device_type: str,
-    torch: str,
-    measured: str,
-    inputs: list[str] | None = None,
+    kind: DeviceKind, *, device: str, device_type: str, torch: str, measured: str
 ) -> dict[str, Any]:
     """The content of a file for ``kind``; the other arguments say what was measured and when."""
     rates: dict[str, dict[str, Rate]] = {}
     for (name, dtype), rate in kind.rates.table.items():
         rates.setdefault(name, {})[dtype] = rate
-    file: dict[str, Any] = {
-        "placer_kind": 1,
-        "name": kind.name,
-        "device": device,
-        "device_type": device_type,
-        "torch": torch,
-        "measured": measured,
-        "memory": kind.memory,
-        "context": kind.context,
-        "link_bandwidth": kind.link_bandwidth,
-        "host_bandwidth": kind.host_bandwidth,
-        "rates": rates,
-        "profile": None,
-    }
-    if (p := kind.profile) is not None:
-        profile = {
-            "fingerprint": p.fingerprint,
-            "precision": p.precision,
-            "inputs": inputs or [],
-            "forward": p.passes[0],
-            "backward": p.passes[1],
-            "forward_launch": p.launches[0],
-            "backward_launch": p.launches[1],
-            "memory": p.memory,
-        }
-        # Older versions know no keys of launches and memory, which are empty on a CPU.
-        newer = ("forward_launch", "backward_launch", "memory")
-        file["profile"] = {k: value for k, value in profile.items() if value or k not in newer}
-    checked = _KindFile.model_validate(file)
-    values: dict[str, Any] = _short(checked.model_dump(mode="json", exclude_unset=True))
+    file = _KindFile(
+        placer_kind=1,
+        name=kind.name,
+        device=device,
+        device_type=device_type,
+        torch=torch,
+        measured=measured,
+        memory=kind.memory,
+        context=kind.context,
+        link_bandwidth=kind.link_bandwidth,
+        host_bandwidth=kind.host_bandwidth,
+        rates=rates,
+        profile=kind.profile,
+    )
+    values: dict[str, Any] = _short(file.model_dump(mode="json", exclude_defaults=True))
     return values
 
 

@@ -25,8 +25,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from placer.partition.stage_cost.live_through import Span
-from placer.partition.stage_cost.shared import SharedPeaks, Table
+from placer.partition.stage_cost.shared import SharedPeaks, Span, Table
 
 MOST_CUTS = 44  # the time of the first step grows with the fourth power of this number
 

@@ -27,8 +27,6 @@ Bytes = TypeVar("Bytes", float, Table)
 
 _TIE = 1e-9  # relative difference up to which candidates are equal, so the next criterion decides
 _EVEN = 1e-6  # weight of the even distribution of work, which decides between steps of equal length
-# To find the shortest step: how many limits on the slowest stage are tried, and in entries of tables
-_MOST_LIMITS, _LIMITED_ENTRIES = 8, 2e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,27 +172,17 @@ def solve_order(costs: StageCosts, nodes: Sequence[int]) -> Candidate | None:
 def _shortest_step(
     costs: StageCosts, allowed: Sequence[Mask], empty: Sequence[bool]
 ) -> tuple[int, ...]:
-    """Cuts of a short step, by `steady_step`.
+    """Cuts of a short step, by `steady_step`: those of the least sum, or of the fastest slowest stage.
 
     A step is the time of one micro-batch, a sum over the stages, and the slowest stage's time for every other
-    one. So the least sum is found without a limit on the slowest stage, and under some limits between the
-    least possible one and that.
+    one. Boundaries are moved from here (`placer.partition.steps`).
     """
     whole = costs.once[0][0, -1] or 1.0
     loads = for_each(lambda once: once + _EVEN * once**2 / whole, costs.once)
     result = best_cuts(loads, allowed, combine="sum", may_be_empty=empty)
     slowest = best_cuts(costs.seconds, allowed, combine="max", may_be_empty=empty)
     assert result is not None and slowest is not None
-    found = [(costs.step(cuts), cuts) for cuts, _ in (result, slowest)]
-    if costs.options.microbatches > 1:
-        count = int(min(_MOST_LIMITS, _LIMITED_ENTRIES // (len(allowed) * allowed[0].size)))
-        unlimited = max(costs.along(costs.seconds, result[0]))
-        for limit in np.geomspace(slowest[1], max(unlimited, slowest[1]), count + 1)[:-1]:
-            below = for_each(lambda a, s, most=limit: a & (s <= most), allowed, costs.seconds)
-            result = best_cuts(loads, below, combine="sum", may_be_empty=empty)
-            if result is not None:
-                found.append((costs.step(result[0]), result[0]))
-    return min(found)[1]
+    return min((costs.step(cuts), cuts) for cuts, _ in (result, slowest))[1]
 
 
 def rate_stages(costs: StageCosts, nodes: Sequence[int], cuts: Sequence[int]) -> Candidate:

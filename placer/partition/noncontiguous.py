@@ -19,9 +19,8 @@ from placer.partition.candidate import (
     reference_bytes,
     steady_step,
 )
-from placer.partition.stage_cost.live_through import Span
 from placer.partition.stage_cost.optimizer import OptimizerMemory
-from placer.partition.stage_cost.shared import SharedPeaks
+from placer.partition.stage_cost.shared import SharedPeaks, Span
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.types import DeviceSlot, PlanningOptions
 

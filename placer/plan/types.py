@@ -399,6 +399,11 @@ class Plan:
         return min(self.devices, key=lambda device: device.headroom or 0)
 
     @property
+    def peak(self) -> int:
+        """The largest peak of a device, in bytes."""
+        return max(device.peak for device in self.devices)
+
+    @property
     def overflow_bytes(self) -> int:
         """Bytes by which the tightest device, or the host, exceeds its budget; 0 if the plan fits."""
         host = 0 if self.host is None else self.host.headroom or 0

@@ -5,7 +5,6 @@ build                  makes a plan: `resolve` applies the spec to the model, `d
                        memory of devices, `activation_policy` searches, `host_memory` counts the
                        host's bytes, `assemble` builds the `Plan`, `notes` its notes, and
                        `unknown_times` takes out times that nobody knows
-remedies               finds changes that make a plan fit
 follow                 assigns the nodes of another program of the same model to a plan's stages
 cut_limits             finds how far a model can be split, and how many devices it needs at least
 =====================  ===========================================================================

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -49,38 +48,6 @@ from placer.precision import keeps_casts
 from placer.program import Program
 from placer.regions import RegionKey
 from placer.spec import PlacementSpec
-
-
-class PlanMaker(Protocol):
-    """Plans specs for one model and its inputs."""
-
-    @property
-    def program(self) -> Program:
-        """The model as it was captured."""
-
-    @property
-    def inputs(self) -> Sequence[Tensor]:
-        """The inputs of a step."""
-
-    @property
-    def costs(self) -> CostEstimates:
-        """The model's costs, shared by all its plans."""
-
-    def loss_of(self, wanted: PlacementSpec) -> Loss:
-        """The loss that plans for a spec count."""
-
-    def __call__(self, spec: PlacementSpec) -> Plan:
-        """The plan for ``spec``."""
-
-    def quick_plan(self, spec: PlacementSpec) -> Plan:
-        """A plan that shows whether ``spec`` fits, not the fastest one.
-
-        It prefers little memory to little time, so it is seldom near a budget and seldom needs a dry run.
-        If it does not fit by its estimates it gets no dry run, which might have another verdict.
-        """
-
-    def rough_plan(self, spec: PlacementSpec) -> Plan:
-        """An approximation of `quick_plan`'s plan from costs that are known, without running the model."""
 
 
 def build_plan(

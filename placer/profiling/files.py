@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from placer.api import Example, example_call
 from placer.errors import PlacerError
@@ -63,7 +63,7 @@ def profile(
         rounds=rounds,
     )
     if path is not None:
-        save_kind(file_values(found.kind, place, inputs=leaves), path)
+        save_kind(file_values(found.kind, place), path)
     return found
 
 
@@ -92,7 +92,7 @@ def known_kind(device: str, kind: str | None) -> DeviceKind:
         raise PlacerError("--kind", str(error)) from None
 
 
-def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ()) -> dict[str, Any]:
+def file_values(kind: DeviceKind, device: str) -> dict[str, Any]:
     """The JSON values of the file for ``kind``, which has just been measured on ``device``."""
     place = torch.device(device)
     called = (
@@ -106,7 +106,6 @@ def file_values(kind: DeviceKind, device: str, *, inputs: Sequence[Tensor] = ())
         device_type=place.type,
         torch=torch.__version__,
         measured=datetime.date.today().isoformat(),
-        inputs=["x".join(map(str, t.shape)) for t in inputs],
     )
 
 

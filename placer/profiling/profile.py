@@ -100,7 +100,13 @@ def profile_model(
         program, leaves, training=training, precision=precision, kernels=device_type(device)
     )
     kind = _with_profile(
-        base, program, costs, times, precision, None if memory is None else memory.measured
+        base,
+        program,
+        costs,
+        times,
+        precision,
+        memory=None if memory is None else memory.measured,
+        inputs=["x".join(map(str, t.shape)) for t in leaves],
     )
     return Measured(kind=kind, times=times, costs=costs, memory=memory)
 
@@ -128,12 +134,14 @@ def _with_profile(
     costs: CostTable,
     times: NodeTimes,
     precision: str,
+    *,
     memory: PeakMemory | None = None,
+    inputs: Sequence[str] = (),
 ) -> DeviceKind:
     base = replace(base, profile=None)
     estimated = costs.work.seconds(base)
     names = (*costs.names, LOSS)
-    passes = tuple(
+    forward, backward = (
         {name: (measured.get(name, 0.0), float(estimate.device[i])) for i, name in enumerate(names)}
         for measured, estimate in (
             (times.forward, estimated.forward),
@@ -152,8 +160,11 @@ def _with_profile(
         profile=Profile(
             fingerprint=program.captured.fingerprint,
             precision=precision,
-            passes=(passes[0], passes[1]),
-            launches=(times.forward_launch, times.backward_launch),
+            inputs=tuple(inputs),
+            forward=forward,
+            backward=backward,
+            forward_launch=times.forward_launch,
+            backward_launch=times.backward_launch,
             memory=memory,
         ),
     )

@@ -10,8 +10,7 @@ from placer.quantities import format_bytes, format_count
 def verdict(plan: Plan) -> list[str]:
     """Sentences on whether the plan fits: one per device that overflows, worst first, or that it fits.
 
-    The first says for which runtime, and another where the other differs, which it does with replicas. One
-    names the devices whose memory is unknown.
+    The first says for which runtime. One names the devices whose memory is unknown.
     """
     over = sorted((d for d in plan.devices if not d.fits), key=lambda d: d.headroom or 0)
     limited = [d for d in plan.devices if d.budget is not None]
@@ -33,27 +32,12 @@ def verdict(plan: Plan) -> list[str]:
         found.append(f"fits{slow}: {least.device} has the least headroom, {headroom}")
     if found and (runtime := describe_runtime(plan)):
         found[0] += f", {runtime}"
-        if plan.replicas > 1 and plan.training:
-            found.append(_other_runtime(plan))
     if not misfits and plan.starved:
         found.append(_starved_text(plan))
     if unknown:
         whose = "its" if len(unknown) == 1 else "their"
         found.append(f"unknown whether it fits on {', '.join(unknown)}: give {whose} memory")
     return found
-
-
-def _other_runtime(plan: Plan) -> str:
-    """A sentence on the bytes of the runtime for which the plan was not judged."""
-    if plan.processes:
-        return (
-            "in one process, only the first replica keeps gradients and optimizer state: without "
-            "--processes, the plan counts that"
-        )
-    return (
-        "with a process per device (torchrun), every replica keeps weights, gradients and optimizer state: "
-        "with --processes, the plan counts that"
-    )
 
 
 def _starved_text(plan: Plan) -> str:

@@ -77,17 +77,16 @@ class View:
     """What a report shows of a plan, and of a simulation of it if there is one.
 
     ``plan`` has the needs that the simulation found. ``headline`` says in a few words each what holds for the
-    whole plan, and ``facts`` the same by name, without the seconds of a ``step`` (as text) and the share of
-    them in which devices are idle (None if times are not known). ``transfers`` are `Plan.sent`, the largest
-    first. ``end`` is the end of the step in seconds, or of the simulation in tasks, 0 without both.
-    ``remedies`` are changes that were tried because the plan does not fit.
+    whole plan, also the seconds of a ``step`` (as text) and the ``idle`` share of them, in which devices wait
+    (None if times are not known). ``transfers`` are `Plan.sent`, the largest first. ``end`` is the end of the
+    step in seconds, or of the simulation in tasks, 0 without both. ``remedies`` are changes that were tried
+    because the plan does not fit.
     """
 
     plan: Plan
     verdict: Sequence[str]
     state: Literal["good", "slow", "bad"]
     headline: Sequence[str]
-    facts: Mapping[str, str]
     step: str
     idle: float | None
     layers: Sequence[Sequence[str]]  # of each stage, the outermost ones that it has whole
@@ -121,7 +120,6 @@ def view(
         verdict=verdict(judged),
         state=state if judged.fits else "bad",
         headline=[*plan_facts(plan), *([] if idle is None else [f"bubble {idle:.0%}"])],
-        facts=_facts(plan),
         step=describe_step(judged),
         idle=idle,
         layers=stage_layers(plan),
@@ -185,33 +183,6 @@ def _one_replica(plan: Plan) -> Plan:
     # State stays divided between as many ranks.
     over = plan.shard_over or plan.replicas
     return replace(plan, replicas=1, shard_over=over, stages=stages)
-
-
-def _facts(plan: Plan) -> dict[str, str]:
-    """Name -> value of what holds for the whole plan."""
-    optimizer, divided = plan.optimizer, plan.state_layout
-    if not isinstance(optimizer, str):
-        optimizer = f"{optimizer['bytes_per_parameter']} bytes per parameter"
-    return {
-        "stages": str(len(plan.stages)),
-        "replicas": str(plan.replicas),
-        **({"shards": str(plan.shards)} if plan.shards > 1 else {}),
-        "micro-batches": str(plan.microbatches),
-        "schedule": plan.schedule,
-        "processes": "one per device" if plan.processes else "1",
-        "objective": plan.objective,
-        "precision": plan.precision,
-        **({"compiled": "with torch.compile"} if plan.compile else {}),
-        "optimizer": optimizer if plan.training else "none (inference)",
-        **{
-            what: f"divided over {ranks} ranks"
-            for what, ranks in (
-                ("optimizer state", divided.optimizer),
-                ("gradients", divided.gradients),
-            )
-            if ranks > 1
-        },
-    }
 
 
 def _devices(

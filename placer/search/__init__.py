@@ -6,5 +6,6 @@ candidates             lists the strategies that a spec and its devices allow
 bounds                 the least seconds and bytes of a strategy, from sums
 search                 estimates the best of each family, judges the best by dry runs, and chooses
 answer                 says how good the chosen one is, and why each other one lost
+remedies               finds changes that make a plan fit which does not
 =====================  ===========================================================================
 """

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from placer.errors import BudgetError, PlacerError, SpecError, Tried
 from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import Plan
 from placer.planner.devices import device_slot, with_all_devices, with_known_memory
-from placer.planner.remedies import find_largest_node, lacks_room, memory_needed
 from placer.planner.resolve import check_shard_over
 from placer.planner.unknown_times import ask_for_kind, unknown_kinds
 from placer.quantities import format_count
 from placer.search.answer import with_alternatives
+from placer.search.remedies import (
+    as_tried,
+    find_largest_node,
+    lacks_room,
+    memory_needed,
+    more_like,
+)
 from placer.search.search import Found, Rated, find_strategy
 from placer.simulation.judge import JudgingPlanner
-from placer.spec import DeviceSpec, PlacementSpec
+from placer.spec import PlacementSpec
 
 _BY_TIME = ("throughput", "latency", "bottleneck")
 _MOST_DEVICES = 16  # that are tried where the given ones do not suffice
@@ -114,9 +119,8 @@ def with_resolved_layers(
     if again.stages == plan.stages:
         # The boundaries were chosen before layers were written into the spec.
         again = replace(again, boundaries=plan.boundaries, optimality=plan.optimality)
-    higher = max(d.peak for d in again.devices) > max(d.peak for d in plan.devices)
     slower = spec.objective != "memory" and again.rank_time > plan.rank_time * (1 + 1e-6)
-    worse = higher or slower or again.starved > plan.starved
+    worse = again.peak > plan.peak or slower or again.starved > plan.starved
     return (resolved, again) if again.fits and not worse else (spec, plan)
 
 
@@ -188,14 +192,14 @@ def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
     if "chunks" not in wanted.model_fields_set:
         wanted = wanted.model_copy(update={"chunks": 1})
     while wanted.machine is None and not wanted.layers and 2 * len(devices) <= _MOST_DEVICES:
-        devices += _like(devices, len(devices))
+        devices += more_like(devices, len(devices))
         found = find_strategy(wanted.with_devices(devices), make, any_will_do=True)
         like = f"{len(devices)} devices like {wanted.devices[-1].name}"
         if found.best is not None and (plan := found.best.plan) is not None:
             added = [device.name for device in devices[len(wanted.devices) :]]
             names = ", ".join(added[:_NAMED]) + " …" * (len(added) > _NAMED)
             change = f"give {like} (with {names}): {found.best.strategy.describe()}"
-            return [_fitting(change, plan)]
+            return [as_tried(change, plan)]
         least = min(map(_tried, (*found.others, *found.unfit)), key=lambda each: each.peak)
         short = [replace(least, change=f"{like}: {least.change}")]
     return short
@@ -210,23 +214,4 @@ def _offloading(nearest: Rated | None, make: JudgingPlanner) -> list[Tried]:
     except PlacerError:
         return []
     change = f'"offload": "auto" (wait in host memory): {nearest.strategy.describe()}'
-    return [_fitting(change, plan)] if plan.fits else []
-
-
-def _fitting(change: str, plan: Plan) -> Tried:
-    return Tried(
-        change=change,
-        fits=True,
-        peak=max(device.peak for device in plan.devices),
-        step_seconds=plan.step_seconds,
-        headroom=plan.tightest.headroom,
-    )
-
-
-def _like(devices: Sequence[DeviceSpec], count: int) -> list[DeviceSpec]:
-    """So many devices like the last one, with the lowest free numbers."""
-    last = devices[-1]
-    kind = last.name.partition(":")[0]
-    taken = {device.name for device in devices}
-    free = [f"{kind}:{i}" for i in range(len(devices) + count + 1) if f"{kind}:{i}" not in taken]
-    return [last.model_copy(update={"name": name}) for name in free[:count]]
+    return [as_tried(change, plan)] if plan.fits else []

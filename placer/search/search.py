@@ -55,9 +55,7 @@ class Rated:
     @property
     def peak(self) -> int:
         """The most bytes of a device, or a lower bound on them without a plan."""
-        if self.plan is None:
-            return int(self.bound.nbytes)
-        return max(device.peak for device in self.plan.devices)
+        return int(self.bound.nbytes) if self.plan is None else self.plan.peak
 
     @property
     def is_near(self) -> bool:

@@ -45,9 +45,7 @@ _CLEAR_SHARE = 1 / (1 + _DOUBTFUL_SHARE)  # an estimate below this share of a bu
 # estimate does not fit either, and where it does.
 _FAR_SHARE, _CONTRADICTED_SHARE = 0.1, 1 / 3
 _ROOMY = 4
-# Devices of many stages that get a dry run. The two fullest of GPT-3's 52 were neighbours that exceeded their
-# estimates by the same bytes, and the second took 5 of 40 CPU seconds.
-_FULLEST = 1
+_FOLDED = 1.5  # what a device with several stages may need at most, as a multiple of its estimate
 _PLAN = TypeAdapter(Plan)
 # What a dry run does not depend on; it may depend on any other field.
 _STAGE_COSTS = {
@@ -138,7 +136,7 @@ class JudgingPlanner:
         return self._losses[found]
 
     def __call__(self, spec: PlacementSpec) -> Plan:
-        """A plan for ``spec``; see `PlanMaker`."""
+        """The plan for ``spec``."""
         return self._watched(spec, self._best(spec))
 
     def _best(self, spec: PlacementSpec) -> Plan:
@@ -256,7 +254,11 @@ class JudgingPlanner:
         return f"{where}, it does not fit, by {format_bytes(judged.overflow_bytes)}."
 
     def quick_plan(self, spec: PlacementSpec) -> Plan:
-        """A plan for ``spec`` that was made in less time; see `PlanMaker`."""
+        """A plan that shows whether ``spec`` fits, not the fastest one.
+
+        It prefers little memory to little time, so it is seldom near a budget and seldom needs a dry run.
+        If it does not fit by its estimates it gets no dry run, which might have another verdict.
+        """
         return self._watched(spec, self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False))
 
     @only_new_garbage()
@@ -276,7 +278,7 @@ class JudgingPlanner:
 
     @only_new_garbage()
     def rough_plan(self, spec: PlacementSpec) -> Plan:
-        """A plan for ``spec`` from rough estimates; see `PlanMaker`."""
+        """An approximation of `quick_plan`'s plan from costs that are known, without running the model."""
         return self._build(spec, rough=True, stop_at_share=_CLEAR_SHARE)()
 
     def _build(
@@ -367,10 +369,11 @@ class JudgingPlanner:
     def _judge(self, plan: Plan) -> tuple[Plan, DryRun | None]:
         """``plan`` with the verdict of a dry run, and that run; None if none was needed."""
         replaced = self._replaces_estimates(plan)
-        if not (replaced or plan.host is not None or any(map(_is_doubtful, plan.devices))):
+        doubtful = any(map(_is_doubtful, plan.devices)) or _is_folded(plan)
+        if not (replaced or plan.host is not None or doubtful):
             return plan, None
         run = self._dry_run(plan)
-        if _most_run(plan) is not None:
+        if _runs_fullest(plan):
             said = "The peak of the fullest device is a dry run's, all others are estimates."
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, said))))
         found = _with_devices(plan, run(plan.devices), run.host)
@@ -404,7 +407,7 @@ class JudgingPlanner:
                 self.inputs,
                 self.loss_of(plan),
                 processes=self.processes,
-                most=_most_run(plan),
+                only_fullest=_runs_fullest(plan),
             )
         return self._runs[key]
 
@@ -414,10 +417,13 @@ def _run_key(plan: Plan) -> bytes:
     return _PLAN.dump_json(plan, exclude=_COSTS)
 
 
-def _most_run(plan: Plan) -> int | None:
-    """How many processes of a replica a dry run of ``plan`` runs; None: all."""
-    many = plan.processes and len(plan.stages) > MANY_STAGES
-    return _FULLEST if many and not plan.offload else None
+def _runs_fullest(plan: Plan) -> bool:
+    """Is only the process of the fullest device run?
+
+    The two fullest of GPT-3's 52 were neighbours that exceeded their estimates by the same bytes, and the
+    second took 5 of 40 CPU seconds.
+    """
+    return plan.processes and len(plan.stages) > MANY_STAGES and not plan.offload
 
 
 def _describe(spec: PlacementSpec) -> str:
@@ -487,13 +493,18 @@ def _verdict(plan: Plan) -> tuple[bool, int, int]:
 
 def _rank(objective: str, plan: Plan) -> tuple[bool, int, int, float]:
     """`_verdict`, and then what the objective minimizes."""
-    peak = max(device.peak for device in plan.devices)
-    return *_verdict(plan), peak if objective == "memory" else plan.rank_time
+    return *_verdict(plan), plan.peak if objective == "memory" else plan.rank_time
 
 
 def _is_roomy(device: DevicePeak) -> bool:
     """Is there room for many times the estimate, so that no dry run can find that it does not fit?"""
     return device.room is None or _ROOMY * device.peak <= device.room
+
+
+def _is_folded(plan: Plan) -> bool:
+    """Has a device several stages, of which estimates leave something out, and not much more room?"""
+    several = plan.fits and plan.grid.devices < len(plan.stages)
+    return several and any(d.room is not None and d.room < _FOLDED * d.peak for d in plan.devices)
 
 
 def _is_doubtful(device: DevicePeak) -> bool:

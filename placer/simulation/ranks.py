@@ -43,7 +43,7 @@ from placer.simulation.steps import FakeCall, Process, running_kernels
 from placer.simulation.usage import DeviceTimeline
 from placer.space import Alone, own_parts, similar_shards
 from placer.state_layout import sharing_replicas
-from placer.timeline import Moment, Timeline, rename_nodes
+from placer.timeline import Timeline, rename_nodes
 
 _CPU = torch.device("cpu")
 _RANK = "rank"
@@ -83,11 +83,6 @@ class RankLedger(Ledger):
         """Count tensors that exist already."""
         for tensor in tensors:
             self.add(tensor, _RANK, kind="parameter")
-
-    @property
-    def peak(self) -> Moment:
-        """The moment of the rank's highest memory use."""
-        return self.timeline().peaks().get(_RANK, Moment())
 
 
 def run_ranks(call: FakeCall, positions: Sequence[int]) -> list[DeviceTimeline]:

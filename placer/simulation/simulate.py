@@ -63,7 +63,7 @@ def dry_run(
     processes: bool = False,
     run_on: str | None = None,
     once: bool = True,
-    most: int | None = None,
+    only_fullest: bool = False,
 ) -> DryRun:
     """Run the plan's training step a few times on simulated devices.
 
@@ -75,7 +75,7 @@ def dry_run(
     allocator then has a cache. Unless ``once`` is false, forward and backward are run only once, if
     possible, because later steps differ from the first only by the optimizer.
 
-    With ``most``, only so many processes run, those of the fullest devices by the plan's estimates.
+    With ``only_fullest``, only the process of the fullest device by the plan's estimates runs.
 
     ``inputs`` are the flattened tensors of the whole batch, on any device. ``loss`` (by default the one
     that the plan counts) runs for each micro-batch, with its slice of the target. Every stage runs the
@@ -85,11 +85,13 @@ def dry_run(
     call = FakeCall(program, plan, inputs, loss, run_on=run_on, once=once)
     if processes:
         devices = plan.devices[: plan.num_devices]
-        fullest = sorted(range(len(devices)), key=lambda at: -devices[at].needed)[:most]
-        ran = dict(zip(sorted(fullest), run_ranks(call, sorted(fullest)), strict=True))
-        used = sum((host_usage(rank.timeline, HOST.name) for rank in ran.values()), HostUsage())
+        chosen = list(range(len(devices)))
+        if only_fullest:
+            chosen = [max(chosen, key=lambda at: devices[at].needed)]
+        ranks = run_ranks(call, chosen)
+        used = sum((host_usage(rank.timeline, HOST.name) for rank in ranks), HostUsage())
         host = HostUsage(plan.replicas * used.peak, plan.replicas * used.reserved)
-        ran = dict(zip(ran, with_shared_usages(ran.values()), strict=True))
+        ran = dict(zip(chosen, with_shared_usages(ranks), strict=True))
         row = [ran.get(at) for at in range(len(devices))]
         return DryRun(list(itertools.islice(itertools.cycle(row), len(plan.devices))), host)
     timeline = run_process(call)

@@ -6,8 +6,6 @@ import random
 from collections.abc import Hashable
 from dataclasses import replace
 
-import pytest
-
 from placer.cost import CostTable, NodeCost, StoredValue, Work
 from placer.cost.operations import Operation
 from placer.machine.devices import device_kind
@@ -97,21 +95,6 @@ def test_the_best_of_all_is_found_as_a_rule() -> None:
         above += best > 0
         best_found += found.seconds <= best * 1.001
     assert tried >= 15 and above >= 10 and best_found >= 0.9 * tried, (tried, best_found)
-
-
-def test_other_limits_need_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs, choices = _costs(random.Random(1), 6), CHOICES[2]
-    stage = PolicySearch(costs, range(6), (), EVERYWHERE, {}, KIND, all_gradients=False)
-    free = StageLimits(static=0, budget=float("inf"), in_flight=1, all_gradients=False)
-    ways = stage.search(choices, lambda labels, _: labels)
-    cheapest.choose_stage_policy(stage, choices, free)
-    monkeypatch.delattr(PolicySearch, "search")
-    for in_flight in (1, 3):
-        flying = replace(free, in_flight=in_flight)
-        for share in (0.7, 0.8, 0.9):
-            limits = replace(flying, budget=share * max(map(flying.peak, ways)))
-            best = min(way.seconds for way in ways if limits.fits(way))
-            assert cheapest.choose_stage_policy(stage, choices, limits).seconds == best
 
 
 def test_within_the_host_s_memory_the_best_of_all_is_found_as_a_rule() -> None:

@@ -11,8 +11,8 @@ from unet3d import unet3d
 
 import placer
 from placer.cost import estimate
-from placer.planner.remedies import memory_needed, misfit_error
 from placer.program import lower
+from placer.search.remedies import memory_needed, misfit_error
 from placer.simulation import judge
 from placer.simulation.judge import JudgingPlanner
 

@@ -9,8 +9,8 @@ from torch import nn
 import placer
 from placer.cost import CostEstimates
 from placer.planner.cut_limits import measure_limits
-from placer.planner.remedies import find_largest_node
 from placer.program import lower
+from placer.search.remedies import find_largest_node
 from placer.simulation.judge import JudgingPlanner
 
 

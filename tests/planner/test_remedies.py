@@ -14,9 +14,9 @@ from unet3d import unet3d
 
 import placer
 from placer.planner.devices import links_of, with_lead_devices
-from placer.planner.remedies import memory_needed, try_remedies
 from placer.program import lower
 from placer.quantities import parse_bytes
+from placer.search.remedies import memory_needed, try_remedies
 from placer.simulation.judge import JudgingPlanner
 
 pytestmark = pytest.mark.usefixtures("one_capture")
@@ -51,36 +51,6 @@ def test_what_would_fit_was_planned() -> None:
     assert "tried, and it would fit" in str(error)
     again = pickle.loads(pickle.dumps(error))
     assert again.tried == error.tried and str(again) == str(error)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("offload", [[], "auto"])
-def test_more_host_memory_is_a_remedy(offload: Any) -> None:
-    """With the amount that the remedy names, the spec fits."""
-    layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
-    model, x = nn.Sequential(*layers), torch.randn(512, 16)
-    plain = placer.make_plan(model, {"devices": ["cpu:0"], "optimizer": "sgd"}, x)
-    spec = _spec(int(0.8 * plain.devices[0].peak), offload=offload, host_memory=1000)
-    with pytest.raises(placer.BudgetError) as caught:
-        placer.compile(model, spec, x)
-    (change,) = [t.change for t in caught.value.tried if "host_memory" in t.change]
-    assert ('"offload": "auto"' in change) == (not offload)
-    named = re.search('"host_memory": "(.*?)"', change)
-    assert named is not None
-    plan = placer.make_plan(model, {**spec, "offload": "auto", "host_memory": named[1]}, x)
-    assert plan.fits and plan.host is not None
-
-
-@pytest.mark.matrix(0)
-def test_expandable_segments_are_a_remedy() -> None:
-    """Segments of fixed sizes lose memory that tensors of other sizes cannot use."""
-    with torch.device("meta"):
-        model, x = unet3d(), torch.empty(1, 1, 192, 192, 192)
-    device = {"name": "cuda:0", "memory": "7GiB", "allocator": "default"}
-    with pytest.raises(placer.BudgetError) as caught:
-        placer.compile(model, {"devices": [device], "checkpoint": "auto"}, x, run_on="meta")
-    (change,) = [tried for tried in caught.value.tried if "allocator" in tried.change]
-    assert change.fits and change.change.startswith('leave out "allocator": "default"')
 
 
 @pytest.mark.matrix(0)

@@ -83,7 +83,7 @@ def test_peaks_are_of_the_steps_and_beside_the_plans(
 
 
 def _kind(measured: PeakMemory | None) -> Any:
-    profile = Profile(fingerprint="x", precision="fp32", passes=({}, {}), memory=measured)
+    profile = Profile(fingerprint="x", precision="fp32", forward={}, backward={}, memory=measured)
     return replace(CATALOGUE["a100"], context=500 * MIB, profile=profile)
 
 

@@ -97,7 +97,7 @@ def saved(passing: Passing, tmp_path: Path) -> str:
     )  # fmt: skip
     path = tmp_path / "profile.json"
     values = kind_to_json(
-        found.kind, device="a CPU", device_type="cpu", torch="2", measured="today", inputs=["16x8"]
+        found.kind, device="a CPU", device_type="cpu", torch="2", measured="today"
     )
     save_kind(values, path)
     return str(path)

@@ -158,7 +158,9 @@ def test_many_devices_are_rows_of_equal_ones(stages: int, replicas: int) -> None
 def test_shards_of_a_stage_that_need_the_same_are_one_row() -> None:
     text = page(dataclasses.replace(_wide(2, 4), replicas=1, shards=4))
     assert text.count('<div class="row">') == text.count('<div class="lane">') == 2
-    assert "cuda:1 \N{MULTIPLICATION SIGN} 4" in shown(text) and "shards 4" in shown(text)
+    assert "cuda:1 \N{MULTIPLICATION SIGN} 4" in shown(text) and "2 stages of 4 shards" in shown(
+        text
+    )
 
 
 def _simulated(peak: int) -> dict[str, Any]:

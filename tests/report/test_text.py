@@ -68,17 +68,12 @@ def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_the_verdict_says_for_which_runtime_it_is_and_where_the_other_differs(
-    *, processes: bool
-) -> None:
+def test_the_verdict_says_for_which_runtime_it_is(*, processes: bool) -> None:
     plan = make_plan(budget=20 * GIB)
     alone = verdict(dataclasses.replace(plan, processes=processes))
     runtime = "with a process per device (torchrun)" if processes else "in one process"
     assert [line.endswith(f", {runtime}") for line in alone] == [True]
-    first, other = verdict(dataclasses.replace(plan, replicas=2, processes=processes))
-    assert first == alone[0]
-    assert ("in one process" if processes else "torchrun") in other
-    assert "--processes" in other
+    assert verdict(dataclasses.replace(plan, replicas=2, processes=processes)) == alone
 
 
 def test_without_a_budget_nothing_is_promised() -> None:

@@ -109,12 +109,11 @@ def test_devices_without_a_dry_run_need_as_much_more_than_their_estimates() -> N
     more = [run.needed - each.needed for run, each in zip(whole, estimated.devices, strict=True)]
     fullest_first = sorted(range(3), key=lambda i: -estimated.devices[i].needed)
     assert more[fullest_first[0]] != more[fullest_first[1]]
-    for most in (1, 2):
-        part = dry_run(program, estimated, inputs, processes=True, most=most)(estimated.devices)
-        run, left = fullest_first[:most], fullest_first[most:]
-        assert [part[i] for i in run] == [whole[i] for i in run]
-        excess = max(0, *(more[i] for i in run))
-        assert all(part[i].needed == estimated.devices[i].needed + excess for i in left)
+    ran = dry_run(program, estimated, inputs, processes=True, only_fullest=True)
+    part, (fullest, *left) = ran(estimated.devices), fullest_first
+    assert part[fullest] == whole[fullest]
+    excess = max(0, more[fullest])
+    assert all(part[i].needed == estimated.devices[i].needed + excess for i in left)
 
 
 def test_bounds_count_the_gather_of_weights(

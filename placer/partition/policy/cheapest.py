@@ -28,7 +28,6 @@ from placer.partition.policy.types import KEEP, PartialPolicy, Policy, StageLimi
 from placer.regions import RegionKey
 
 _MAX_PARTIAL = 120
-_MOST_SHARED = 400  # of a front that is kept for all limits
 _HOST_LEVELS = 6
 
 
@@ -89,8 +88,7 @@ def _choose(stage: PolicySearch, choices: Collection[Policy], limits: StageLimit
     )
     if limits.fits(chosen):
         select = partial(_within_both if within_host else _within_budget, limits=limits)
-        front = [] if within_host else _fastest(stage, choices)
-        cheapest = list(filter(limits.fits, front)) or stage.search(choices, select)
+        cheapest = stage.search(choices, select)
         # Search without offloading too, as the first search may have dropped the best
         if within_host:
             without = [choice for choice in choices if not choice.offload]
@@ -130,32 +128,6 @@ def _least_peaks(
     return known[key]
 
 
-def _fastest(stage: PolicySearch, choices: Collection[Policy]) -> list[PartialPolicy]:
-    """The policies of the whole stage that are the best within some budget; empty if they are many.
-
-    Other stages that are equal, and the same with other limits, then need no search of their own.
-    """
-    key, known = frozenset(choices), stage.cache.fastest
-    if key not in known:
-        try:
-            known[key] = stage.search(choices, _few_of_front)
-        except _TooMany:
-            known[key] = []
-    return known[key]
-
-
-class _TooMany(Exception):
-    """There are too many policies to compare all of them."""
-
-
-def _few_of_front(partials: list[PartialPolicy], boundary: int) -> list[PartialPolicy]:
-    """The partial policies that no other one dominates. Raises ``_TooMany``."""
-    kept = _front(partials)
-    if len(kept) > _MOST_SHARED:
-        raise _TooMany
-    return kept
-
-
 def _not_dominated(
     partials: list[PartialPolicy], boundary: int, *, stage: PolicySearch, host_budget: float
 ) -> list[PartialPolicy]:
@@ -189,21 +161,14 @@ def _within_budget(
     cost: Callable[[PartialPolicy], Any] = lambda found: found.seconds,
 ) -> list[PartialPolicy]:
     """The partial policies within the device's budget that no other one dominates in bytes and ``cost``."""
-    return _capped(_front([x for x in partials if limits.peak(x) <= limits.budget], cost))
-
-
-def _front(
-    partials: list[PartialPolicy],
-    cost: Callable[[PartialPolicy], Any] = lambda found: found.seconds,
-) -> list[PartialPolicy]:
-    """The partial policies that no other one dominates in bytes and ``cost``."""
     kept: list[PartialPolicy] = []
     least = _Staircase()
-    for candidate in sorted(partials, key=lambda x: (cost(x), x.kept, x.backward_peak)):
+    fitting = (x for x in partials if limits.peak(x) <= limits.budget)
+    for candidate in sorted(fitting, key=lambda x: (cost(x), x.kept, x.backward_peak)):
         if not least.has_below(candidate):
             kept.append(candidate)
             least.add(candidate)
-    return kept
+    return _capped(kept)
 
 
 def _within_both(

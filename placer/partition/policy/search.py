@@ -51,7 +51,6 @@ class PolicyCache:
 
     ``recomputed`` has for each block the costs of recomputing it with so many blocks that follow.
     ``least_peaks`` are policies by (choices, host budget), among them the one with the least peak;
-    ``fastest`` those that are the best within some budget, by choices, or none if they are too many;
     ``chosen`` is the best by (choices, limits).
     """
 
@@ -59,7 +58,6 @@ class PolicyCache:
     least_peaks: dict[tuple[frozenset[Policy], float], list[PartialPolicy]] = field(
         default_factory=dict
     )
-    fastest: dict[frozenset[Policy], list[PartialPolicy]] = field(default_factory=dict)
     chosen: dict[tuple[frozenset[Policy], StageLimits], PartialPolicy] = field(default_factory=dict)
 
 

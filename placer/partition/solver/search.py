@@ -1,14 +1,15 @@
-"""Finds a placement for a partition problem, by programs over the downsets of a few orders and a beam."""
+"""Finds a placement for a partition problem, by programs over the downsets of an order and of a beam."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.solver.families import beam_rows, chain_rows, distinct
-from placer.partition.solver.lattice import Lattice, Words, build_lattice, topological_order, unpack
+from placer.partition.solver.lattice import Lattice, Words, build_lattice, unpack
 from placer.partition.solver.problem import (
     PartitionProblem,
     is_within_budgets,
@@ -45,7 +46,7 @@ class DownsetSearch:
         return stage_of
 
     def first_answer(self) -> StageOf | None:
-        """The best placement with boundaries from a few orders and a beam search.
+        """The best placement with boundaries along an order, or from a beam search.
 
         A deterministic heuristic. None if no placement within the budgets is found.
         """
@@ -55,13 +56,11 @@ class DownsetSearch:
         return best
 
     def first_families(self) -> Iterator[Words]:
-        """Downsets for a first answer: those of a few orders, then those of a beam search as well."""
-        lattice = self.lattice
-        orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
-        chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
-        yield chains
+        """Downsets for a first answer: those of an order, then those of a beam search as well."""
+        chain = chain_rows(self.lattice)
+        yield chain
         width = _WIDTH if self.problem.num_units < _MANY else _NARROW
-        yield distinct(np.concatenate([chains, beam_rows(lattice, width)]))
+        yield distinct(np.concatenate([chain, beam_rows(self.lattice, width)]))
 
     def improve(
         self, rows: Words, best: StageOf | None, value: float
@@ -85,37 +84,16 @@ class DownsetSearch:
 
 def whole_lattice(problem: PartitionProblem) -> Lattice:
     """The lattice of all units of ``problem``, whose edges have no cycle, in a topological order."""
-    order = topological_order(*adjacency(problem), range(problem.num_units))
-    return build_lattice(problem, order)
+    graph: nx.DiGraph = nx.DiGraph()
+    graph.add_nodes_from(range(problem.num_units))
+    graph.add_edges_from(problem.edges)
+    return build_lattice(problem, list(nx.lexicographical_topological_sort(graph)))
 
 
-def adjacency(problem: PartitionProblem) -> tuple[list[list[int]], list[list[int]]]:
-    """For each unit its direct predecessors, and for each its direct successors."""
-    preds: list[list[int]] = [[] for _ in range(problem.num_units)]
-    succs: list[list[int]] = [[] for _ in range(problem.num_units)]
-    for a, b in sorted(set(problem.edges)):
-        preds[b].append(a)
-        succs[a].append(b)
-    return preds, succs
+def solve(problem: PartitionProblem) -> StageOf | None:
+    """The stage of every unit in a placement with a small largest load; None if none within the budgets.
 
-
-def _deep_orders(lattice: Lattice) -> list[NDArray[np.int64]]:
-    """Depth-first orders from the front and from the back."""
-    front = newest_first(lattice.preds, lattice.succs)
-    back = newest_first(lattice.succs, lattice.preds)
-    return [np.array(front, dtype=np.int64), np.array(back[::-1], dtype=np.int64)]
-
-
-def newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) -> list[int]:
-    """A depth-first topological order: the unit that became ready last comes next."""
-    missing = [len(p) for p in preds]
-    ready = [u for u in reversed(range(len(preds))) if not missing[u]]
-    order = []
-    while ready:
-        unit = ready.pop()
-        order.append(unit)
-        for reader in reversed(succs[unit]):
-            missing[reader] -= 1
-            if not missing[reader]:
-                ready.append(reader)
-    return order
+    A deterministic heuristic: the best placement whose boundaries are downsets of an order and of a beam
+    search. Time and memory grow with the square of the number of units.
+    """
+    return DownsetSearch(whole_lattice(problem)).first_answer()

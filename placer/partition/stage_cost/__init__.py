@@ -10,7 +10,7 @@ pending_gradients      gradients of skip connections that have been computed and
 received               how long copies of values from other stages are needed
 region_liveness        values that recomputed or offloaded regions keep alive
 overlap                seconds of a pass whose copies to the host overlap with computation
-shared, live_through   devices with several stages: their peaks, and values that later stages read
+shared                 the peaks of devices with several stages
 cache                  a cache of tables
 =====================  ===========================================================================
 """

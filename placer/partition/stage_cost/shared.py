@@ -1,10 +1,10 @@
 """Estimates the peak memory of a device with several stages that are not neighbours, for one micro-batch.
 
 The stages run forward one after the other, and backward in reverse order. While one of them runs, earlier
-stages keep what they have saved and, during forward, the values that later stages on any device have not
-read yet. During backward, the stages after it have left behind the gradients of their parameters and pending
-gradients of skip connections from earlier stages (a copy of each part, for the gradient of a concatenation).
-The estimate is an upper bound, because several of these copies may be one tensor.
+stages keep what they have saved. During backward, the stages after it have left behind the gradients of
+their parameters and pending gradients of skip connections from earlier stages (a copy of each part, for the
+gradient of a concatenation). Several of these copies may be one tensor; left out are values that are not
+saved and that later stages have not read yet in forward.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.cost import CostTable
-from placer.partition.stage_cost.live_through import LiveThrough, Span
 from placer.partition.stage_cost.optimizer import OptimizerMemory
 from placer.partition.stage_cost.order_bytes import LOSS_NBYTES
 from placer.partition.stage_cost.tables import IntervalTables
 
 Table = NDArray[np.float64]
+Span = tuple[int, int]  # a stage, as the indices of the cuts where it begins and ends
 
 
 class SharedPeaks:
@@ -64,15 +64,13 @@ class SharedPeaks:
                     self.needed[at] += nbytes
         np.cumsum(self.needed, axis=0, out=self.needed)
         np.cumsum(self.needed, axis=1, out=self.needed)
-        self._live_through = LiveThrough(costs, cell_of)
 
     def peak(self, spans: Sequence[Span]) -> float:
         """Peak bytes of a device with the stages ``spans``, in order. Takes O(stages ** 3) time."""
         most, retained = 0.0, 0.0
         for i, (x, y) in enumerate(spans):
-            before, after = spans[:i], spans[i + 1 :]
-            passing = sum(self._live_through.unsaved(span, y) for span in before)
-            forward = float(self._forward[x, y - 1]) + retained + passing
+            after = spans[i + 1 :]
+            forward = float(self._forward[x, y - 1]) + retained
             backward = float(self._backward[x, y - 1]) + retained
             if after:
                 forward += sum(float(self._static[a, b - 1]) for a, b in after)

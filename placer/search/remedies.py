@@ -12,11 +12,11 @@ from placer.errors import BudgetError, PlacerError, Tried
 from placer.plan.check import describe_overflow, host_error
 from placer.plan.types import DevicePeak, Plan
 from placer.planner.batch import microbatch_inputs, rows_of_step
-from placer.planner.build import PlanMaker
 from placer.planner.cut_limits import largest_piece
 from placer.planner.devices import device_slot, likely_kernels
 from placer.planner.resolve import planning_options
-from placer.quantities import format_bytes, format_seconds, parse_bytes
+from placer.quantities import format_bytes, format_seconds
+from placer.simulation.judge import JudgingPlanner
 from placer.space import MOST_CHUNKS, find_joins
 from placer.spec import DeviceSpec, PlacementSpec
 from placer.spec.rows import shifted_rows
@@ -36,21 +36,11 @@ class _Candidate(NamedTuple):
     spec: PlacementSpec
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(NamedTuple):
     """A change of a spec, and the plan with it."""
 
     what: str
     plan: Plan
-
-    @property
-    def fits(self) -> bool:
-        return self.plan.fits
-
-    @property
-    def peak(self) -> int:
-        """The largest peak of a device."""
-        return max(device.peak for device in self.plan.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +63,7 @@ class LargestNode:
         )
 
 
-def misfit_error(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> BudgetError:
+def misfit_error(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> BudgetError:
     """The error that says why ``plan`` (the best under ``spec``) does not fit, and which changes help.
 
     Every change that it names has been planned with ``make``; the fastest one comes first.
@@ -120,7 +110,7 @@ def describe_tries(tried: Sequence[Tried]) -> str:
     )
 
 
-def find_largest_node(spec: PlacementSpec, make: PlanMaker) -> LargestNode:
+def find_largest_node(spec: PlacementSpec, make: JudgingPlanner) -> LargestNode:
     """The piece that needs the most on a device of its own, for the whole batch at once."""
     program, inputs = make.program, make.inputs
     costs = make.costs(
@@ -141,7 +131,7 @@ def find_largest_node(spec: PlacementSpec, make: PlanMaker) -> LargestNode:
     )
 
 
-def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried]:
+def try_remedies(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> list[Tried]:
     """Changes of ``spec`` that have been planned; ``plan`` is the one that does not fit.
 
     First come those that fit, the fastest first, then the others, the smallest change first. There are none
@@ -151,7 +141,6 @@ def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried
         return []
     rows = 1 if make.program.captured.mixing else rows_of_step(make.program, spec) or 1
     changes = [
-        *_first_that_fits(make, _expandable(spec)),
         *_first_that_fits(make, _own_placement(spec)),
         *_first_that_fits(make, _divided_state(spec, plan)),
         *_first_that_fits(make, _microbatches(spec, rows)),
@@ -162,20 +151,23 @@ def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried
         *_first_that_fits(make, _replicas(spec, rows, shared=True)),
         *_first_that_fits(make, _replicas(spec, rows, shared=False)),
     ]
-    changes.sort(key=lambda c: (not c.fits, c.plan.rank_time if c.fits else 0.0))
-    return [
-        Tried(
-            change=change.what,
-            fits=change.fits,
-            peak=change.peak,
-            step_seconds=change.plan.step_seconds if change.fits else None,
-            headroom=change.plan.tightest.headroom if change.fits else None,
-        )
-        for change in changes
-    ]
+    changes.sort(key=lambda c: (not c.plan.fits, c.plan.rank_time if c.plan.fits else 0.0))
+    return [as_tried(*change) for change in changes]
 
 
-def _first_that_fits(make: PlanMaker, candidates: Iterator[_Candidate]) -> list[_Change]:
+def as_tried(change: str, plan: Plan) -> Tried:
+    """A change of a spec, with what its ``plan`` needs."""
+    fits = plan.fits
+    return Tried(
+        change=change,
+        fits=fits,
+        peak=plan.peak,
+        step_seconds=plan.step_seconds if fits else None,
+        headroom=plan.tightest.headroom if fits else None,
+    )
+
+
+def _first_that_fits(make: JudgingPlanner, candidates: Iterator[_Candidate]) -> list[_Change]:
     """The first candidate whose plan fits; if none does, the nearest of them; empty if there are none.
 
     Rough plans exclude those that are far from fitting, because each number of rows needs a run of the model
@@ -188,12 +180,12 @@ def _first_that_fits(make: PlanMaker, candidates: Iterator[_Candidate]) -> list[
             far.append((peak, candidate))
             continue
         planned = _try(make, candidate)
-        if planned and planned[0].fits:
+        if planned and planned[0].plan.fits:
             return planned
         near += planned
     if not near and far:
         near = _try(make, min(far, key=lambda rough: rough[0])[1])
-    return sorted(near, key=lambda change: change.peak)[:1]
+    return sorted(near, key=lambda change: change.plan.peak)[:1]
 
 
 def lacks_room(spec: PlacementSpec) -> str:
@@ -213,17 +205,6 @@ def lacks_room(spec: PlacementSpec) -> str:
         f"the context and the reserve alone take up {most.name}: {format_bytes(most.withheld)} of its "
         f"{format_bytes(budget)}, and no device has more: {remedy}"
     )
-
-
-def _expandable(spec: PlacementSpec) -> Iterator[_Candidate]:
-    """Expandable segments on every device for which the spec asks for torch's own default."""
-    devices = [
-        d.model_copy(update={"allocator": "expandable"}) if d.allocator == "default" else d
-        for d in spec.devices
-    ]
-    if devices != list(spec.devices):
-        change = 'leave out "allocator": "default" (segments that grow lose less memory)'
-        yield _Candidate(change, spec.with_devices(devices))
 
 
 def _own_placement(spec: PlacementSpec) -> Iterator[_Candidate]:
@@ -258,16 +239,16 @@ def _microbatches(spec: PlacementSpec, batch_size: int) -> Iterator[_Candidate]:
                 yield _Candidate(change, _updated(spec, microbatches=count, schedule=schedule))
 
 
-def _peak_if_far(make: PlanMaker, spec: PlacementSpec) -> int | None:
+def _peak_if_far(make: JudgingPlanner, spec: PlacementSpec) -> int | None:
     """The largest peak in a rough plan, if by that ``spec`` is far from fitting; otherwise None."""
     rough = _plan(make.rough_plan, spec)
     if rough is None:
         return None
     far = (d.room is not None and d.peak > _FAR * d.room for d in rough.devices)
-    return max(device.peak for device in rough.devices) if any(far) else None
+    return rough.peak if any(far) else None
 
 
-def _in_chunks(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Candidate]:
+def _in_chunks(make: JudgingPlanner, spec: PlacementSpec) -> Iterator[_Candidate]:
     if spec.chunks == 1 and not spec.compile and find_joins(make.program):
         change = f'"chunks": {MOST_CHUNKS} (a concatenation is made in parts, where convolutions read it)'
         yield _Candidate(change, _updated(spec, chunks=MOST_CHUNKS))
@@ -282,7 +263,7 @@ def _in_space(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
         return
     least = max(spec.space.shards + 1, len(spec.devices), _fewest_devices(plan))
     if count := next((n for n in _SHARDS if n >= least), 0):
-        devices, more = _more_devices(spec, count)
+        devices, more = _with_more_devices(spec, count)
         change = (
             f'"space": {count}, "chunks": {MOST_CHUNKS}'
             + f" and more devices ({more})" * bool(more)
@@ -294,35 +275,20 @@ def _in_space(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
         yield _Candidate(change, _updated(wanted, space=space, chunks=MOST_CHUNKS))
 
 
-def _lighter(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Change]:
+def _lighter(make: JudgingPlanner, spec: PlacementSpec) -> Iterator[_Change]:
     """Recomputing and offloading; both only if neither of them is enough."""
     if not spec.training:
         return
     does = {"checkpoint": "recompute in the backward pass", "offload": "wait in host memory"}
-    fitting: set[str] = set()
+    fits = False
     for fields in (("checkpoint",), ("offload",), ("checkpoint", "offload")):
-        if (len(fields) == 2 and fitting) or any(getattr(spec, f) == "auto" for f in fields):
+        if (len(fields) == 2 and fits) or any(getattr(spec, f) == "auto" for f in fields):
             continue
         words = " and ".join(f'"{field}": "auto"' for field in fields)
         change = f"{words} ({' or '.join(does[field] for field in fields)})"
         planned = _try(make, _Candidate(change, _updated(spec, **dict.fromkeys(fields, "auto"))))
         yield from planned
-        fitting.update(*(fields for change in planned if change.fits))
-    if "offload" not in fitting:
-        yield from _first_that_fits(make, _more_host_memory(make, spec))
-
-
-def _more_host_memory(make: PlanMaker, spec: PlacementSpec) -> Iterator[_Candidate]:
-    """The host memory with which offloading suffices, where ``spec`` limits it and that is too little."""
-    if spec.host_memory is None:
-        return
-    plan = _plan(make.quick_plan, _updated(spec, offload="auto", host_memory=None))
-    if plan is not None and plan.fits and plan.host is not None:
-        needed = format_bytes(plan.host.needed, enough=True).replace(" ", "")
-        more = f'"host_memory": "{needed}"'
-        change = more if spec.offload == "auto" else f'"offload": "auto" and {more}'
-        enough = _updated(spec, offload="auto", host_memory=parse_bytes(needed))
-        yield _Candidate(f"{change} (wait in host memory)", enough)
+        fits = any(change.plan.fits for change in planned)
 
 
 def _devices(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
@@ -332,7 +298,7 @@ def _devices(spec: PlacementSpec, plan: Plan) -> Iterator[_Candidate]:
         return
     for count in range(min(max(given + 1, _fewest_devices(plan)), _MAX_DEVICES), _MAX_DEVICES + 1):
         if (more := count - given) > 0:
-            devices, added = _more_devices(spec, count)
+            devices, added = _with_more_devices(spec, count)
             change = (
                 f"add {more} device{'s' * (more > 1)} like {spec.devices[-1].name} ({added})"
                 + " and leave out 'layers'" * bool(spec.layers)
@@ -380,23 +346,15 @@ def _fewest_devices(plan: Plan) -> int:
     return -(-sum(device.peak for device in row) // largest) if largest > 0 else 1
 
 
-def memory_needed(spec: PlacementSpec, make: PlanMaker) -> str:
-    """A remedy that gives the memory each device would need, without the spec's layers if that helps."""
-    wanted = _updated(spec, objective="memory")
-    needed = _memory_needed(wanted, make)
-    without = _memory_needed(wanted.with_layers({}), make) if spec.layers else None
-    budgets = [device_slot(device, spec).budget or 0 for device in spec.devices]
-    if without is not None and without > min(budgets) and without < 0.95 * (needed or math.inf):
-        least = format_bytes(without, enough=True)
-        return (
-            f"devices of {least} (reserve included) each and leave out 'layers', or a smaller input"
-        )
+def memory_needed(spec: PlacementSpec, make: JudgingPlanner) -> str:
+    """A remedy that gives the memory each device would need."""
+    needed = _memory_needed(_updated(spec, objective="memory"), make)
     if needed is None:
         return "use a smaller input"
     return f"devices of {format_bytes(needed, enough=True)} (reserve included) each, or a smaller input"
 
 
-def _memory_needed(spec: PlacementSpec, make: PlanMaker) -> int | None:
+def _memory_needed(spec: PlacementSpec, make: JudgingPlanner) -> int | None:
     """Bytes per device, including the reserve, with which a plan for ``spec`` fits; None if not found."""
     made = _plan(make, spec)
     for _ in range(_MAX_ROUNDS):
@@ -417,21 +375,27 @@ def _memory_for(device: DevicePeak) -> int:
     return math.ceil(device.needed * device.budget / (device.budget - device.reserve))
 
 
-def _more_devices(spec: PlacementSpec, count: int) -> tuple[list[DeviceSpec], str]:
-    """At least ``count`` devices, and the names of new ones: like the last, with the lowest free indices."""
-    given, last = list(spec.devices), spec.devices[-1]
+def _with_more_devices(spec: PlacementSpec, count: int) -> tuple[list[DeviceSpec], str]:
+    """At least ``count`` devices, and the names of the new ones."""
+    new = more_like(spec.devices, max(0, count - len(spec.devices)))
+    return [*spec.devices, *new], ", ".join(device.name for device in new)
+
+
+def more_like(devices: Sequence[DeviceSpec], count: int) -> list[DeviceSpec]:
+    """So many more devices like the last one, with the lowest free numbers from 1 on."""
+    last = devices[-1]
     kind = last.name.partition(":")[0]
-    taken = {device.name for device in given}
-    free = [n for n in (f"{kind}:{index}" for index in range(1, count + 1)) if n not in taken]
-    new = free[: max(0, count - len(given))]
-    return [*given, *(last.model_copy(update={"name": n}) for n in new)], ", ".join(new)
+    taken = {device.name for device in devices}
+    names = (f"{kind}:{i}" for i in range(1, len(devices) + count + 1))
+    free = [name for name in names if name not in taken]
+    return [last.model_copy(update={"name": name}) for name in free[:count]]
 
 
 def _updated(spec: PlacementSpec, **fields: Any) -> PlacementSpec:
     return spec.model_copy(update=fields)
 
 
-def _try(make: PlanMaker, candidate: _Candidate) -> list[_Change]:
+def _try(make: JudgingPlanner, candidate: _Candidate) -> list[_Change]:
     """The plan that a user would get if it can fit, otherwise that of least memory; none if there is none."""
     planned = _plan(make.quick_plan, candidate.spec)
     if planned is not None and planned.fits:
