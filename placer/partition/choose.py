@@ -37,15 +37,15 @@ from placer.partition.noncontiguous import (
     may_be_noncontiguous,
 )
 from placer.partition.solver.problem import simple_bound
-from placer.partition.solver.search import StageOf, solve
+from placer.partition.solver.search import StageOf
+from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.steps import StepClock, move_boundaries
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
-from placer.partition.units import depth_first_order, grouped_order, program_order, unit_graph
+from placer.partition.units import grouped_order, program_order, unit_graph
 from placer.program import Program
 
-_MOST_SOLVED = 1_500  # units of a graph that `solve` is asked for
 _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again
 _SLACK = 1.005  # factor by which bounds on peaks may exceed the least known peak
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
@@ -319,12 +319,9 @@ class _Search:
         return best.peak * (1 - GAIN) <= self.lower_bound(model)
 
     def try_solutions(self, model: ModelUnits) -> None:
-        """Try the orders of placements that `solve` finds; of many units, a depth-first order."""
+        """Try the orders of placements that `solve` finds."""
         best, options = self.best, self._options
         assert best is not None
-        if len(model.order) > _MOST_SOLVED:
-            self.try_order(depth_first_order(self._units))
-            return
         over = best.rank[0] > 1
         if over or options.objective == "memory" or best.fullest > _NEAR:
             problem = memory_problem(model, self._costs, best.slots, options)

@@ -66,11 +66,6 @@ def program_order(units: nx.DiGraph) -> list[int]:
     return list(nx.lexicographical_topological_sort(units))
 
 
-def depth_first_order(units: nx.DiGraph) -> list[int]:
-    """A topological order in which one branch comes after the other."""
-    return list(nx.dfs_postorder_nodes(units))[::-1]
-
-
 def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
     """A topological order with few changes between units that are pinned to different devices.
 

@@ -6,7 +6,8 @@ rows of words, too. Sums of weights over a set are looked up byte by byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,3 +131,21 @@ class BitSums:
             some = np.flatnonzero(packed[:, column])
             total[some] += self._table[column][packed[some, column]]
         return total
+
+
+def topological_order(
+    preds: Sequence[Iterable[int]], succs: Sequence[Iterable[int]], priority: Sequence[float]
+) -> list[int]:
+    """Kahn's algorithm; the ready unit with the least priority (then number) is next. O(E + n log n)."""
+    missing = [len(set(p)) for p in preds]
+    ready = [(priority[u], u) for u, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, unit = heapq.heappop(ready)
+        order.append(unit)
+        for reader in succs[unit]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, (priority[reader], reader))
+    return order

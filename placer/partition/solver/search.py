@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.partition.solver.families import beam_rows, chain_rows, distinct
-from placer.partition.solver.lattice import Lattice, Words, build_lattice, unpack
+from placer.partition.solver.lattice import Lattice, Words, build_lattice, topological_order, unpack
 from placer.partition.solver.problem import (
     PartitionProblem,
     is_within_budgets,
@@ -84,16 +83,30 @@ class DownsetSearch:
 
 def whole_lattice(problem: PartitionProblem) -> Lattice:
     """The lattice of all units of ``problem``, whose edges have no cycle, in a topological order."""
-    graph: nx.DiGraph = nx.DiGraph()
-    graph.add_nodes_from(range(problem.num_units))
-    graph.add_edges_from(problem.edges)
-    return build_lattice(problem, list(nx.lexicographical_topological_sort(graph)))
+    order = topological_order(*adjacency(problem), range(problem.num_units))
+    return build_lattice(problem, order)
 
 
-def solve(problem: PartitionProblem) -> StageOf | None:
-    """The stage of every unit in a placement with a small largest load; None if none within the budgets.
+def adjacency(problem: PartitionProblem) -> tuple[list[list[int]], list[list[int]]]:
+    """For each unit its direct predecessors, and for each its direct successors."""
+    preds: list[list[int]] = [[] for _ in range(problem.num_units)]
+    succs: list[list[int]] = [[] for _ in range(problem.num_units)]
+    for a, b in sorted(set(problem.edges)):
+        preds[b].append(a)
+        succs[a].append(b)
+    return preds, succs
 
-    A deterministic heuristic: the best placement whose boundaries are downsets of an order and of a beam
-    search. Time and memory grow with the square of the number of units.
-    """
-    return DownsetSearch(whole_lattice(problem)).first_answer()
+
+def newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) -> list[int]:
+    """A depth-first topological order: the unit that became ready last comes next."""
+    missing = [len(p) for p in preds]
+    ready = [u for u in reversed(range(len(preds))) if not missing[u]]
+    order = []
+    while ready:
+        unit = ready.pop()
+        order.append(unit)
+        for reader in reversed(succs[unit]):
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
+    return order
