@@ -50,7 +50,7 @@ def _space_notes(program: Program, spec: PlacementSpec, costs: CostTable) -> lis
         return []
     grid = "x".join(map(str, cuts.shape))
     notes = [
-        f"Every stage is split in space over {cuts.shards} devices ({grid}); "
+        f"Every stage is split in space over {cuts.shards} devices{f' ({grid})' * (len(cuts.shape) > 1)}; "
         f"{format_count(count_windows(program), 'operation')} read what neighbours have."
     ]
     position = {name: i for i, name in enumerate(costs.names)}

@@ -113,11 +113,18 @@ def describe_tries(tried: Sequence[Tried]) -> str:
     """One line on the changes that do not suffice, with the nearest of them."""
     if not tried:
         return "give more memory, or a smaller input"
-    near = min(tried, key=lambda t: t.peak)
+    near = min(tried, key=lambda t: (-(t.headroom or 0), t.peak))
     return (
-        f"none of {len(tried)} changes tried fits; the nearest is to {near.change}, with a peak of "
-        f"{format_bytes(near.peak)}; give more memory, or a smaller input"
+        f"none of {len(tried)} changes tried fits; the nearest is {near.change}: {describe_shortage(near)}; "
+        "give more memory, or a smaller input"
     )
+
+
+def describe_shortage(tried: Tried) -> str:
+    """What a change that does not fit lacks, or the least that it needs."""
+    if tried.headroom is None:
+        return f"needs at least {format_bytes(tried.peak)} on a device"
+    return f"{format_bytes(-tried.headroom)} too much"
 
 
 def find_largest_node(spec: PlacementSpec, make: PlanMaker) -> LargestNode:
@@ -169,7 +176,7 @@ def try_remedies(spec: PlacementSpec, plan: Plan, make: PlanMaker) -> list[Tried
             fits=change.fits,
             peak=change.peak,
             step_seconds=change.plan.step_seconds if change.fits else None,
-            headroom=change.plan.tightest.headroom if change.fits else None,
+            headroom=change.plan.tightest.headroom if change.fits else -change.plan.overflow_bytes,
         )
         for change in changes
     ]
