@@ -142,7 +142,9 @@ def test_a_changed_spec_is_compared_with_the_spec(placer: Run) -> None:
 
 
 def test_what_if_the_devices_were_others(placer: Run, folder: Path) -> None:
-    (folder / "known.json").write_text('{"devices": [{"name": "cuda:0", "kind": "t4"}], "replicas": 2}')
+    (folder / "known.json").write_text(
+        '{"devices": [{"name": "cuda:0", "kind": "t4"}], "replicas": 2}'
+    )
     given = ("what-if", "net.py:Net", "known.json", *X, "--json")
 
     def changes(*options: str) -> list[Any]:
@@ -151,7 +153,11 @@ def test_what_if_the_devices_were_others(placer: Run, folder: Path) -> None:
 
     assert ("cuda:0 has", "14.56 GiB", "23.50 GiB (+61 %)") in changes("--kind", "rtx4090")
     other = changes("-d", "cuda:0=8GiB,cuda:1=8GiB", "--replicas", "1")
-    assert ("cuda:0 has", "14.56 GiB", "8.00 GiB (-45 %)") in other and ("stages", "1", "2") in other
+    assert ("cuda:0 has", "14.56 GiB", "8.00 GiB (-45 %)") in other and (
+        "stages",
+        "1",
+        "2",
+    ) in other
     both = placer(*given, "-d", "cuda:0=8GiB", "--devices", "2")
     assert both.exit_code == 2 and "leave out one of them" in both.stderr
     wrong = placer("what-if", "net.py:Net", "known.json", *X, "-d", "cuda:0=8GX")
