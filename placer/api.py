@@ -74,7 +74,7 @@ def make_plan(
     ``SpecError``, ``CaptureError``, and ``VersionError`` if the installed torch cannot do this.
     """
     with errors_located(spec):
-        wanted = as_spec(spec)
+        wanted = as_spec(spec, model)
         program, leaves = lower_call(
             model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves, rewrites=rewrites
         )
@@ -112,7 +112,9 @@ def compile(
 
     def plan_here() -> tuple[Program, Plan]:
         with errors_located(spec_or_plan):
-            wanted = spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan)
+            wanted = (
+                spec_or_plan if isinstance(spec_or_plan, Plan) else as_spec(spec_or_plan, model)
+            )
             _refuse_placed(model)
             if isinstance(model, nn.Module):
                 check_names(model)
@@ -288,7 +290,7 @@ def simulate(
     ``whole_batch`` and ``ignore_device_moves`` are as for `make_plan`.
     """
     with errors_located(plan):
-        wanted = plan if isinstance(plan, Plan) else as_spec(plan)
+        wanted = plan if isinstance(plan, Plan) else as_spec(plan, model)
         program, leaves = lower_call(
             model, args, kwargs, wanted, ignore_device_moves=ignore_device_moves
         )
@@ -336,8 +338,8 @@ def _given_loss(
     return None
 
 
-def as_spec(source: SpecSource) -> PlacementSpec:
-    """``source`` itself if it is a spec, otherwise the spec that `load_spec` reads from it.
+def as_spec(source: SpecSource, model: nn.Module) -> PlacementSpec:
+    """``source`` itself if it is a spec, otherwise the spec for ``model`` that `load_spec` reads from it.
 
     Raises ``SpecError``, and ``PlacerError`` for an object of another type.
     """
@@ -347,7 +349,14 @@ def as_spec(source: SpecSource) -> PlacementSpec:
             f"is a {type(source).__name__}",
             "pass the path of a spec, a dict, a PlacementSpec, or a Plan",
         )
-    return source if isinstance(source, PlacementSpec) else load_spec(source)
+    if isinstance(source, PlacementSpec):
+        return source
+    is_model = isinstance(model, nn.Module)
+    return load_spec(source, layer_paths=lambda: _layer_paths(model) if is_model else None)
+
+
+def _layer_paths(model: nn.Module) -> list[str]:
+    return [path for path, _ in model.named_modules(remove_duplicate=False)]
 
 
 def example_call(
@@ -412,8 +421,7 @@ def _refuse_placed(model: nn.Module) -> None:
 
 def check_layers(model: nn.Module, spec: PlacementSpec) -> None:
     """Raise ``SpecError`` for patterns of layers that ``model`` has not, and for kinds of other devices."""
-    paths = dict(model.named_modules(remove_duplicate=False))
-    if problems := [*kind_problems(spec), *layer_problems(spec, paths)]:
+    if problems := [*kind_problems(spec), *layer_problems(spec, _layer_paths(model))]:
         raise SpecError(SpecError.UNNAMED, problems)
 
 

@@ -141,8 +141,9 @@ class VersionError(PlacerError):
 class Tried:
     """A change of a spec that was planned: whether it fits, and the largest peak of a device, in bytes.
 
-    If it fits, ``headroom`` are the bytes left on the fullest device (None: no memory is known), and
-    ``step_seconds`` the seconds of a step (None: the kind of a device is not known).
+    ``headroom`` are the bytes left on the fullest device, negative if they are missing there or on the host
+    (None: not known). If it fits, ``step_seconds`` are those of a step (None: the kind of a device is not
+    known).
     """
 
     change: str

@@ -114,11 +114,12 @@ class Table:
 
 
 def _widths(columns: Mapping[str, _Column], most: int) -> dict[str, int]:
-    """The widths of the columns, if possible within ``most``: words are broken, the widest column's first."""
+    """The widths of the columns, if possible within ``most``: the widest that can be broken gives way."""
     widths = {header: column.width for header, column in columns.items()}
-    for header in sorted(columns, key=lambda header: -widths[header]):
-        excess = sum(widths.values()) + _GAP * (len(widths) - 1) - most
-        widths[header] = max(columns[header].least_width, widths[header] - max(0, excess))
+    for _ in range(sum(widths.values()) + _GAP * (len(widths) - 1) - most):
+        broken = [h for h, column in columns.items() if widths[h] > column.least_width]
+        if broken:
+            widths[max(broken, key=lambda header: widths[header])] -= 1
     return widths
 
 

@@ -148,11 +148,11 @@ def wanted_spec(
     """The spec of all devices that may be used, with the fields that options give. Raises ``PlacerError``."""
     if machine and (devices or kind):
         raise PlacerError("--machine", "is given, and devices too", "leave out --device and --kind")
-    where = {"machine": machine} if machine else {"devices": _devices(devices, kind)}
+    where = {"machine": machine} if machine else {"devices": written_devices(devices, kind)}
     return spec_of_options(devices, **fields, **where, loss=loss_options.spec())
 
 
-def _devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
+def written_devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:
     """The ``devices`` of a spec from texts such as ``cuda:0=16GiB``; the spec checks names and sizes."""
     if not texts:
         raise PlacerError("--device", "no device was given", "give --device cuda:0=16GiB")

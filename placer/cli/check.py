@@ -87,7 +87,7 @@ def check(
         model_options.check()
         _check_model(console, model_options.load(console), assumed, sizes, form)
         return
-    wanted = loss_options.added_to(load_spec(spec))
+    wanted = loss_options.added_to(load_spec(spec, layer_paths=model_options.layer_paths))
     for option in ("memory",) * bool(memory) + tuple(fields):
         remedy = "leave it out, or leave out the spec to see how many devices the model needs"
         raise PlacerError(f"--{option}", f"cannot be given with a spec: {spec} has its own", remedy)

@@ -14,10 +14,10 @@ from placer.cli.progress import progress
 from placer.errors import BudgetError
 from placer.plan.check import host_error
 from placer.plan.types import Plan
-from placer.quantities import format_bytes
 from placer.search.fewer import as_fast_with_fewer
 from placer.search.remedies import (
     describe_fitting,
+    describe_shortage,
     find_largest_node,
     lacks_room,
     memory_needed,
@@ -46,7 +46,7 @@ def find_remedies(
 def print_tried(console: Console, error: BudgetError, *, as_json: bool) -> NoReturn:
     """Print that no strategy fits, which were tried, and what would do; exit with `EXIT_NO_FIT`."""
     console.print(f"{error.where}: {error.problem}", style="bold red", markup=False)
-    _print_short(console, error, "tried (largest peak of a device):")
+    _print_short(console, error, "tried:")
     needed = error.needed or error.remedy
     _print_fitting(console, error, needed)
     if any(tried.fits and tried.step_seconds is None for tried in error.tried):
@@ -78,7 +78,7 @@ def report_misfit(
         console.print(hint, style="dim", markup=False)
     if no_room:
         console.print(f"no change of the placement was tried: {no_room}", markup=False)
-    _print_short(console, error, "tried, not enough (largest peak of a device):")
+    _print_short(console, error, "tried, not enough:")
     raise typer.Exit(EXIT_NO_FIT)
 
 
@@ -90,7 +90,7 @@ def _print_fitting(console: Console, error: BudgetError, needed: str) -> None:
 
 
 def _print_short(console: Console, error: BudgetError, title: str) -> None:
-    short = [f"  - {t.change}: {format_bytes(t.peak)}" for t in error.tried if not t.fits]
+    short = [f"  - {t.change}: {describe_shortage(t)}" for t in error.tried if not t.fits]
     for line in (title, *short) if short else ():
         console.print(line, style="dim", markup=False)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 import typer
 
 from placer.cli.fields import OptionGroup
+from placer.cli.output import human_console
 from placer.cli.progress import progress
 from placer.cli.values import parse_values
 from placer.errors import PlacerError
@@ -234,6 +235,14 @@ class ModelOptions:
             from placer.cli.loaded_model import load_model
 
             return load_model(self, **wanted)
+
+    def layer_paths(self) -> list[str] | None:
+        """The paths of the model's modules, to check a wrong spec against; None without the model."""
+        try:
+            model = self.load(human_console(as_json=True), inputs_required=False).model
+        except PlacerError:
+            return None
+        return [path for path, _ in model.named_modules(remove_duplicate=False)]
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

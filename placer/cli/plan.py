@@ -53,7 +53,7 @@ def plan(
     from placer.files import check_writable
     from placer.spec import load_spec
 
-    wanted = loss_options.added_to(load_spec(spec))
+    wanted = loss_options.added_to(load_spec(spec, layer_paths=model_options.layer_paths))
     model_options.check()
     check_writable(output, html, trace)
     console = human_console(as_json=as_json)

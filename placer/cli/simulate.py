@@ -36,7 +36,8 @@ def simulate(
     from placer.plan.types import Plan
     from placer.report import simulation_table, with_simulation
 
-    wanted = loss_options.added_to(load_spec_or_plan(spec))
+    given = load_spec_or_plan(spec, layer_paths=model_options.layer_paths)
+    wanted = loss_options.added_to(given)
     model_options.check()
     console = human_console(as_json=as_json)
     loaded = model_options.load(console)

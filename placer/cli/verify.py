@@ -69,7 +69,8 @@ def verify(
     """
     from placer.cli.sources import load_spec_or_plan
 
-    wanted = loss_options.added_to(load_spec_or_plan(spec))
+    given = load_spec_or_plan(spec, layer_paths=model_options.layer_paths)
+    wanted = loss_options.added_to(given)
     _check_run_on(run_on)
     model_options.check()
     console = human_console(as_json=as_json)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from placer.cli.auto import Devices, written_devices
 from placer.cli.fields import errors_name_options, spec_fields
 from placer.cli.options import AsJson, Kind, ModelOptions, Processes
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
 from placer.errors import PlacerError
 from placer.plan.types import Plan
+from placer.spec import PlacementSpec
+from placer.spec.rows import shifted_rows
 
-Devices = Annotated[
+Count = Annotated[
     int | None,
     typer.Option(
         "--devices",
@@ -49,8 +53,9 @@ EXAMPLE = "placer what-if plan.json --microbatches 4"
 def what_if(
     model_options: ModelOptions,
     fields: Fields,
+    device: Devices,
     spec: Spec = None,
-    devices: Devices = None,
+    devices: Count = None,
     processes: Processes = False,
     kind: Kind = None,
     as_json: AsJson = False,
@@ -58,13 +63,13 @@ def what_if(
     """Plan a model with a spec, and with a changed one, and show what is different.
 
     Give MODEL and SPEC with their options, or only a plan that 'plan -o' or 'auto --plan' saved. Options that
-    are fields of a spec are the changes. The exit code is 3 if the changed one does not fit.
+    are fields of a spec are the changes, and so are --devices, --device and, where the devices have a kind,
+    --kind. The exit code is 3 if the changed one does not fit.
     """
-    from placer.spec import PlacementSpec, load_spec
-    from placer.spec.rows import shifted_rows
+    from placer.spec import load_spec
 
     if spec is not None:
-        before = load_spec(spec)
+        before = load_spec(spec, layer_paths=model_options.layer_paths)
     elif not model_options.model.endswith(".json"):
         raise PlacerError("SPEC", "is missing", "give MODEL and SPEC, or only a saved plan (.json)")
     else:
@@ -74,16 +79,11 @@ def what_if(
         saved = load_plan(model_options.model)
         model_options, before = made_of(saved, model_options)
         processes |= saved.processes
-    changed = before.model_dump(exclude_defaults=True, by_alias=True) | fields
-    if devices is not None:
-        first = before.devices[0]
-        names = [row[0] for row in shifted_rows([first.name], devices)]
-        changed["devices"] = [first.model_copy(update={"name": name}) for name in names]
-        changed["layers"] = {p: name for p, name in before.layers.items() if name in names}
-        changed.pop("stages", None)
-    if not fields and devices is None:
+    new_kind = kind if all(each.kind for each in before.devices) else None
+    changed = _with_devices(before, devices, device, new_kind) | fields
+    if not fields and devices is None and not device and not new_kind:
         raise PlacerError("options", "change nothing", "give one, such as --microbatches 4")
-    with errors_name_options([device.name for device in before.devices]):
+    with errors_name_options(device or [each.name for each in before.devices]):
         after = PlacementSpec.model_validate(changed)
     model_options.check()
     console = human_console(as_json=as_json)
@@ -99,7 +99,7 @@ def what_if(
         if not plans or after.batch != before.batch:
             make = JudgingPlanner(*loaded.record(console, spec_of), processes=processes)
         with progress(console, f"planning {name}", make):
-            plans.append(make(with_kind(spec_of, kind)))
+            plans.append(make(with_kind(spec_of, None if new_kind else kind)))
     changes = differences(*plans)
     headers = ("", "as it is", "changed")
     if changes:
@@ -112,3 +112,26 @@ def what_if(
         print_json({"fits": plans[1].fits, "changes": texts})
     if not plans[1].fits:
         raise typer.Exit(EXIT_NO_FIT)
+
+
+def _with_devices(
+    before: PlacementSpec, count: int | None, texts: Sequence[str], kind: str | None
+) -> dict[str, Any]:
+    """The fields of ``before`` with ``count`` devices, those of ``texts``, or devices of another ``kind``."""
+    changed = before.model_dump(exclude_defaults=True, by_alias=True)
+    first = before.devices[0]
+    if count is not None and texts:
+        raise PlacerError("--devices", "is given, and --device too", "leave out one of them")
+    if texts:
+        devices: list[Any] = written_devices(texts, kind or first.kind)
+        changed.pop("machine", None)
+        changed.pop("replica_devices", None)
+    else:
+        rows = () if count is None else shifted_rows([first.name], count)
+        like = [first.model_copy(update={"name": name}) for (name,) in rows] or before.devices
+        devices = [{"name": each.name, "kind": kind} if kind else each for each in like]
+    names = [each["name"] if isinstance(each, dict) else each.name for each in devices]
+    layers = {pattern: name for pattern, name in before.layers.items() if name in names}
+    if len(devices) != len(before.devices):
+        changed.pop("stages", None)
+    return {**changed, "devices": devices, "layers": layers}

@@ -145,7 +145,7 @@ def check_pinned(plan: Plan, memory: int) -> None:
 def describe_overflow(device: DevicePeak) -> str:
     """The bytes that ``device`` needs, and how much more than its budget that is."""
     missing = -(device.headroom or 0)
-    reserve = f", with {format_bytes(device.reserve)} kept free" if device.reserve else ""
+    reserve = f" and {format_bytes(device.reserve)} kept free" if device.reserve else ""
     if (device.room or 0) <= 0:
         return f"{format_bytes(device.peak)}, and the context and the reserve leave no room for it"
     return (

@@ -48,9 +48,9 @@ def _space_notes(program: Program, spec: PlacementSpec, costs: CostTable) -> lis
         ]
     if cuts is None or cuts.shards == 1:
         return []
-    grid = "x".join(map(str, cuts.shape))
+    grid = f" ({'x'.join(map(str, cuts.shape))})" if len(cuts.shape) > 1 else ""
     notes = [
-        f"Every stage is split in space over {cuts.shards} devices ({grid}); "
+        f"Every stage is split in space over {cuts.shards} devices{grid}; "
         f"{format_count(count_windows(program), 'operation')} read what neighbours have."
     ]
     position = {name: i for i, name in enumerate(costs.names)}

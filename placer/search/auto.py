@@ -179,7 +179,9 @@ def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> Budget
 
 
 def _tried(rated: Rated) -> Tried:
-    return Tried(change=rated.strategy.describe(), fits=rated.fits, peak=rated.peak)
+    headroom = None if rated.plan is None else rated.plan.tightest.headroom
+    name = rated.strategy.describe()
+    return Tried(change=name, fits=rated.fits, peak=rated.peak, headroom=headroom)
 
 
 def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:

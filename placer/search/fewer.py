@@ -32,7 +32,8 @@ def as_fast_with_fewer(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) ->
             time = "less time" if is_faster else "as long"
             return f"Fewer devices would be {what} by reference rates: {said} {time}."
         before, now = (format_seconds(p.step_seconds or 0.0) for p in (plan, fewer))
-        return f"Fewer devices would be {what}: {said} {now} instead of {before}."
+        instead = f" instead of {before}" if now != before else ""
+        return f"Fewer devices would be {what}: {said} {now}{instead}."
     return ""
 
 

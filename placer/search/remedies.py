@@ -103,11 +103,18 @@ def describe_tries(tried: Sequence[Tried]) -> str:
     """One line on the changes that do not suffice, with the nearest of them."""
     if not tried:
         return "give more memory, or a smaller input"
-    near = min(tried, key=lambda t: t.peak)
+    near = min(tried, key=lambda t: (-(t.headroom or 0), t.peak))
     return (
-        f"none of {len(tried)} changes tried fits; the nearest is to {near.change}, with a peak of "
-        f"{format_bytes(near.peak)}; give more memory, or a smaller input"
+        f"none of {len(tried)} changes tried fits; the nearest is {near.change}: {describe_shortage(near)}; "
+        "give more memory, or a smaller input"
     )
+
+
+def describe_shortage(tried: Tried) -> str:
+    """What a change that does not fit lacks, or the least that it needs."""
+    if tried.headroom is None:
+        return f"needs at least {format_bytes(tried.peak)} on a device"
+    return f"{format_bytes(-tried.headroom)} too much"
 
 
 def find_largest_node(spec: PlacementSpec, make: JudgingPlanner) -> LargestNode:
@@ -163,7 +170,7 @@ def as_tried(change: str, plan: Plan) -> Tried:
         fits=fits,
         peak=plan.peak,
         step_seconds=plan.step_seconds if fits else None,
-        headroom=plan.tightest.headroom if fits else None,
+        headroom=plan.tightest.headroom if fits else -plan.overflow_bytes,
     )
 
 

@@ -132,16 +132,19 @@ class _Search:
             self._estimate(rated.strategy, rated.bound)
         if not self._rated and self._failure is not None:
             raise self._failure  # it is not a matter of memory
+        expected = self._least()
         best = self._choose(self._judge_best() if many else self._judge())
         known = 0
-        while best is None and not many and known < len(self._rated):
-            # What was judged needs more than its estimate, so more ways of saving memory may help.
+        while not many and known < len(self._rated) and self._is_worse(best, expected):
+            # What was judged needs more than its estimate, so more ways of saving memory may help, and what
+            # was worse than the estimate may be better.
             known = len(self._rated)
             self._left = {
                 family: [pair for pair in members if pair[0] not in self._rated]
                 for family, members in listed.items()
             }
             self._estimate_families(many=False)
+            expected = self._least()
             best = self._choose(self._judge())
         others = list(self._best_of_families(best))
         tried = [rated for rated in self._rated.values() if rated.plan is not None]
@@ -214,14 +217,25 @@ class _Search:
         seconds = rated.bound.seconds if rated.plan is None else rated.plan.rank_time
         return self._values(rated.strategy, seconds, rated.peak)
 
+    def _least(self) -> float | None:
+        """The least that the objective is known to be, of all that fit; None if nothing does."""
+        fitting = (self._key(rated)[0] for rated in self._rated.values() if rated.fits)
+        return min(fitting, default=None)
+
+    def _is_worse(self, best: Rated | None, expected: float | None) -> bool:
+        """Is ``best``, as it was judged, worse than the ``expected`` by estimates?"""
+        return best is None or (
+            not self._any_will_do
+            and expected is not None
+            and self._key(best)[0] > expected * _WORTH_IT
+        )
+
     def _estimate_next(self, family: Family) -> None:
         """Estimate the next member of ``family`` that may fit, and be better than all that fit so far.
 
         A family that is simple is estimated once even if it cannot be better, to be told as an alternative.
         """
-        least = min(
-            (self._key(rated)[0] for rated in self._rated.values() if rated.fits), default=None
-        )
+        least = self._least()
         known = any(strategy.family == family for strategy in self._rated)
         members = self._left[family]
         for strategy, bound in list(members):

@@ -25,7 +25,7 @@ def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
     if not isinstance(data, Mapping):
         return []
     names = _names(data.get("devices"))
-    problems = _twice(names, "/devices", "a device holds one list entry")
+    problems = _twice(names)
     problems += _unknown_targets(data, names)
     if not {"replicas", "replica_devices"}.intersection(wrong):
         problems += _rows(data, names)
@@ -64,15 +64,15 @@ def with_machine_devices(data: Any) -> Any:
 def _stages(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
     """A problem if there are fewer devices than the stages need."""
     stages, shards = data.get("stages"), _number_of_shards(data)
-    if not isinstance(stages, int) or not names or stages * shards <= len(names):
+    enough = isinstance(stages, int) and stages * shards <= len(names)
+    if enough or not isinstance(stages, int) or not names or len(names) % shards:
         return []
     problem = (
         f"{format_count(stages, 'stage')} of {format_count(shards, 'device')} each, and there "
         f"{'is' if len(names) == 1 else 'are'} {format_count(len(names), 'device')}"
     )
-    return [
-        ("/stages", problem, f"give {stages * shards} devices, or at most {len(names) // shards}")
-    ]
+    most = format_count(len(names) // shards, "stage")
+    return [("/stages", problem, f"give {stages * shards} devices, or at most {most}")]
 
 
 def _undivided(data: Mapping[str, Any]) -> list[Problem]:
@@ -168,11 +168,11 @@ def _name(value: Any) -> str | None:
         return None
 
 
-def _twice(names: list[str | None], where: str, rule: str) -> list[Problem]:
+def _twice(names: list[str | None]) -> list[Problem]:
     known = [None if name is None else _torch_name(name) for name in names]
     first = {name: i for i, name in reversed(list(enumerate(known)))}
     return [
-        (f"{where}/{i}", f"{name!r} is listed twice ({rule})", "remove it, or name another device")
+        (f"/devices/{i}", f"{name!r} is listed twice", "remove it, or name another device")
         for i, name in enumerate(names)
         if name is not None and first[known[i]] < i
     ]

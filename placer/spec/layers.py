@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from placer.errors import KeyProblem, nearest
 from placer.jsonfile import escape_token
@@ -61,10 +61,31 @@ def resolve_patterns(
 
 def layer_problems(spec: PlacementSpec, paths: Iterable[str]) -> list[Problem]:
     """A problem for each pattern of ``spec`` without effect on a model whose modules are ``paths``."""
-    paths = list(paths)
-    problems = resolve_layers(spec.layers, paths)[1]
     fields = {"checkpoint": spec.checkpoint, "offload": spec.offload}
-    for field, patterns in {**fields, "space/layers": spec.space.layers}.items():
+    return _problems(spec.layers, {**fields, "space/layers": spec.space.layers}, paths)
+
+
+def written_problems(data: Mapping[str, Any], paths: Iterable[str]) -> list[Problem]:
+    """`layer_problems` of a spec as it is written, of what has the right type."""
+    layers, space = data.get("layers"), data.get("space")
+    fields = {field: data.get(field) for field in ("checkpoint", "offload")}
+    fields["space/layers"] = space.get("layers") if isinstance(space, Mapping) else None
+    lists = {
+        field: patterns
+        for field, patterns in fields.items()
+        if isinstance(patterns, list | tuple) and all(isinstance(each, str) for each in patterns)
+    }
+    given = layers.items() if isinstance(layers, Mapping) else ()
+    texts = {p: name for p, name in given if isinstance(p, str) and isinstance(name, str)}
+    return _problems(texts, lists, paths)
+
+
+def _problems(
+    layers: Mapping[str, str], fields: Mapping[str, Sequence[str]], paths: Iterable[str]
+) -> list[Problem]:
+    paths = list(paths)
+    problems = resolve_layers(layers, paths)[1]
+    for field, patterns in fields.items():
         if patterns != "auto":
             problems += resolve_patterns(field, patterns, paths)[1]
     return problems

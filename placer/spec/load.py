@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,26 +10,44 @@ from typing import Any
 from placer.errors import KeyProblem, PlacerError, SpecError
 from placer.jsonfile import spell
 from placer.spec.check import Problem
+from placer.spec.layers import written_problems
 from placer.spec.text import SpecText
 from placer.spec.types import PlacementSpec
 
+# Makes the module paths of the model that a spec is for; None if they are not known.
+LayerPaths = Callable[[], Iterable[str] | None]
 
-def load_spec(source: str | Path | Mapping[str, Any]) -> PlacementSpec:
+
+def load_spec(
+    source: str | Path | Mapping[str, Any], *, layer_paths: LayerPaths | None = None
+) -> PlacementSpec:
     """The spec in ``source``: a path, JSON text that starts with ``{``, or a mapping.
 
     The end of a file's name says what it is: ``.yaml`` and ``.yml`` YAML, ``.toml`` TOML, any other JSON,
     which may have comments and trailing commas. Raises ``SpecError`` with every problem, each with its JSON
-    pointer and its place in the text.
+    pointer and its place in the text; with ``layer_paths``, which is called only then, also misspelt layers.
     """
     text = _text_of(source)
     if text is None:
         assert isinstance(source, Mapping)
-        return PlacementSpec.model_validate(dict(source))
-    return spec_in(text, text.values())
+        return _validated(source, layer_paths)
+    return spec_in(text, text.values(), layer_paths)
 
 
-def spec_in(text: SpecText, data: Any) -> PlacementSpec:
-    """The spec in ``data``, the values of ``text``. Raises ``SpecError``."""
+def _validated(data: Mapping[str, Any], layer_paths: LayerPaths | None) -> PlacementSpec:
+    try:
+        return PlacementSpec.model_validate(dict(data))
+    except SpecError as error:
+        paths = None if layer_paths is None else layer_paths()
+        if paths is None:
+            raise
+        known = {where for where, *_ in error.problems}
+        misspelt = [each for each in written_problems(data, paths) if each[0] not in known]
+        raise SpecError(error.source, [*error.problems, *misspelt]) from error.__cause__
+
+
+def spec_in(text: SpecText, data: Any, layer_paths: LayerPaths | None = None) -> PlacementSpec:
+    """The spec in ``data``, the values of ``text``. Raises ``SpecError`` as `load_spec` does."""
     with errors_located(text):
         if not isinstance(data, Mapping):
             problem = f"{spell(data)} was found where an object was expected"
@@ -41,7 +59,7 @@ def spec_in(text: SpecText, data: Any) -> PlacementSpec:
                 "take a plan (in Python: placer.load_plan)"
             )
             raise SpecError(text.source, [(text.source, "is a plan, not a spec", remedy)])
-        return PlacementSpec.model_validate(data)
+        return _validated(data, layer_paths)
 
 
 @contextmanager

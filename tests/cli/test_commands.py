@@ -245,7 +245,7 @@ def test_auto_says_why_nothing_fits(placer: Run) -> None:
     assert data["missing_bytes"] > 0
     assert any("cpu:1" in remedy for remedy in data["remedies"])
     assert "what would make it fit" in result.stderr
-    assert "tried (largest peak of a device):" in result.stderr
+    assert "tried:" in result.stderr
 
 
 @pytest.mark.usefixtures("no_remedies")

@@ -67,7 +67,7 @@ def test_check_annotates_a_workflow(placer: Run, wrong: str) -> None:
 def test_errors_in_json_have_lines(placer: Run, wrong: str) -> None:
     error = json.loads(placer("plan", "net.py:Net", wrong, *X, "--json").stdout)["error"]
     places = [(each["file"], each["line"], each["column"]) for each in error["problems"]]
-    assert places == [(wrong, 4, 11), (wrong, 5, 1)]
+    assert places == [(wrong, 3, 3), (wrong, 4, 11), (wrong, 5, 1)]
 
 
 def test_a_misspelt_layer_costs_no_capture(placer: Run) -> None:
@@ -141,6 +141,29 @@ def test_a_changed_spec_is_compared_with_the_spec(placer: Run) -> None:
     assert "did you mean '1F1B'?" in placer(*given, "--schedule", "1f1").stderr
 
 
+def test_what_if_the_devices_were_others(placer: Run, folder: Path) -> None:
+    (folder / "known.json").write_text(
+        '{"devices": [{"name": "cuda:0", "kind": "t4"}], "replicas": 2}'
+    )
+    given = ("what-if", "net.py:Net", "known.json", *X, "--json")
+
+    def changes(*options: str) -> list[Any]:
+        found = json.loads(placer(*given, *options).stdout)["changes"]
+        return [(each["what"], each["before"], each["after"]) for each in found]
+
+    assert ("cuda:0 has", "14.56 GiB", "23.50 GiB (+61 %)") in changes("--kind", "rtx4090")
+    other = changes("-d", "cuda:0=8GiB,cuda:1=8GiB", "--replicas", "1")
+    assert ("cuda:0 has", "14.56 GiB", "8.00 GiB (-45 %)") in other and (
+        "stages",
+        "1",
+        "2",
+    ) in other
+    both = placer(*given, "-d", "cuda:0=8GiB", "--devices", "2")
+    assert both.exit_code == 2 and "leave out one of them" in both.stderr
+    wrong = placer("what-if", "net.py:Net", "known.json", *X, "-d", "cuda:0=8GX")
+    assert "--device cuda:0=8GX: '8GX' is not a size" in wrong.stderr
+
+
 def test_a_plan_file_is_enough_to_ask_what_if(placer: Run) -> None:
     made = ("plan", "net.py:Net", "pinned.json", *X, "-o", "asked.json")
     assert placer(*made).exit_code == 0
@@ -153,3 +176,20 @@ def test_a_plan_file_is_enough_to_ask_what_if(placer: Run) -> None:
     no_spec = placer("what-if", "net.py:Net", *X, "--microbatches", "1")
     assert no_spec.exit_code == 2 and "SPEC: is missing" in no_spec.stderr
     assert placer("what-if", "asked.json", "--microbatches", "2").stdout.startswith("no diff")
+
+
+def test_one_run_shows_misspelt_layers_beside_other_errors(placer: Run, wrong: str) -> None:
+    result = placer("plan", "net.py:Net", wrong, *X)
+    assert result.exit_code == 2 and "error: wrong.yaml: 3 problems" in result.stderr
+    assert "wrong.yaml:3:3: /layers/hed: no layer matches 'hed'" in result.stderr
+    assert "did you mean 'head'?" in result.stderr
+    without = placer(
+        "plan", "net.py:Missing", wrong, *X
+    )  # no such model: only what is seen without
+    assert without.exit_code == 2 and "error: wrong.yaml: 2 problems" in without.stderr
+
+
+def test_a_spec_with_a_number_of_stages_is_no_plan(placer: Run, folder: Path) -> None:
+    (folder / "staged.json").write_text('{"devices": ["cpu:0", "cpu:1"], "stages": 2}')
+    result = placer("simulate", "net.py:Net", "staged.json", *X)
+    assert result.exit_code == 0, result.stderr

@@ -48,6 +48,7 @@ def test_what_would_fit_was_planned() -> None:
     assert any("add 1 device" in change for change in fitting)
     for tried in error.tried:
         assert tried.fits == (tried.peak <= spec["devices"][0]["memory"])
+        assert tried.headroom is not None and tried.fits == (tried.headroom >= 0)
     assert "tried, and it would fit" in str(error)
     again = pickle.loads(pickle.dumps(error))
     assert again.tried == error.tried and str(again) == str(error)

@@ -95,3 +95,13 @@ def test_the_numbers_of_a_column_have_one_unit_below_its_header() -> None:
         ["third", "not", "known", "0.00"],
         ["all", "3.00", "12.30"],
     ]
+
+
+def test_columns_of_words_share_what_is_narrow() -> None:
+    words = (
+        "two replicas of two stages",
+        "needs at least 12.65 GiB on a device, most of it for state",
+    )
+    shown = _render(Table(headers=words, rows=[words], words=words), 60)
+    assert max(map(len, shown.splitlines())) <= 60
+    assert "needs at least 12.65 GiB" in shown  # and not a word in each line

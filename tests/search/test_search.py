@@ -284,3 +284,22 @@ def test_what_does_not_fit_in_a_dry_run_gets_more_help() -> None:
         for memory in ("1GiB", "700MB", "500MB")
     ]
     assert chosen == ["none", "optimizer", "gradients"]
+
+
+class Residual(nn.Module):
+    """A block of two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2048, 2048), nn.Linear(2048, 2048)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_what_is_slower_in_a_dry_run_is_compared_again() -> None:
+    """Stages with many micro-batches take longer than their estimate, for which replicas were left out."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(Residual(), Residual()), torch.empty(8192, 2048)
+    plan = placer.auto_plan(model, x, devices=_cards(2, "900MiB"), processes=True)
+    assert plan.replicas == 2 and plan.shard_state == "optimizer"
