@@ -1,4 +1,4 @@
-"""What a caller changes between a forward and its backward: recomputing and offloading use what forward used."""
+"""Recomputing and offloading use what forward used, whatever the caller changes before the backward."""
 
 from collections.abc import Callable
 
