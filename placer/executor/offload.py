@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from placer.executor.place import HOST, Place, on, place_of
+from placer.executor.segment_state import changed_in_place
 from placer.executor.side_stream import SideStream, side_stream
 
 
@@ -135,23 +136,37 @@ class _Saved:
     view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None  # size, stride, offset
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that autograd saved and that stays on its device."""
+
+    tensor: Tensor
+    version: int
+    name: str  # of the parameter or buffer, or empty
+
+    def get(self) -> Tensor:
+        """The tensor, if it was not written since, which autograd itself checks without hooks."""
+        if self.tensor._version != self.version:
+            raise changed_in_place(self.name or "a tensor", "reads it", "offload")
+        return self.tensor
+
+
 def offload_saved(
-    kept: Iterable[Tensor], places: Sequence[Place], *, overlapped: bool = False
+    kept: Iterable[tuple[str, Tensor]], places: Sequence[Place], *, overlapped: bool = False
 ) -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which tensors that autograd saves on ``places`` are moved to the host, except ``kept``.
 
-    ``overlapped``: copies run while kernels do.
+    These have names for errors. ``overlapped``: copies run while kernels do.
     """
-    keep = {id(tensor.untyped_storage()) for tensor in kept}
+    keep = {id(tensor.untyped_storage()): name for name, tensor in kept}
     # The weak reference to a storage tells whether its id is still that of the same storage.
     seen: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[_HostCopy]]] = {}
 
-    def pack(tensor: Tensor) -> Tensor | _Saved:
-        storage = tensor.untyped_storage()
+    def pack(tensor: Tensor) -> _Kept | _Saved:
+        data, storage = tensor.detach(), tensor.untyped_storage()
         place = place_of(tensor, places) if tensor.layout == torch.strided else None
         if id(storage) in keep or place is None or not storage.nbytes():
-            return tensor.detach()
-        data = tensor.detach()
+            return _Kept(data, data._version, keep.get(id(storage), ""))
         view = (tensor.size(), tensor.stride(), tensor.storage_offset())
         # Tensors that cover their whole storage share a copy. A part of a storage is copied by itself,
         # as other parts may have version counters of their own (unsafe_chunk, as in an LSTM).
@@ -168,9 +183,9 @@ def offload_saved(
             seen[key] = (weakref.ref(storage), weakref.ref(copied))
         return _Saved(copied, view if whole else None)
 
-    def unpack(packed: Tensor | _Saved) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def unpack(packed: _Kept | _Saved) -> Tensor:
+        if isinstance(packed, _Kept):
+            return packed.get()
         back = packed.copied.fetch()
         return back if packed.view is None else back.as_strided(*packed.view)
 

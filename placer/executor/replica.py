@@ -12,7 +12,8 @@ from placer.emit import StageCode, StagedModel
 from placer.executor.exchange import LocalExchange
 from placer.executor.parameter_copies import ParameterCopies
 from placer.executor.place import CALLER, Place, on
-from placer.executor.segments import run_segments, tensors_at
+from placer.executor.segment_state import tensors_at
+from placer.executor.segments import run_segments
 from placer.executor.statistics import DeferredStatistics
 from placer.executor.transfer import copy_to
 from placer.executor.tree import build_tree

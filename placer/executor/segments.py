@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from placer._torch import current_backward, function_modes, is_transformed, stop_recomputing
@@ -17,6 +17,7 @@ from placer.errors import PlacerError
 from placer.executor.compiled import compiled_forward
 from placer.executor.offload import offload_saved
 from placer.executor.place import Place, on
+from placer.executor.segment_state import SegmentState, tensors_read
 from placer.generators import random_state, set_random_state
 from placer.space import Exchange, exchanging
 
@@ -87,7 +88,7 @@ def _run(
             return forward(tree, place.device, inputs)
     offloading: AbstractContextManager[Any] = nullcontext()
     if segment.offload:
-        kept = (x for own in trees[: segment.shards] for x in _state(segment, own))
+        kept = (each for own in trees[: segment.shards] for each in tensors_read(segment, own))
         local = places[: segment.shards]
         offloading = offload_saved(kept, local, overlapped=segment.overlapped)
     with offloading:
@@ -107,18 +108,18 @@ def _run_recomputed(
 ) -> tuple[Any, ...]:
     """Run the segment under ``torch.utils.checkpoint``, so that backward runs it again.
 
-    The second run uses the same random states and modes (of torch, and of modules). Buffers and parameters
-    that the segment writes are written once: the second run works on copies of their values before the first.
+    The second run uses the same random states and modes of torch, and the same `SegmentState`. Buffers and
+    parameters that the segment writes are written once: the second run works on copies of their values before
+    the first.
 
     ``checkpoint`` can restore random states too, but several threads that do so at once leave the CPU's
     generator in the state of one of the recomputations. It also lets each of the devices of a stage that is
     split in space run the segment again, in its own thread of one backward: all but the first stop.
     """
-    before = {name: tensor.detach().clone() for name, tensor in tensors_at(tree, segment.written)}
+    before = SegmentState(segment, tree)
     place = places[0]
     states = {device: random_state(device) for device in (_CPU, *(p.device for p in places))}
     modes = function_modes()
-    training = {module: module.training for module in _modules(segment, tree)}
     # Checkpoint saves tensors for its backward, so that they can be offloaded, and maps over all that it is
     # given, which torch 2.11 cannot do with packed sequences.
     tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -140,8 +141,7 @@ def _run_recomputed(
                 if (backward := current_backward()) in again:
                     raise stop_recomputing()
                 again.update({backward} - {-1})
-                stack.enter_context(_tensors_swapped(tree, before))
-                stack.enter_context(_training_swapped(training))
+                stack.enter_context(before.restored())
             given = iter(tensors)
             arguments = [next(given) if x is _TENSOR else x for x in others]
             return forward(tree, place.device, arguments)
@@ -164,69 +164,3 @@ def _random_states_swapped(states: Mapping[torch.device, Tensor]) -> Iterator[No
         finally:
             for device, state in held.items():
                 set_random_state(device, state)
-
-
-@contextmanager
-def _training_swapped(training: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """In this block, modules are in these modes; forward, or its caller, may have changed them since."""
-    held = {module: module.training for module in training}
-    _set_training(training)
-    try:
-        yield
-    finally:
-        _set_training(held)
-
-
-def _set_training(training: Mapping[nn.Module, bool]) -> None:
-    for module, flag in training.items():
-        module.training = flag
-
-
-@contextmanager
-def _tensors_swapped(tree: Any, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """In this block, replace the tensors of these names in ``tree`` by copies of ``tensors``."""
-    tables = [(*_table(tree, name), value) for name, value in tensors.items()]
-    held = [table[leaf] for table, leaf, _ in tables]
-    for (table, leaf, value), tensor in zip(tables, held, strict=True):
-        table[leaf] = value.clone().requires_grad_(tensor.requires_grad)
-    try:
-        yield
-    finally:
-        for (table, leaf, _), tensor in zip(tables, held, strict=True):
-            table[leaf] = tensor
-
-
-def tensors_at(tree: Any, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors with these dotted names in ``tree`` (of modules or clones), with their names."""
-    for name in names:
-        table, leaf = _table(tree, name)
-        yield name, table[leaf]
-
-
-def _table(tree: Any, name: str) -> tuple[dict[str, Any], str]:
-    """The dict in ``tree`` that contains the tensor ``name``, and its key there."""
-    owner, _, leaf = name.rpartition(".")
-    value = tree
-    for part in owner.split(".") if owner else ():
-        value = getattr(value, part)
-    tables = (value._buffers, value._parameters) if isinstance(value, nn.Module) else ()
-    return next((table for table in tables if leaf in table), vars(value)), leaf
-
-
-def _state(segment: SegmentCode, tree: Any) -> Iterator[Tensor]:
-    """The parameters and buffers that the segment reads."""
-    for module in _modules(segment, tree):
-        for table in (module._parameters, module._buffers):
-            yield from (tensor for tensor in table.values() if tensor is not None)
-    for _, tensor in tensors_at(tree, segment.attributes):
-        if isinstance(tensor, Tensor):
-            yield tensor
-
-
-def _modules(segment: SegmentCode, tree: Any) -> Iterator[nn.Module]:
-    """The modules that the segment calls, and those inside them."""
-    for path in segment.modules:
-        module = tree
-        for part in path.split("."):
-            module = getattr(module, part)
-        yield from module.modules()

@@ -23,8 +23,8 @@ _ALONG: Mapping[str, tuple[int, Any]] = {
 }
 # Functions of the last two dimensions
 _MATRICES = (
-    "tril", "triu", "inverse", "cholesky", "matrix_exp", "linalg_inv", "linalg_solve", "linalg_qr",
-    "linalg_svd", "linalg_eigh", "linalg_cholesky", "linalg_pinv", "linalg_matrix_exp",
+    "tril", "triu", "fill_diagonal_", "inverse", "cholesky", "matrix_exp", "linalg_inv", "linalg_solve",
+    "linalg_qr", "linalg_svd", "linalg_eigh", "linalg_cholesky", "linalg_pinv", "linalg_matrix_exp",
 )  # fmt: skip
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
 

@@ -49,6 +49,7 @@ def copy_module(
         fake = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
         if (fake or tensor.grad_fn is not None) and id(tensor) not in known:
             known[id(tensor)] = tensor.detach().clone()
+    known |= {id(value): value for value in values if type(value) is object}  # such as MISSING
     owned = _owned(model, values)
     if keep_objects:
         _keep(model, owned, known)

@@ -107,7 +107,7 @@ def run_forward(
         ]
         _refuse_changed_again(recorder, changes)
         try:
-            left = write_changes(changes, writer, recorder.path_of)
+            left = write_changes(changes, writer, recorder.path_of, before)
         except StoreFailure as failure:
             location = locate_function(type(model.get_submodule(failure.layer)).forward)
             raise TraceFailure(failure.layer, failure.reason, location) from failure

@@ -298,9 +298,10 @@ def _attribute(module: nn.Module | None, name: str) -> Any:
 class Freezer:
     """Converts values, as they are now, to forms that are equal if the values are equal.
 
-    Tensors are numbered in the order in which they first appear, so that identity between several
-    values counts too. Two freezers must therefore get the same attributes in the same order. ``modules``
-    are those of the model, by path; a module or its method is equal to that of the same path in a copy.
+    Tensors, containers and objects are numbered in the order in which they first appear, so that identity
+    between several values counts too. Two freezers must therefore get the same attributes in the same
+    order. ``modules`` are those of the model, by path; a module or its method is equal to that of the same
+    path in a copy.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -340,7 +341,7 @@ class Freezer:
         if isinstance(value, PLAIN_VALUES):
             return kind, value
         if isinstance(value, Tensor):
-            number = self._numbers.setdefault(id(value), len(self._numbers))
+            number = self._number(value)
             values = values_of(value) if values_read and not value.is_meta else None
             held = vars(value) if depth == DEPTH else {}  # what the user has set on it
             attributes = {name: self._attribute(x) for name, x in held.items()}
@@ -363,10 +364,15 @@ class Freezer:
         if parts is None:
             return _Same(value)
         depth, numbers = depth_inside(value, depth), self._numbers_in.get(id(value), ())
-        return kind, [
+        place = None if isinstance(value, tuple) else self._number(value)
+        items = [
             (key, type(item) if key in numbers else self._freeze(item, depth, values_read))
             for key, item in parts
         ]
+        return kind, place, items
+
+    def _number(self, value: Any) -> int:
+        return self._numbers.setdefault(id(value), len(self._numbers))
 
     def _attribute(self, value: Any) -> Any:
         """The form of an attribute of a tensor."""

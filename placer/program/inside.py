@@ -17,7 +17,7 @@ from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.failure import locate_caller
 from placer.program.restore import Change
-from placer.program.rows import ARITHMETIC, Mixing, find_rows, name_of
+from placer.program.rows import Mixing, counting_nodes, find_rows
 
 SOMETHING_ELSE = "it computes something else for another batch size"
 
@@ -142,17 +142,16 @@ def mixing_inside(
         _grown(a, b) for each, (a, b) in zip(nodes, both, strict=True) if each.op == "placeholder"
     ]
     independent = [False] * len(nodes)
+    counting = counting_nodes(inside.graph, doubled.graph)
     flow = find_rows(
-        inside.graph, inside.shapes, doubled.shapes, dims, model, independent, {}, {}, {}, rows=rows
+        *(inside.graph, inside.shapes, doubled.shapes, dims, model, independent, {}, {}, {}),
+        rows=rows,
+        counting=counting,
     )
     reasons = {each.node: each.reason for each in flow.mixing}
     for i, each in enumerate(nodes):
         reason = reasons.get(each.name)
-        if (
-            name_of(each).strip("_") in ARITHMETIC
-            and _grown(*both[i]) is not None
-            and _numbers(each) != _numbers(others[i])
-        ):
+        if each.name in counting and _grown(*both[i]) is not None:
             reason = reason or "it computes with the number of rows"
         if each.name in inside.constants and not _repeats(
             inside.constants[each.name], doubled.constants[others[i].name]
@@ -189,7 +188,3 @@ def _repeats(constant: Tensor, doubled: Tensor) -> bool:
     """Has every slice of the batch the same constant, or the same rows of it?"""
     dim = _grown(constant.shape, doubled.shape)
     return torch.equal(constant if dim is None else torch.cat([constant] * 2, dim), doubled)
-
-
-def _numbers(node: fx.Node) -> list[Any]:
-    return [x for x in node.args if isinstance(x, int | float)]

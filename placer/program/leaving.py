@@ -15,8 +15,8 @@ from placer._torch import without_torch_function
 from placer.program.failure import Untraceable
 from placer.program.objects import Path, has_slots, spell
 from placer.program.reachable import Reference
-from placer.program.restore import Change
-from placer.program.result import ModuleReference, flatten_result
+from placer.program.restore import Change, Snapshot
+from placer.program.result import ModelPart, flatten_result
 from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import Stored
 from placer.program.writer import GraphWriter
@@ -46,9 +46,9 @@ class StoreFailure(Exception):
 
 
 def write_changes(
-    changes: Iterable[Change], writer: GraphWriter, paths: Mapping[int, str]
+    changes: Iterable[Change], writer: GraphWriter, paths: Mapping[int, str], before: Snapshot
 ) -> list[Left]:
-    """The stored values for ``changes``; ``paths`` has the path of each module, by its id.
+    """The stored values for ``changes`` since ``before``; ``paths`` has the path of each module, by its id.
 
     Left out are hooks that forward installs with the flag that says so, since every call of the program
     computes what the first does; and what the code keeps for itself in variables, such as functions. Raises
@@ -71,7 +71,7 @@ def write_changes(
         if change in hooks or (hooks and change.root == "model" and change.value is True):
             continue
         try:
-            left = _write(change, writer, paths)
+            left = _write(change, writer, paths, before)
         except Untraceable as error:
             raise StoreFailure(layer, f"it sets {spell(change.path)}, but {error}") from error
         if left is not None:
@@ -102,7 +102,9 @@ def flag_of(root: str, path: Path, flag: bool) -> Left:
     return Left(stored=stored, leaves=(), shapes=(), change=None)
 
 
-def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Left | None:
+def _write(
+    change: Change, writer: GraphWriter, paths: Mapping[int, str], before: Snapshot
+) -> Left | None:
     if change.root == "model" and "_modules" in change.path[1:2]:
         raise Untraceable("that is a layer: make all layers before forward")
     if has_slots(change.holder) and not isinstance(change.holder, Reference):
@@ -120,13 +122,19 @@ def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Lef
 
     def referred(leaf: Any) -> Any:
         if not isinstance(leaf, nn.Module):
-            return leaf
+            if type(leaf) is object:
+                raise Untraceable("that is only equal to itself: use None, or a member of an Enum")
+            path = before.path_of(leaf)
+            return leaf if path is None else ModelPart(path)
         if id(leaf) not in paths:
             raise Untraceable("that holds a layer that the model does not have")
-        return ModuleReference(paths[id(leaf)])
+        return ModelPart((paths[id(leaf)],))
+
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, torch.Size) or before.path_of(value) is not None
 
     value = list(change.value) if change.kind in ("update", "items") else change.value
-    value = tree_map(referred, value, is_leaf=lambda x: isinstance(x, torch.Size))
+    value = tree_map(referred, value, is_leaf=is_leaf)
     try:
         leaves, form = flatten_result(value, lambda leaf: isinstance(leaf, RecordedNumber))
     except Untraceable:
@@ -135,7 +143,7 @@ def _write(change: Change, writer: GraphWriter, paths: Mapping[int, str]) -> Lef
         raise
     if change.root == "code" and not leaves and any(form.objects):
         return None
-    arguments = [x if isinstance(x, ModuleReference) else writer.argument(x) for x in leaves]
+    arguments = [x if isinstance(x, ModelPart) else writer.argument(x) for x in leaves]
     with without_torch_function():
         shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]
     return Left(

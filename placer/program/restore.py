@@ -148,6 +148,13 @@ class Snapshot:
         for holder in self._holders.values():
             yield from holder.changes()
 
+    def path_of(self, value: Any) -> Path | None:
+        """The path of an object or a container in an attribute of the model, which had it already."""
+        holder = self._holders.get(id(value))
+        if holder is None or holder.root != "model" or isinstance(value, nn.Module):
+            return None
+        return holder.path if len(holder.path) > 1 else None
+
     def changes_in(self, objects: Iterable[Any]) -> Iterator[Change]:
         """What has changed since in these objects."""
         for value in objects:

@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec
 from placer.errors import CaptureError
 from placer.operands import leaves_with_paths
 from placer.program.failure import Untraceable
+from placer.program.objects import Path
 from placer.program.packed import unflatten
 
 PLAIN = (  # types whose values may be arguments of a node as they are
@@ -35,10 +36,13 @@ PLAIN = (  # types whose values may be arguments of a node as they are
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleReference:
-    """Stands for the model's module at ``path`` among the leaves of a value."""
+class ModelPart:
+    """Stands for an object that the model has at ``path`` among the leaves of a value.
 
-    path: str
+    The path begins with that of a module, and may lead into its attributes.
+    """
+
+    path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,7 @@ def flatten_result(
     objects: list[PackedObject | None] = []
     for path, leaf in paths:
         name = readable(path)
-        if isinstance(leaf, (Tensor, torch.device, ModuleReference, *PLAIN)):
+        if isinstance(leaf, (Tensor, torch.device, ModelPart, *PLAIN)):
             leaves.append(leaf)
             objects.append(None)
             names.append(name)

@@ -20,6 +20,7 @@ from placer.program.rows import (
     Mixing,
     RowFlow,
     Rows,
+    counting_nodes,
     find_rows,
     is_norm,
     is_norm_function,
@@ -54,11 +55,9 @@ class RowCheck:
     def flow(self, state_of: Mapping[str, Collection[str]]) -> RowFlow | None:
         """How nodes depend on the rows of the batch, and on the state that they read; None if not known."""
         recording, doubled = self.recording, self.doubled
-        if (
-            doubled is None
-            or self.fixed_batch_reason
-            or len(doubled.shapes) != len(recording.shapes)
-        ):
+        if doubled is None or len(doubled.shapes) != len(recording.shapes):
+            return None
+        if self.fixed_batch_reason and recording.operations() != doubled.operations():
             return None
         return find_rows(
             recording.graph,
@@ -70,6 +69,7 @@ class RowCheck:
             self.aliasing.mutated_state_of,
             state_of,
             self.aliasing.mutated_values_of,
+            counting=counting_nodes(recording.graph, doubled.graph),
         )
 
     def outcome(self, flow: RowFlow | None) -> tuple[str, str]:

@@ -80,16 +80,20 @@ def find_rows(
     written_values: Mapping[str, Collection[str]],
     *,
     rows: int = 1,
+    counting: Mapping[str, bool] | None = None,
 ) -> RowFlow:
     """Follow the rows through ``graph``; ``doubled`` are the shapes for twice the batch.
 
     ``batch_dims`` are those of the placeholders. ``independent`` nodes do not depend on the inputs of the
     single node that makes them. ``written`` and ``read`` have the names of parameters and
     buffers that nodes write and read, ``written_values`` of earlier nodes whose memory they write. ``rows``
-    is the size of the batch, if no input has it.
+    is the size of the batch, if no input has it; ``counting`` are `counting_nodes`.
     """
     flow = _Flow(
-        dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)), model, rows
+        dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)),
+        model,
+        rows,
+        counting or {},
     )
     alone = {node for node, each in zip(graph.nodes, independent, strict=True) if each}
     dims = iter(batch_dims)
@@ -126,6 +130,29 @@ def rows_by_size(shape: Any, doubled: Any) -> Rows:
     return Rows() if shape == doubled else Rows(combination=None)
 
 
+def counting_nodes(graph: fx.Graph, doubled: fx.Graph) -> dict[str, bool]:
+    """The nodes that compute with other numbers in ``doubled``, the same operations on twice the batch.
+
+    As in ``x / len(x)``, where Python makes a number of a size. Are they twice as large?
+    """
+    found = {}
+    for node, other in zip(graph.nodes, doubled.nodes, strict=True):
+        once, twice = _numbers(node), _numbers(other)
+        if once != twice:
+            found[node.name] = twice == [2 * x for x in once]
+    return found
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    """The numbers with which ``node`` computes, which are no sizes."""
+    name = name_of(node).strip("_")
+    if name in _FILLING:
+        given = [argument(node, "fill_value", None, position=_FILLING[name])]
+    else:
+        given = flat([node.args, *node.kwargs.values()]) if name in ARITHMETIC else []
+    return [x for x in given if isinstance(x, int | float)]
+
+
 def is_norm(module: nn.Module) -> bool:
     """Is ``module`` a layer with running statistics, such as BatchNorm?"""
     return "running_mean" in module._buffers and "num_batches_tracked" in module._buffers
@@ -141,7 +168,11 @@ def is_norm_function(node: fx.Node) -> bool:
 
 class _Flow:
     def __init__(
-        self, shapes: Mapping[fx.Node, tuple[Any, Any]], model: nn.Module, rows: int
+        self,
+        shapes: Mapping[fx.Node, tuple[Any, Any]],
+        model: nn.Module,
+        rows: int,
+        counting: Mapping[str, bool],
     ) -> None:
         self.rows: dict[fx.Node, Rows] = {}
         self.mixing: list[Mixing] = []
@@ -150,6 +181,7 @@ class _Flow:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._names = {node: self._find_name(node) for node in shapes}
         self._size = rows  # of the batch
+        self._counting = counting
 
     def start(self, node: fx.Node, dim: BatchDim) -> None:
         self.rows[node] = Rows() if dim is None else Rows(dim=dim, combination=None, depends=True)
@@ -159,10 +191,12 @@ class _Flow:
     def follow(self, node: fx.Node, *, state_mixes: bool) -> None:
         sources = [self.rows[source] for source in self._sources(node)]
         depends = any(source.depends for source in sources) or state_mixes
+        depends |= node.name in self._counting
         shape, doubled = self._shapes[node]
         if self._names[node] in _INDEXING:  # what is selected by numbers of rows is none itself
             sources = sources[:1]
         numbered = any(source.numbered for source in sources) or self._names[node] in _NUMBERING
+        numbered |= isinstance(shape, torch.Size) and not depends and self._along_rows(node)
         if self._names[node] == "_pack_padded_sequence" and depends:
             self._note(
                 node, "it packs the sequences of the batch, and the longest decides the sizes"
@@ -171,8 +205,6 @@ class _Flow:
             self._note(node, "it divides gradients by how often the batch has an index")
         if depends and self._names[node] == "embedding_bag" and self._has_offsets(node):
             self._note(node, "it takes bags out of one row of indices, by their offsets")
-        if depends and self._writes_some_rows(node):
-            self._note(node, "it writes some of the rows of the batch")
         if not isinstance(shape, torch.Size):
             self.rows[node] = self._other(shape, doubled, depends=depends, numbered=numbered)
             others = any(source.combination == "same" for source in sources)
@@ -209,6 +241,15 @@ class _Flow:
         An input without rows may also count calls, which slices do more often.
         """
         depends = self.rows[node].depends
+        target = node.args[0] if node.args else None
+        for each in map(self._nodes.__getitem__, names):
+            if self.rows[each].dim is None or not isinstance(target, fx.Node):
+                continue
+            if self._writes_some_rows(node, target):
+                if depends or self.rows[each].depends:
+                    self._note(node, "it writes some of the rows of the batch")
+                    break
+                self.rows[each] = replace(self.rows[each], numbered=True)
         counts = self.rows[node].dim is None and self.rows[node].combination != "same"
         for each in map(self._nodes.__getitem__, names):
             if not depends and not (counts and each.op == "placeholder"):
@@ -234,6 +275,9 @@ class _Flow:
         """How the statistics of slices that ``node`` computes give that of the batch."""
         name, module = self._names[node], self._module(node)
         sources = [self.rows[source] for source in node.all_input_nodes]
+        if node.name in self._counting:
+            of_sum = name in _DIVISIONS and [x.combination for x in sources] == ["sum"]
+            return "mean" if of_sum and self._counting[node.name] else None
         found = {source.combination for source in sources}
         if any(source.dim is not None for source in sources):
             with_rows = all(x.dim is not None or x.combination == "same" for x in sources)
@@ -247,7 +291,7 @@ class _Flow:
                 )
                 return _REDUCTIONS.get(str(asked).removeprefix("batch"))
             return None
-        if name in ("div", "true_divide", "truediv", "__truediv__") and len(node.args) == 2:
+        if name in _DIVISIONS and len(node.args) == 2:
             top, bottom = (
                 self.rows[x].combination if isinstance(x, fx.Node) else "same" for x in node.args
             )
@@ -345,14 +389,15 @@ class _Flow:
             self._note(node, "it regroups the rows of the batch")
         elif self._along_rows(node):
             self._note(node, "it computes along the rows of the batch")
-        elif self._names[node].strip("_") in ARITHMETIC and any(
-            isinstance(value, int | float) and value != doubled
-            for value, doubled in (self._shapes[source] for source in node.all_input_nodes)
+        elif node.name in self._counting or (
+            self._names[node].strip("_") in ARITHMETIC
+            and any(
+                isinstance(value, int | float) and value != doubled
+                for value, doubled in (self._shapes[source] for source in node.all_input_nodes)
+            )
         ):
             self._note(node, "it computes with the number of rows")
-        elif self._names[node] not in _INDEXING and any(
-            self.rows[source].numbered for source in self._tensors_read(node)
-        ):
+        elif any(self.rows[x].numbered for x in self._values_read(node)):
             self._note(node, "it uses the numbers of the rows, which begin anew in every slice")
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
@@ -372,6 +417,13 @@ class _Flow:
                 yield source
             elif value is None and node.target in SELECTS and source.op != "placeholder":
                 yield from self._tensors_read(source)
+
+    def _values_read(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes with whose values ``node`` computes; indexing only passes on those of its first argument."""
+        if self._names[node] not in _INDEXING:
+            return list(self._tensors_read(node))
+        others = (node.args[0], self._row_index(node))
+        return [x for x in self._sources(node) if x not in others]
 
     def _is_statistic(self, node: fx.Node) -> bool:
         return isinstance(self._shapes[node][0], torch.Size) and self.rows[node].dim is None
@@ -401,54 +453,48 @@ class _Flow:
         }
         if name == "as_strided" or computes_along(node, module, name, given):
             return True
-        if name in ("getitem", "__getitem__"):
-            return node.args[0] is first and self._picks_rows(node, dim)
-        if name in _PICKING:
-            along = argument(node, "dim", None, position=1)
-            index = argument(node, "index", None, position=2)
-            inside = isinstance(along, int) and along % rank == dim and node.args[0] is first
-            return inside and isinstance(index, fx.Node) and not self._is_position(index)
-        return False
+        if name not in _INDEXING or node.args[0] is not first:
+            return False
+        index = self._row_index(node)
+        if index is None or not isinstance(self._shapes[index][0], torch.Size):
+            return False
+        return not self._is_position(index)
 
-    def _picks_rows(self, node: fx.Node, dim: int) -> bool:
-        """Does ``x[index]`` choose rows by a tensor other than ``torch.arange``?"""
-        index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
-        position = 0
-        rank = len(self._shapes[node.args[0]][0])  # type: ignore[index]
-        for part in index:
-            if part is None:
-                continue
-            if part is ...:
-                position = rank - sum(x is not None and x is not ... for x in index) + position
-                continue
-            if position == dim and isinstance(part, fx.Node):
-                is_tensor = isinstance(self._shapes[part][0], torch.Size)
-                return is_tensor and not self._is_position(part)
-            position += 1
-        return False
-
-    def _writes_some_rows(self, node: fx.Node) -> bool:
-        """Does ``node`` write to rows with some numbers, as in ``x[0] = 0`` or ``x[0].zero_()``?"""
+    def _row_index(self, node: fx.Node) -> fx.Node | None:
+        """The value with which an indexing ``node`` chooses rows of its first argument, or None."""
         name, target = self._names[node], node.args[0] if node.args else None
-        if not isinstance(target, fx.Node):
-            return False
-        if name in ("setitem", "__setitem__"):
+        shape = self._shapes[target][0] if isinstance(target, fx.Node) else None
+        if name not in _INDEXING or not isinstance(shape, torch.Size):
+            return None
+        assert isinstance(target, fx.Node)
+        dim = self.rows[target].dim
+        if name.rstrip("_") in _BY_DIM:
+            along = argument(node, "dim", None, position=1)
+            inside = isinstance(along, int) and along % len(shape) == dim
+            found = argument(node, "index", None, position=2) if inside else None
+        else:
+            parts = _index_parts(argument(node, "indices", None, position=1), len(shape))
+            found = parts[dim] if dim is not None and dim < len(parts) else None
+        return found if isinstance(found, fx.Node) else None
+
+    def _writes_some_rows(self, node: fx.Node, target: fx.Node) -> bool:
+        """Does ``node`` write to rows of ``target`` with some numbers, or to a view of some rows?
+
+        As in ``x[0] = 0``, ``x[0].zero_()`` or ``x.narrow(0, 0, 2).add_(1)``.
+        """
+        shape, doubled = self._shapes[target]
+        if self._names[node] in ("setitem", "__setitem__"):
             return self._numbers_rows(target, node.args[1])
-        in_place = name.endswith("_") and not name.endswith("__")
-        if not in_place or self._names[target] not in ("getitem", "__getitem__"):
-            return False
-        whole, index = target.args[:2]
-        return isinstance(whole, fx.Node) and self._numbers_rows(whole, index)
+        return isinstance(shape, torch.Size) and not any(
+            2 * a == b for a, b in zip(shape, doubled, strict=True)
+        )
 
     def _numbers_rows(self, tensor: fx.Node, index: Any) -> bool:
         """Does ``index`` select rows of ``tensor`` by constant numbers?"""
         dim, shape = self.rows[tensor].dim, self._shapes[tensor][0]
-        parts = [x for x in (index if isinstance(index, tuple) else (index,)) if x is not None]
         if dim is None or not isinstance(shape, torch.Size):
             return False
-        if ... in parts:
-            at = parts.index(...)
-            parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+        parts = _index_parts(index, len(shape))
         part = parts[dim] if dim < len(parts) else slice(None)
         if isinstance(part, slice):
             return any(isinstance(end, int) and end != 0 for end in (part.start, part.stop))
@@ -500,6 +546,16 @@ class _Flow:
         return name_of(node)
 
 
+def _index_parts(index: Any, rank: int) -> list[Any]:
+    """What ``index`` says of each dimension, the last ones left out."""
+    given = index if isinstance(index, tuple | list) else (index,)
+    parts = [x for x in given if x is not None]
+    if ... in parts:
+        at = parts.index(...)
+        parts[at : at + 1] = [slice(None)] * (rank - len(parts) + 1)
+    return parts
+
+
 def name_of(node: fx.Node) -> str:
     """The name of the function, method or operator that ``node`` calls."""
     target: Any = node.target
@@ -511,8 +567,9 @@ def name_of(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
+_DIVISIONS = ("div", "true_divide", "truediv", "__truediv__")
+_FILLING = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1, "masked_fill": 2}
 _SUMS = ("add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "add_", "sub_", "rsub")
-_PICKING = ("index_select", "gather", "take_along_dim", "scatter", "scatter_add", "index_add")
 _REDUCTIONS: Mapping[str, Combination] = {"mean": "mean", "sum": "sum", "count_nonzero": "sum"}
 _LOSSES = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
@@ -546,7 +603,7 @@ _VIEWS = (
 )
 _SPLITS = ("chunk", "split", "tensor_split", "unbind")
 _NUMBERING = (
-    *("arange", "linspace", "randperm", "nonzero"),
+    *("arange", "linspace", "logspace", "randperm", "nonzero", "eye"),
     *("tril_indices", "triu_indices", "meshgrid"),
 )
 ARITHMETIC = {
@@ -554,9 +611,14 @@ ARITHMETIC = {
     for name in ("mul", "div", "truediv", "add", "sub", "pow", "floordiv", "mod")
     for prefix in ("", "r", "i")
 } | {"multiply", "divide", "true_divide", "floor_divide", "subtract", "remainder"}
-_INDEXING = (
-    "getitem", "__getitem__", "setitem", "__setitem__", "index_select", "gather", "take_along_dim",
-    "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_", "index_copy_",
-    "index_put", "index_put_", "index_fill", "index_fill_",
+# Functions with an index of one dimension, and all that take indices
+_BY_DIM = (
+    "index_select", "gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "index_add",
+    "index_copy", "index_fill", "index_reduce",
 )  # fmt: skip
+_INDEXING = {
+    *("getitem", "__getitem__", "setitem", "__setitem__", "index_put", "index_put_"),
+    *_BY_DIM,
+    *(f"{name}_" for name in _BY_DIM),
+}
 SELECT_NAMES: Collection[str] = ("getitem", "get_field")

@@ -20,7 +20,7 @@ from placer.program.batch import BatchDim
 from placer.program.objects import Path, at, spell
 from placer.program.reachable import Reference
 from placer.program.restore import MISSING, Kind, set_items
-from placer.program.result import ModuleReference, ResultFormat
+from placer.program.result import ModelPart, ResultFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +106,14 @@ def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Ca
     ``leaves`` are the stored values, in the order of ``stored``. What belongs to modules that the model
     lacks, as on a rank that has a part of it, is left out.
     """
-    rest, undo = list(leaves), ExitStack()
+    rest, undo, values = list(leaves), ExitStack(), []
     for each in stored:
         own, rest = rest[: each.count], rest[each.count :]
         if not _is_there(each, target):
             continue
-        modules = [_module(target.model, leaf) for leaf in own]
-        value = None if each.format is None else each.format.unflatten(modules)
+        own = [_part(target.model, leaf) if isinstance(leaf, ModelPart) else leaf for leaf in own]
+        values.append((each, None if each.format is None else each.format.unflatten(own)))
+    for each, value in values:  # after all parts of the model were found where they were
         undo.callback(_store(each, value, target))
     return undo.close
 
@@ -152,8 +153,9 @@ def set_at(model: nn.Module, path: Path, value: Any) -> None:
         table_at(model, path)[path[-1]] = value
 
 
-def _module(model: nn.Module, leaf: Any) -> Any:
-    return model.get_submodule(leaf.path) if isinstance(leaf, ModuleReference) else leaf
+def _part(model: nn.Module, part: ModelPart) -> Any:
+    module, *path = part.path
+    return at(vars(model.get_submodule(module)), path) if path else model.get_submodule(module)
 
 
 def _store(each: Stored, value: Any, target: Target) -> Callable[[], object]:

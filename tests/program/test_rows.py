@@ -36,6 +36,26 @@ def _first_row(y: Tensor, *, in_place: bool) -> Tensor:
     return y
 
 
+def _written_first(y: Tensor) -> Tensor:
+    y[0] = 1
+    return y
+
+
+def _narrowed(y: Tensor) -> Tensor:
+    y.narrow(0, 1, 1).add_(1)
+    return y
+
+
+def _chosen(y: Tensor) -> Tensor:
+    """Numbers of rows that the rows say."""
+    return (y[:, 0] > 0).long()
+
+
+def _numbers(y: Tensor) -> Tensor:
+    """The numbers of the rows."""
+    return torch.arange(y.size(0))
+
+
 def _written(y: Tensor, *, by_copy: bool) -> Tensor:
     """What is read later is not the view that is written."""
     columns = torch.zeros_like(y)
@@ -100,7 +120,37 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda y: y - _written(y, by_copy=True).mean(0),
         "it uses a statistic of the batch",
     ),
+    **{
+        f"numbers of rows {name}": (
+            function,
+            "it uses the numbers of the rows, which begin anew in every slice",
+        )
+        for name, function in {
+            "that pick columns": lambda y: y[_numbers(y), _numbers(y) % 3],
+            "that gather columns": lambda y: y.gather(1, (_numbers(y) % 3)[:, None]),
+            "in a triangle": lambda y: y * torch.ones_like(y).tril(),
+            "in a diagonal": lambda y: y * torch.eye(y.size(0), 6),
+            "in a mask": lambda y: y * _written_first(torch.zeros_like(y)),
+            "in a mask, by a view": lambda y: y * _narrowed(torch.zeros_like(y)),
+        }.items()
+    },
+    "part of the rows": (lambda y: _narrowed(y * 2), "it writes some of the rows"),
+    **{
+        f"indices into rows: {name}": (function, "it computes along the rows of the batch")
+        for name, function in {
+            "add": lambda y: y.index_add(0, _chosen(y), y),
+            "add in place": lambda y: torch.zeros_like(y).index_add_(0, _chosen(y), y),
+            "copy": lambda y: torch.zeros_like(y).index_copy(0, _chosen(y), y),
+            "fill": lambda y: y.index_fill(0, torch.tensor([1]), 0.0),
+        }.items()
+    },
     "count of rows": (lambda y: y * y.size(0), "it computes with the number of rows"),
+    "length": (lambda y: y / len(y), "it computes with the number of rows"),
+    "root of the length": (lambda y: y / len(y) ** 0.5, "it computes with the number of rows"),
+    "filled with the length": (
+        lambda y: y + torch.full((y.size(0), 1), 1 / len(y)),
+        "it computes with the number of rows",
+    ),
     "count in a division": (lambda y: y / y.numel(), "it computes with the number of rows"),
 }
 
@@ -217,6 +267,8 @@ SEPARATE: dict[str, Callable[[Tensor], Any]] = {
     "shapes": lambda y: y.view(y.size(0), 2, 3).transpose(0, 1).reshape(2, y.size(0) * 3)[0],
     "mean of rows": lambda y: y.mean(0),
     "sum by hand": lambda y: y.sum(0) / y.size(0),
+    "sum by the length": lambda y: y.sum(0) / len(y),
+    "column of each row": lambda y: y[_numbers(y), y.argmax(1)],
     "sum": lambda y: (y.sum(), y.square().sum(0)),
     "expanded": lambda y: y + y.new_ones(6).expand(y.size(0), 6),
     "batch second": lambda y: y.T,

@@ -62,7 +62,7 @@ from placer.executor.module import runtime_of
 from placer.executor.place import Place
 from placer.executor.runtime import Runtime
 from placer.executor.scatter import batch_size, check_target
-from placer.executor.segments import tensors_at
+from placer.executor.segment_state import tensors_at
 from placer.executor.statistics import Moments, NormCall, update_statistics
 from placer.executor.watch import StepReport, StepWatch, is_measured, joined
 from placer.executor.whole_batch import check_whole_batch
