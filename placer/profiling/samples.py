@@ -135,5 +135,5 @@ _PARAMETERS = 4
 
 
 def optimizer_nbytes(scale: float) -> int:
-    """Bytes of the parameters of the large step of Adam."""
-    return _PARAMETERS * 4 * round(2**18 * scale)
+    """Bytes of the parameters of the large step of Adam: more than the caches of a CPU hold."""
+    return _PARAMETERS * 4 * round(2**22 * min(scale, 4))
