@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -338,7 +339,7 @@ def _given_loss(
     return None
 
 
-def as_spec(source: SpecSource, model: nn.Module) -> PlacementSpec:
+def as_spec(source: SpecSource, model: nn.Module | None = None) -> PlacementSpec:
     """``source`` itself if it is a spec, otherwise the spec for ``model`` that `load_spec` reads from it.
 
     Raises ``SpecError``, and ``PlacerError`` for an object of another type.
@@ -351,11 +352,12 @@ def as_spec(source: SpecSource, model: nn.Module) -> PlacementSpec:
         )
     if isinstance(source, PlacementSpec):
         return source
-    is_model = isinstance(model, nn.Module)
-    return load_spec(source, layer_paths=lambda: _layer_paths(model) if is_model else None)
+    return load_spec(source, layer_paths=partial(_layer_paths, model))
 
 
-def _layer_paths(model: nn.Module) -> list[str]:
+def _layer_paths(model: Any) -> list[str] | None:
+    if not isinstance(model, nn.Module):
+        return None
     return [path for path, _ in model.named_modules(remove_duplicate=False)]
 
 
@@ -421,7 +423,7 @@ def _refuse_placed(model: nn.Module) -> None:
 
 def check_layers(model: nn.Module, spec: PlacementSpec) -> None:
     """Raise ``SpecError`` for patterns of layers that ``model`` has not, and for kinds of other devices."""
-    if problems := [*kind_problems(spec), *layer_problems(spec, _layer_paths(model))]:
+    if problems := [*kind_problems(spec), *layer_problems(spec, _layer_paths(model) or ())]:
         raise SpecError(SpecError.UNNAMED, problems)
 
 

@@ -24,6 +24,7 @@ class SegmentState:
 
     Between forward and backward, the caller or forward itself may change modes, freeze weights, or replace
     layers and weights, as ``torch.func.functional_call`` does. Tensors that the segment writes are copied.
+    `has_run` is called after the first run, in which a module that stays whole may have written others.
     """
 
     def __init__(self, segment: SegmentCode, tree: Any) -> None:
@@ -31,12 +32,17 @@ class SegmentState:
         self._copies = [(*_table(tree, name), x.detach().clone()) for name, x in written]
         copied = {id(tensor) for _, tensor in written}
         self._entries: list[Entry] = []
-        self._tensors = []
+        self._tensors: list[tuple[str, Tensor, bool]] = []
+        self._data: list[tuple[int, Any]] = []  # of each, after the first run
         for name, entry in _entries(segment, tree):
             self._entries.append(entry)
             value = entry[-1]
             if isinstance(value, Tensor) and id(value) not in copied:
-                self._tensors.append((name, value, value.requires_grad, *_data(value)))
+                self._tensors.append((name, value, value.requires_grad))
+
+    def has_run(self) -> None:
+        """From now on, nothing may be written to the tensors."""
+        self._data = [_data(tensor) for _, tensor, _ in self._tensors]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -45,7 +51,9 @@ class SegmentState:
         Raises ``PlacerError`` if another tensor was changed in place.
         """
         frozen = {}
-        for name, tensor, requires_grad, version, storage in self._tensors:
+        for (name, tensor, requires_grad), (version, storage) in zip(
+            self._tensors, self._data, strict=True
+        ):
             present = _data(tensor)
             if present[0] != version or present[1] is not storage:
                 raise changed_in_place(name, "runs its layer again", "checkpoint")

@@ -144,7 +144,10 @@ def _run_recomputed(
                 stack.enter_context(before.restored())
             given = iter(tensors)
             arguments = [next(given) if x is _TENSOR else x for x in others]
-            return forward(tree, place.device, arguments)
+            found = forward(tree, place.device, arguments)
+            if runs == 1:
+                before.has_run()
+            return found
 
     outputs: tuple[Any, ...] = checkpoint(
         run, *tensors, use_reentrant=False, preserve_rng_state=False
