@@ -117,6 +117,8 @@ class _Search:
         # The share that estimates along program order may fill
         self._room: dict[Family, float] = {}
         self._too_large: set[Strategy] = set()  # by their bounds
+        # With one micro-batch; more of them than were tried need no less
+        self._exhausted: set[Strategy] = set()
         self._rated: dict[Strategy, Rated] = {}
         self._failure: PlacerError | None = None  # of the last one that could not be planned
 
@@ -250,6 +252,8 @@ class _Search:
             members.remove((strategy, bound))
             if strategy.stages > MANY_STAGES:  # it would take too long
                 continue
+            if replace(strategy, microbatches=1) in self._exhausted:
+                continue
             excess = self._excess.get(family, 0.0) * _share(strategy)
             if bound.nbytes + excess > _FAR * self._bounds.room:
                 continue
@@ -272,6 +276,8 @@ class _Search:
         rated = self._rate(Rated(strategy=strategy, bound=bound, spec=spec), plan)
         if not plan.fits:
             self._excess[strategy.family] = (rated.peak - bound.nbytes) / _share(strategy)
+        if self._needs_what_did_not_fit(rated):
+            self._exhausted.add(replace(strategy, microbatches=1))
         self._rated.setdefault(rated.strategy, rated)
         return True
 
@@ -360,6 +366,15 @@ class _Search:
             worst = end_of(step_spans(alone))
         return replace(rated, plan=plan, fits=plan.fits, judged=judged, worst_time=worst)
 
+    def _needs_what_did_not_fit(self, rated: Rated) -> bool:
+        """Did a dry run with another number of micro-batches, and no more bytes, show that it does not fit?"""
+        alike = replace(rated.strategy, microbatches=1)
+        return any(
+            known.judged and not known.fits and known.peak <= rated.peak * (1 + 1e-3)
+            for strategy, known in self._rated.items()
+            if replace(strategy, microbatches=1) == alike
+        )
+
     def _was_refuted(self, strategy: Strategy) -> bool:
         """Did a dry run show that ``strategy`` does not fit?"""
         rated = self._rated.get(strategy)
@@ -401,6 +416,8 @@ class _Search:
             near.sort(key=lambda r: (max(values[r.strategy], as_good), r.strategy.complexity))
             for rated in near:
                 if rated.strategy in judged or len(judged) - before >= _MOST_JUDGED * (column + 1):
+                    continue
+                if self._needs_what_did_not_fit(rated):
                     continue
                 value = values[rated.strategy]
                 good = [r for r in judged.values() if r.plan and r.fits and not r.plan.starved]

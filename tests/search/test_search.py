@@ -273,6 +273,28 @@ def test_more_micro_batches_are_tried_where_recomputing_alone_does_not_fit() -> 
     assert plan.checkpoint
 
 
+def test_more_micro_batches_that_need_no_less_get_no_dry_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state of two layers is most of what a rank needs, however small its micro-batches are."""
+    judged: list[int] = []
+
+    def plan(make: JudgingPlanner, wanted: PlacementSpec) -> Plan:
+        judged.append(int(wanted.microbatches))
+        return real(make, wanted)
+
+    real = JudgingPlanner.__call__
+    monkeypatch.setattr(JudgingPlanner, "__call__", plan)
+    with torch.device("meta"):
+        layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+        model, x = nn.Sequential(*layers[:-1]), torch.empty(8192, 2048)
+    fields = {"stages": 2, "replicas": 1, "schedule": "1F1B", "checkpoint": [], "offload": []}
+    spec = PlacementSpec.model_validate({"devices": _cards(2, "700MiB"), **fields})
+    found = find_strategy(spec, _planner(model, x, spec, processes=True)[1])
+    assert found.best is None
+    assert 0 < max(judged) < 256
+
+
 def test_what_does_not_fit_in_a_dry_run_gets_more_help() -> None:
     """By their estimates, a rank has room for all state at 700 MB, and for whole gradients at 500 MB."""
     with torch.device("meta"):
