@@ -367,7 +367,7 @@ class _Search:
         return replace(rated, plan=plan, fits=plan.fits, judged=judged, worst_time=worst)
 
     def _needs_what_did_not_fit(self, rated: Rated) -> bool:
-        """Did a dry run with another number of micro-batches, and no more bytes, show that it does not fit?"""
+        """Did a dry run with other micro-batches, and no more bytes, show that it does not fit?"""
         alike = replace(rated.strategy, microbatches=1)
         return any(
             known.judged and not known.fits and known.peak <= rated.peak * (1 + 1e-3)
