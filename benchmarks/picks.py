@@ -123,8 +123,8 @@ def describe(plan: Plan) -> str:
     return ", ".join(many) or "1 device"
 
 
-def all_plans(case: Model, rows: int, machine: Path) -> list[Plan]:
-    """``auto``'s answer, and the plans of all other ways."""
+def all_plans(case: Model, rows: int, machine: Path, most: int) -> list[Plan]:
+    """``auto``'s answer, and the plans of all other ways of at most so many processes."""
     model, x, target = case.example(rows)
     common: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": target, "processes": True}
     answer = placer.auto_plan(model, x, machine=str(machine), **common)
@@ -132,7 +132,7 @@ def all_plans(case: Model, rows: int, machine: Path) -> list[Plan]:
     described = json.loads(machine.read_text())
     for way in WAYS:
         count = way.get("replicas", 1) * way.get("stages", 1)
-        if way.get("replicas", 1) * way.get("microbatches", 1) > rows:
+        if way.get("replicas", 1) * way.get("microbatches", 1) > rows or count > most:
             continue
         sized = machine.with_name(f"machine-{count}.json")
         sized.write_text(json.dumps({**described, "devices_per_node": count}))
@@ -289,7 +289,7 @@ _HEADER = (
 )
 
 
-def write(rows: list[Row], load: float) -> None:
+def write(rows: list[Row], load: float, most: int) -> None:
     near = sum(row.loss <= NEAR for row in rows)
     note = (
         f"The answer is within 5 % of the best way in {near} of {len(rows)} cases. Load of the machine at "
@@ -297,7 +297,7 @@ def write(rows: list[Row], load: float) -> None:
     )
     title = "Whether auto's answer is the fastest way on this machine"
     lines = [*table(_HEADER, [row.cells for row in rows]), note, ""]
-    write_page("picks", title, "python -m benchmarks.picks", lines)
+    write_page("picks", title, f"python -m benchmarks.picks --processes {most}", lines)
 
 
 def main() -> None:
@@ -305,6 +305,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--model", help="only models whose name has this")
     parser.add_argument("--batch", type=int, help="only this batch")
+    parser.add_argument("--processes", type=int, default=4, help="only ways of so many at most")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -319,7 +320,7 @@ def main() -> None:
             for batch in BATCHES:
                 if options.batch not in (None, batch) or (options.model or "") not in name:
                     continue
-                plans = all_plans(case, batch, machine)
+                plans = all_plans(case, batch, machine, options.processes)
                 seconds = measure(name, batch, plans, options.rounds, seed=batch)
                 predicted = [plan.step_seconds or 0.0 for plan in plans]
                 ways = list(zip(map(describe, plans), seconds, predicted, strict=True))
@@ -329,7 +330,7 @@ def main() -> None:
                     print(f"  {way:60} {least * 1e3:8.1f} {guess * 1e3:8.1f}", flush=True)
                 raw = [{"model": r.model, "batch": r.rows, "ways": r.ways} for r in found]
                 (RESULTS / "picks.json").write_text(json.dumps(raw, indent=1) + "\n")
-    write(found, load)
+    write(found, load, options.processes)
 
 
 if __name__ == "__main__":
