@@ -8,7 +8,7 @@ predecessors. The boundary after a stage is the downset of that stage and all st
 problem   the problem: units, values that cross boundaries, costs, memory limits
 solve     the entry point, which uses these in turn:
 lattice   units in a topological order, downsets as bitsets
-families  a family of downsets, from an order and a beam search
+families  a family of downsets, from a few orders and a beam search
 program   the best placement whose boundaries are in a family, by dynamic programming
 search    the best placement of all families
 interval  for more than 1,500 units: stages along one order

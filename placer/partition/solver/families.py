@@ -1,4 +1,4 @@
-"""Makes families of downsets for a first answer: the prefixes of an order, and results of a beam search."""
+"""Makes families of downsets for a first answer: the prefixes of orders, and results of a beam search."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from placer.partition.solver.problem import Vector
 _BEAM_SEED = 20_260_101  # of the random numbers that name sets of units
 
 
-def chain_rows(lattice: Lattice) -> Words:
-    """The prefixes of the lattice's own order, including the empty and the full one."""
+def chain_rows(lattice: Lattice, order: Sequence[int] | NDArray[np.int64]) -> Words:
+    """The prefixes of a topological order, including the empty and the full one."""
     n = lattice.num_units
     flags = np.zeros((n + 1, num_words(n) * 64), dtype=bool)
-    flags[:, :n] = np.tri(n + 1, n, -1, dtype=bool)
+    flags[:, np.asarray(order, dtype=np.int64)] = np.tri(n + 1, n, -1, dtype=bool)
     return pack(flags)
 
 

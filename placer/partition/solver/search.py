@@ -1,4 +1,4 @@
-"""Finds a placement for a partition problem, by programs over the downsets of an order and of a beam."""
+"""Finds a placement for a partition problem, by programs over the downsets of a few orders and a beam."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DownsetSearch:
         return stage_of
 
     def first_answer(self) -> StageOf | None:
-        """The best placement with boundaries along an order, or from a beam search.
+        """The best placement with boundaries from a few orders and a beam search.
 
         A deterministic heuristic. None if no placement within the budgets is found.
         """
@@ -55,11 +55,13 @@ class DownsetSearch:
         return best
 
     def first_families(self) -> Iterator[Words]:
-        """Downsets for a first answer: those of an order, then those of a beam search as well."""
-        chain = chain_rows(self.lattice)
-        yield chain
+        """Downsets for a first answer: those of a few orders, then those of a beam search as well."""
+        lattice = self.lattice
+        orders = [np.arange(lattice.num_units), *_deep_orders(lattice)]
+        chains = distinct(np.concatenate([chain_rows(lattice, order) for order in orders]))
+        yield chains
         width = _WIDTH if self.problem.num_units < _MANY else _NARROW
-        yield distinct(np.concatenate([chain, beam_rows(self.lattice, width)]))
+        yield distinct(np.concatenate([chains, beam_rows(lattice, width)]))
 
     def improve(
         self, rows: Words, best: StageOf | None, value: float
@@ -95,6 +97,13 @@ def adjacency(problem: PartitionProblem) -> tuple[list[list[int]], list[list[int
         preds[b].append(a)
         succs[a].append(b)
     return preds, succs
+
+
+def _deep_orders(lattice: Lattice) -> list[NDArray[np.int64]]:
+    """Depth-first orders from the front and from the back."""
+    front = newest_first(lattice.preds, lattice.succs)
+    back = newest_first(lattice.succs, lattice.preds)
+    return [np.array(front, dtype=np.int64), np.array(back[::-1], dtype=np.int64)]
 
 
 def newest_first(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) -> list[int]:

@@ -21,7 +21,7 @@ LARGE = 1500  # units; in larger problems stages are intervals of one order
 def solve(problem: PartitionProblem) -> StageOf | None:
     """The stage of every unit in a placement with a small largest load; None if none within the budgets.
 
-    A deterministic heuristic: the best placement whose boundaries are downsets of an order and of a beam
+    A deterministic heuristic: the best placement whose boundaries are downsets of a few orders and a beam
     search. With more than 1,500 units, stages are intervals of one order.
     """
     if problem.num_units > LARGE:
