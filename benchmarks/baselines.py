@@ -30,7 +30,7 @@ from placer.partition.chain import best_cuts
 from placer.partition.stage_cost.optimizer import optimizer_bytes
 from placer.partition.stage_cost.score import peak_bytes
 from placer.partition.stage_cost.tables import build_tables
-from placer.partition.units import unit_graph
+from placer.partition.units import random_order, unit_graph
 from placer.plan.types import Plan
 from placer.planner.build import build_plan
 from placer.program import Program
@@ -182,21 +182,6 @@ def hand_split(program: Program, layers: Mapping[str, int]) -> Placement:
     return _follow_modules(program, {layer: int(device) for layer, device in placed.items()})
 
 
-def random_order(units: nx.DiGraph, generator: random.Random) -> list[int]:
-    """A random topological order, by Kahn's algorithm: every ready unit is equally likely to be the next."""
-    # For each unit, predecessors that are not in the order yet
-    missing = dict(units.in_degree())
-    ready = [unit for unit in units if not missing[unit]]
-    order: list[int] = []
-    while ready:
-        order.append(ready.pop(generator.randrange(len(ready))))
-        for reader in sorted(units.successors(order[-1])):
-            missing[reader] -= 1
-            if not missing[reader]:
-                ready.append(reader)
-    return order
-
-
 def one_order(
     program: Program,
     costs: CostTable,
@@ -207,7 +192,7 @@ def one_order(
 ) -> Placement:
     """The best cuts of one arbitrary topological order, by the planner's own scores.
 
-    ``seed`` draws the order;.
+    ``seed`` draws the order; it is not one of those that the planner itself draws.
     """
     units = unit_graph(program)
     order = random_order(units, random.Random(seed))

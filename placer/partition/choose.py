@@ -43,9 +43,12 @@ from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.steps import StepClock, move_boundaries
 from placer.partition.types import DeviceSlot, Partition, PlanningOptions
-from placer.partition.units import grouped_order, program_order, unit_graph
+from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 from placer.program import Program
 
+_SAMPLES = 4  # random orders to try if memory decides, because a stage's peak depends on its order
+_SAMPLED_UNITS = 2_000  # units in all random orders together
+_MOST_SAMPLED = 5_000  # units of a graph that random orders are tried for
 _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again
 _SLACK = 1.005  # factor by which bounds on peaks may exceed the least known peak
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
@@ -75,8 +78,9 @@ def choose_partition(
     order. So for each of several orders, a dynamic program finds the best cuts
     (`placer.partition.candidate`). The orders tried are program order, one grouped by pins, and the orders
     of placements that `solve` finds among all orders: one of least time in which a lower bound on every
-    peak is within its budget, and if memory decides, one in which the largest such bound is the least.
-    `Partition.optimality` has a lower bound on all placements.
+    peak is within its budget, and if memory decides, one in which the largest such bound is the least. If
+    memory decides, some random orders are tried, too. `Partition.optimality` has a lower bound on all
+    placements.
 
     Of more than `MANY_STAGES` stages, the best along program order are the result.
 
@@ -310,6 +314,15 @@ class _Search:
             reordered += sorted(order.units[begin:end], key=self._rank_of.__getitem__)
         return reordered, counts
 
+    def _try_sampled(self, model: ModelUnits) -> None:
+        """Try some random orders."""
+        count = len(model.order)
+        if not 0 < count <= _MOST_SAMPLED:
+            return
+        samples = min(_SAMPLES, max(1, _SAMPLED_UNITS // count))
+        for units in sampled_orders(self._units, samples):
+            self.try_order(units)
+
     def is_near(self, model: ModelUnits) -> bool:
         """Is the best placement known to have almost the least peak, where the objective is memory?"""
         best = self.best
@@ -326,6 +339,7 @@ class _Search:
         if over or options.objective == "memory" or best.fullest > _NEAR:
             problem = memory_problem(model, self._costs, best.slots, options)
             self._try_solution(model, solve(problem))
+            self._try_sampled(model)
         if not over:
             best = self.best or best
             most = _most_bytes(best, options)

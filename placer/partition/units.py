@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
 
 from placer.program import SELECTS, Program
 from placer.space import CutWhole, GatherParts
+
+_SEED = 20_260_101
 
 
 def unit_graph(program: Program) -> nx.DiGraph:
@@ -64,6 +67,27 @@ def unit_graph(program: Program) -> nx.DiGraph:
 def program_order(units: nx.DiGraph) -> list[int]:
     """The topological order of units that is nearest to program order."""
     return list(nx.lexicographical_topological_sort(units))
+
+
+def sampled_orders(units: nx.DiGraph, count: int) -> Iterator[list[int]]:
+    """``count`` random topological orders, the same in every call. Takes O(n) time for each."""
+    generator = random.Random(_SEED)
+    return (random_order(units, generator) for _ in range(count))
+
+
+def random_order(units: nx.DiGraph, generator: random.Random) -> list[int]:
+    """A random topological order, by Kahn's algorithm: every ready unit is equally likely to be the next."""
+    # For each unit, predecessors that are not in the order yet
+    missing = dict(units.in_degree())
+    ready = [unit for unit in units if not missing[unit]]
+    order: list[int] = []
+    while ready:
+        order.append(ready.pop(generator.randrange(len(ready))))
+        for reader in sorted(units.successors(order[-1])):
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
+    return order
 
 
 def grouped_order(units: nx.DiGraph, pin_of: Mapping[int, str]) -> list[int]:
