@@ -51,6 +51,11 @@ def candidate_cuts(
     return [0, *boundaries, ends[-1] if ends else 0]  # a model may have no operations
 
 
+def is_thinned(order: Sequence[int]) -> bool:
+    """Whether `candidate_cuts` leaves out some cuts of ``order``."""
+    return len(order) - 1 > _MAX_CUTS
+
+
 def _crossing_bytes(members: Members, order: Sequence[int], costs: CostTable) -> Vector:
     """The bytes that cross a cut before each position in forward."""
     position = {n: i for i, n in enumerate(n for u in order for n in members[u])}

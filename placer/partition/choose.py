@@ -11,7 +11,7 @@ import networkx as nx
 import numpy as np
 
 from placer.cost import CostTable
-from placer.partition.arrange import candidate_cuts, device_chains, unit_pins
+from placer.partition.arrange import candidate_cuts, device_chains, is_thinned, unit_pins
 from placer.partition.candidate import (
     Candidate,
     StageCosts,
@@ -49,6 +49,8 @@ from placer.program import Program
 _SAMPLES = 4  # random orders to try if memory decides, because a stage's peak depends on its order
 _SAMPLED_UNITS = 2_000  # units in all random orders together
 _MOST_SAMPLED = 5_000  # units of a graph that random orders are tried for
+# In orders so long that cuts are thinned, all cuts within so many units of a boundary are tried:
+_NEARBY, _MOST_NEAR = 12, 200  # for each boundary, and for all together
 _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again
 _SLACK = 1.005  # factor by which bounds on peaks may exceed the least known peak
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
@@ -183,6 +185,7 @@ class _Search:
         self.best: Candidate | None = None
         self._good: list[Candidate] = []  # the best ones, all different
         self.first: Candidate | None = None  # along program order
+        self.coarse: Candidate | None = None  # the best one with thinned cuts
 
     def pins_of(self, candidate: Candidate) -> list[str | None]:
         """The pin of every node of the candidate, in its order."""
@@ -211,8 +214,39 @@ class _Search:
             reordered, counts = self._in_program_order(order, found)
             if reordered == order.units:
                 self._offer(found)
+                if is_thinned(units) and len(units) <= _MOST_SAMPLED:
+                    if self.coarse is None or found.rank < self.coarse.rank:
+                        self.coarse = found
+                    self._try_nearby(order, found)
                 return
             units = reordered
+
+    def _try_nearby(self, order: _Order, found: Candidate) -> None:
+        """Try all cuts near those of ``found``, which was chosen among thinned cuts.
+
+        If memory decides, the thinned cuts are tried too, because a stage's peak may be much lower with a
+        cut that is far away.
+        """
+        for _ in range(_MOST_ROUNDS):
+            counts: Collection[int] = order.counts(found)
+            far = max(1, min(_NEARBY, _MOST_NEAR // len(counts)))
+            near = {count + d for count in counts for d in range(-far, far + 1)}
+            if self._options.objective == "memory" or found.fullest > _NEAR:
+                cuts = self._cuts(order, near)
+            else:
+                last = len(order.units)
+                cuts = sorted({order.ends[min(max(count, 0), last)] for count in near})
+            nearer = self._solve(order, self._build(order, cuts))
+            if nearer is None:
+                return
+            reordered, counts = self._in_program_order(order, nearer)
+            if reordered == order.units:
+                self._offer(nearer)
+                return
+            order = self._along(reordered)
+            tables = self._build(order, sorted({order.ends[count] for count in counts}))
+            found = self._rate(order, tables, nearer.slots, counts)
+            self._offer(found)
 
     def with_all_cuts(self, found: Candidate) -> Candidate:
         """``found`` with tables for all cuts of its order, or for the thinned ones and its own."""
@@ -380,7 +414,7 @@ class _Search:
             return
         # Along program order, in which stages run as recorded, and along the best orders.
         good = self._good[:_STARTS] if best.rank[0] <= 1 else []
-        known = (best, self.first, *good)
+        known = (best, self.first, self.coarse, *good)
         starts = {c.stages: c for c in known if c is not None}
         for start in starts.values():
             found = self._noncontiguous(self.with_all_cuts(start))
