@@ -78,7 +78,9 @@ def test_the_choice_is_as_good_as_the_best_of_all(
     program, make = _planner(model, x, spec, processes=processes)
     best = find_strategy(spec, make).best
     assert best is not None and best.plan is not None and best.plan.fits
-    plans = (plan for _, plan in _all_plans(program, spec, make, make, most=2))
+    found = _all_plans(program, spec, make, make, most=2)
+    # Code that reads gradients gets pieces where they are divided, so that is done to save memory only.
+    plans = (plan for strategy, plan in found if strategy.shard_state != "gradients")
     least = min(plan.rank_time for plan in plans if plan.fits and not plan.starved)
     assert best.plan.rank_time <= least * AS_GOOD
 
