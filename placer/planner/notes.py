@@ -86,6 +86,7 @@ def placement_notes(
         *_cut_notes(program, spec, replicas, microbatches),
         *_replica_notes(spec, rows),
         *_memory_notes(spec),
+        *_room_notes(spec),
         *_shared_notes(program, spec),
         *_chunk_notes(program, spec),
         *_space_notes(program, spec, costs),
@@ -137,6 +138,17 @@ def placement_notes(
             for layer in sorted(program.captured.changing)
         ]
     return (*notes, *program.captured.notes)
+
+
+def _room_notes(spec: PlacementSpec) -> list[str]:
+    """The devices that have no room for tensors, such as one whose memory lacks a zero."""
+    slots = [device_slot(device, spec) for device in spec.devices]
+    return [
+        f"{slot.name} has no room for tensors: its context and what is kept free take "
+        f"{format_bytes(slot.withheld)}, and its memory is {format_bytes(slot.budget)}."
+        for slot in slots
+        if slot.budget is not None and slot.withheld >= slot.budget
+    ]
 
 
 def _cut_notes(

@@ -485,6 +485,16 @@ def test_state_is_divided_if_the_model_does_not_fit_otherwise() -> None:
     assert chosen("300 MB", processes=False) == ("none", False)
 
 
+def test_a_device_without_room_is_named() -> None:
+    devices = [{"name": f"cuda:{i}", "memory": size} for i, size in enumerate(("8GiB", "100MiB"))]
+    plan = placer.make_plan(nn.Linear(4, 4), {"devices": devices}, torch.ones(2, 4))
+    found = [note for note in plan.notes if "no room for tensors" in note]
+    assert found == [
+        "cuda:1 has no room for tensors: its context and what is kept free take 522.00 MiB, and its "
+        "memory is 100.00 MiB."
+    ]
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "fields", [{"microbatches": 4}, {"microbatches": "auto", "replicas": 2}], ids=["4", "auto"]
