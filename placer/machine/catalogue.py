@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -42,7 +42,7 @@ class Profile:
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     fingerprint: str
-    precision: str
+    precision: Literal["fp32", "bf16", "fp16"]
     inputs: tuple[str, ...] = ()
     forward: Mapping[str, tuple[float, float]]
     backward: Mapping[str, tuple[float, float]]

@@ -20,7 +20,7 @@ from placer.machine.kindfile import SUFFIX, is_kind_file, kind_to_json, save_kin
 from placer.precision import planned_autocast, recorded_under
 from placer.profiling.profile import Measured, profile_model
 from placer.program import flatten_call, lower
-from placer.spec.fields import device_kind_name, device_name
+from placer.spec.fields import Precision, device_kind_name, device_name
 
 
 def profile(
@@ -31,7 +31,7 @@ def profile(
     output: str | Path | None = None,
     device: str | None = None,
     kind: str | None = None,
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     training: bool = True,
     rounds: int = 5,
 ) -> Measured:

@@ -27,6 +27,7 @@ from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.program import Program
 from placer.program.python_random import keep_random
 from placer.spec import PlacementSpec
+from placer.spec.fields import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def profile_model(
     *,
     base: DeviceKind,
     device: str = "cpu",
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     training: bool = True,
     rounds: int = 5,
     clock: Clock | None = None,
@@ -133,7 +134,7 @@ def _with_profile(
     program: Program,
     costs: CostTable,
     times: NodeTimes,
-    precision: str,
+    precision: Precision,
     *,
     memory: PeakMemory | None = None,
     inputs: Sequence[str] = (),

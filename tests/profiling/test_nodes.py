@@ -232,6 +232,7 @@ def test_from_python(tmp_path: Path) -> None:
         (lambda data: data["rates"]["copy"]["half"].update(flops=-1), "/rates/copy/half/flops: "),
         (lambda data: data["rates"].update(convolutoin={}), "did you mean 'convolution'"),
         (lambda data: data["profile"]["forward"].update(first=[1]), "/profile/forward/first"),
+        (lambda data: data["profile"].update(precision="fp99"), "/profile/precision"),
         (lambda data: data.pop("placer_kind"), "is not a device kind file"),
     ],
 )
