@@ -36,6 +36,7 @@ from examples.gpt3_ten_thousand import GPT
 from examples.unet3d import unet3d
 from placer.plan.store import save_plan
 from placer.plan.types import Plan
+from placer.search.strategy import Strategy
 
 DEVICES = 2  # for ``auto``
 BATCHES = (2, 4, 8, 16)
@@ -111,16 +112,13 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 def describe(plan: Plan) -> str:
     """The plan's strategy in a few words."""
-    many = [
-        f"{count} {name}s"
-        for name, count in (("replica", plan.replicas), ("stage", len(plan.stages)))
-        if count > 1
-    ]
-    if plan.microbatches > 1:
-        many += [f"{plan.microbatches} micro-batches ({plan.schedule})"]
-    if plan.shard_state != "none":
-        many += [f"{plan.shard_state} divided"]
-    return ", ".join(many) or "1 device"
+    return Strategy(
+        replicas=plan.replicas,
+        stages=len(plan.stages),
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+        shard_state=plan.shard_state,
+    ).describe()
 
 
 def all_plans(case: Model, rows: int, machine: Path, most: int) -> list[Plan]:
@@ -155,11 +153,11 @@ def work(folder: Path, name: str, rows: int, port: int) -> None:
     dist.init_process_group("gloo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     world, rank = dist.get_world_size(), dist.get_rank()
-    plans = {int(path.stem): path for path in sorted(folder.glob("[0-9]*.json"))}
+    plans = {int(path.stem): placer.load_plan(path) for path in sorted(folder.glob("[0-9]*.json"))}
     steps = {
-        number: _step(MODELS[name], rows, placer.load_plan(path))
-        for number, path in plans.items()
-        if ranks_of(placer.load_plan(path)) == world
+        number: _step(MODELS[name], rows, plan)
+        for number, plan in plans.items()
+        if ranks_of(plan) == world
     }
     dist.barrier()
     if rank == 0:

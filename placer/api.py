@@ -352,10 +352,11 @@ def as_spec(source: SpecSource, model: nn.Module | None = None) -> PlacementSpec
         )
     if isinstance(source, PlacementSpec):
         return source
-    return load_spec(source, layer_paths=partial(_layer_paths, model))
+    return load_spec(source, layer_paths=partial(layer_paths_of, model))
 
 
-def _layer_paths(model: Any) -> list[str] | None:
+def layer_paths_of(model: Any) -> list[str] | None:
+    """The paths of the model's modules, to check a spec against; None if it is no module."""
     if not isinstance(model, nn.Module):
         return None
     return [path for path, _ in model.named_modules(remove_duplicate=False)]
@@ -423,7 +424,7 @@ def _refuse_placed(model: nn.Module) -> None:
 
 def check_layers(model: nn.Module, spec: PlacementSpec) -> None:
     """Raise ``SpecError`` for patterns of layers that ``model`` has not, and for kinds of other devices."""
-    if problems := [*kind_problems(spec), *layer_problems(spec, _layer_paths(model) or ())]:
+    if problems := [*kind_problems(spec), *layer_problems(spec, layer_paths_of(model) or ())]:
         raise SpecError(SpecError.UNNAMED, problems)
 
 

@@ -238,11 +238,13 @@ class ModelOptions:
 
     def layer_paths(self) -> list[str] | None:
         """The paths of the model's modules, to check a wrong spec against; None without the model."""
+        from placer.api import layer_paths_of
+
         try:
             model = self.load(human_console(as_json=True), inputs_required=False).model
         except PlacerError:
             return None
-        return [path for path, _ in model.named_modules(remove_duplicate=False)]
+        return layer_paths_of(model)
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

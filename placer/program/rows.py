@@ -80,7 +80,7 @@ def find_rows(
     written_values: Mapping[str, Collection[str]],
     *,
     rows: int = 1,
-    counting: Mapping[str, bool] | None = None,
+    counting: Mapping[str, bool],
 ) -> RowFlow:
     """Follow the rows through ``graph``; ``doubled`` are the shapes for twice the batch.
 
@@ -93,7 +93,7 @@ def find_rows(
         dict(zip(graph.nodes, zip(shapes, doubled, strict=True), strict=True)),
         model,
         rows,
-        counting or {},
+        counting,
     )
     alone = {node for node, each in zip(graph.nodes, independent, strict=True) if each}
     dims = iter(batch_dims)

@@ -179,9 +179,10 @@ def _misfit(wanted: PlacementSpec, make: JudgingPlanner, found: Found) -> Budget
 
 
 def _tried(rated: Rated) -> Tried:
-    headroom = None if rated.plan is None else rated.plan.tightest.headroom
     name = rated.strategy.describe()
-    return Tried(change=name, fits=rated.fits, peak=rated.peak, headroom=headroom)
+    if rated.plan is not None:
+        return as_tried(name, rated.plan)
+    return Tried(change=name, fits=rated.fits, peak=rated.peak)
 
 
 def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:

@@ -117,7 +117,7 @@ class _Search:
         # The share that estimates along program order may fill
         self._room: dict[Family, float] = {}
         self._too_large: set[Strategy] = set()  # by their bounds
-        # With one micro-batch; more of them than were tried need no less
+        # As if with one micro-batch: more of them would need as much memory as what did not fit
         self._exhausted: set[Strategy] = set()
         self._rated: dict[Strategy, Rated] = {}
         self._failure: PlacerError | None = None  # of the last one that could not be planned
@@ -252,7 +252,7 @@ class _Search:
             members.remove((strategy, bound))
             if strategy.stages > MANY_STAGES:  # it would take too long
                 continue
-            if replace(strategy, microbatches=1) in self._exhausted:
+            if _without_microbatches(strategy) in self._exhausted:
                 continue
             excess = self._excess.get(family, 0.0) * _share(strategy)
             if bound.nbytes + excess > _FAR * self._bounds.room:
@@ -277,7 +277,7 @@ class _Search:
         if not plan.fits:
             self._excess[strategy.family] = (rated.peak - bound.nbytes) / _share(strategy)
         if self._needs_what_did_not_fit(rated):
-            self._exhausted.add(replace(strategy, microbatches=1))
+            self._exhausted.add(_without_microbatches(strategy))
         self._rated.setdefault(rated.strategy, rated)
         return True
 
@@ -367,12 +367,12 @@ class _Search:
         return replace(rated, plan=plan, fits=plan.fits, judged=judged, worst_time=worst)
 
     def _needs_what_did_not_fit(self, rated: Rated) -> bool:
-        """Did a dry run with other micro-batches, and no more bytes, show that it does not fit?"""
-        alike = replace(rated.strategy, microbatches=1)
+        """Did the same with another number of micro-batches need no more, and not fit in a dry run?"""
+        alike = _without_microbatches(rated.strategy)
         return any(
             known.judged and not known.fits and known.peak <= rated.peak * (1 + 1e-3)
             for strategy, known in self._rated.items()
-            if replace(strategy, microbatches=1) == alike
+            if _without_microbatches(strategy) == alike
         )
 
     def _was_refuted(self, strategy: Strategy) -> bool:
@@ -509,6 +509,10 @@ class _Search:
             if best is None or rated.strategy.family != best.strategy.family:
                 found.setdefault(rated.strategy.family, rated)
         yield from found.values()
+
+
+def _without_microbatches(strategy: Strategy) -> Strategy:
+    return replace(strategy, microbatches=1)
 
 
 def _share(strategy: Strategy) -> float:
