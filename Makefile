@@ -63,7 +63,7 @@ WITHIN := --minutes 9 --jobs $(JOBS) $(RESUME)
 gpu: $(READY)
 	$(BIN)/python .ci/install.py docs examples test benchmarks
 	$(BIN)/python -m pytest tests/gpu --law
-	$(BIN)/python -m benchmarks.memory_gpu $(WITHIN)                   # 26 runs
+	$(BIN)/python -m benchmarks.memory_gpu $(WITHIN)                   # 28 runs
 	$(BIN)/python -m benchmarks.fits_gpu kept $(WITHIN)                # 25 runs
 	$(BIN)/python -m benchmarks.fits_gpu auto $(WITHIN)                # 23 runs, of up to 9 s a step
 	$(BIN)/python -m benchmarks.steps_gpu --calibrate $(WITHIN)        # 26 runs

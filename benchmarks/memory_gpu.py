@@ -96,6 +96,14 @@ def cube(name: str, edge: int) -> Build:
     return lambda: (subject.build(), torch.empty(1, subject.channels, edge, edge, edge))
 
 
+def high_res_net() -> tuple[nn.Module, Tensor]:
+    """MONAI's, most of whose convolutions are dilated."""
+    from monai.networks.nets import HighResNet
+
+    net = HighResNet(spatial_dims=3, in_channels=1, out_channels=3)
+    return net, torch.empty(1, 1, 96, 96, 96)
+
+
 def gpt2() -> tuple[nn.Module, Tensor]:
     return GPT2(), torch.zeros(8, 512, dtype=torch.long)
 
@@ -109,6 +117,7 @@ CASES: dict[str, Case] = {
     "SegResNet 96^3": Case(build=cube("SegResNet", 96), fields={}),
     "DynUNet 128^3": Case(build=cube("DynUNet", 128), fields={}),
     "SwinUNETR 96^3": Case(build=cube("SwinUNETR", 96), fields={}, split=True),
+    "HighResNet 96^3": Case(build=high_res_net, fields={}),
     "GPT-2 size, 8 x 512": Case(build=gpt2, fields={}),
     "GPT-2 size, 8 x 512, bf16": Case(build=gpt2, fields={"precision": "bf16"}),
 }

@@ -133,13 +133,10 @@ class ProgramCache:
         micro-batches of one size share their stages.
         """
         leaves = {**example_numbers(self.call), **leaves}
-        replaced = any(tuple(m._modules.values()) != children for m, children in self._parents)
-        # Parametrizations and the old ``spectral_norm`` change a torch layer in one of these two ways.
-        changed = any(len(m._buffers) != b or len(m._modules) != c for m, b, c in self._leaves)
-        if replaced or changed:
+        if self._children_now() != self._children or self._sizes_now() != self._sizes:
             self._structure += 1
             self._note_modules()
-        modes = tuple(module.training for module in self._modules)
+        modes = tuple([module.training for module in self._modules])
         whole = self._kept_whole()
         answers: dict[Hashable, StagedModel] = {}
         found: list[StagedModel] = []
@@ -326,12 +323,19 @@ class ProgramCache:
         self._module_at = dict(self.model.named_modules())
         self._modules = list(self._module_at.values())
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        leaves = [module for module in self._modules if is_torch_leaf(module)]
-        self._leaves = [(m, len(m._buffers), len(m._modules)) for m in leaves]
+        self._leaves = [module for module in self._modules if is_torch_leaf(module)]
+        self._sizes = self._sizes_now()
         self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
         lists = nn.ModuleList, nn.ModuleDict
-        parents = [m for m in self._modules if isinstance(m, lists) or not is_torch_leaf(m)]
-        self._parents = [(module, tuple(module._modules.values())) for module in parents]
+        self._parents = [m for m in self._modules if isinstance(m, lists) or not is_torch_leaf(m)]
+        self._children = self._children_now()
+
+    def _children_now(self) -> list[list[nn.Module | None]]:
+        return [list(module._modules.values()) for module in self._parents]
+
+    def _sizes_now(self) -> list[tuple[int, int]]:
+        """What parametrizations and the old ``spectral_norm`` change of a torch layer: one of the two."""
+        return [(len(layer._buffers), len(layer._modules)) for layer in self._leaves]
 
     def _kept_whole(self) -> tuple[Hashable, ...]:
         """The container modules, by index, and layers that have hooks or parametrizations at present.
@@ -347,10 +351,10 @@ class ProgramCache:
         ]
         # Hooks of layers run once for every slice, which a capture checks; a single node has copies of them.
         if self._is_sliced or counted or "" in self.captured.conditions.whole:
-            found += [(m, hook_count(m)) for m, *_ in self._leaves if must_stay_whole(m)]
+            found += [(m, hook_count(m)) for m in self._leaves if must_stay_whole(m)]
         # What a rewrite makes of a layer depends on its hooks, and on its settings.
         if self._plan.rewrites:
-            found += [(hook_count(layer), _settings(layer)) for layer, *_ in self._leaves]
+            found += [(hook_count(layer), _settings(layer)) for layer in self._leaves]
         return tuple(found)
 
     def _capture(

@@ -66,8 +66,9 @@ class AttributeGuard:
 
     @property
     def is_plain(self) -> bool:
-        """Is the value immutable (a number, a string and so on), or is the attribute missing?"""
-        return isinstance(self.value, PLAIN_VALUES)
+        """Is the value immutable (a number, a string, a tuple of such …), or is the attribute missing?"""
+        value = self.value
+        return isinstance(value, PLAIN_VALUES) or (type(value) is tuple and _is_plain(value))
 
     @property
     def is_in_model(self) -> bool:
@@ -88,7 +89,14 @@ def failed_guard(
 ) -> AttributeGuard | None:
     """The first of ``guards`` that does not hold for ``modules`` (path -> module), or None."""
     freezer = Freezer(modules)
-    return next((s for s in guards if not s.holds(modules, freezer)), None)
+    for guard in guards:
+        if not guard.holds(modules, freezer):
+            return guard
+    return None
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(value, PLAIN_VALUES) for value in values)
 
 
 def make_guards(
@@ -287,8 +295,11 @@ class _Same:
 
 
 def _attribute(module: nn.Module | None, name: str) -> Any:
-    if isinstance(getattr(type(module), name, None), functools.cached_property):
-        return vars(module).get(name, _ABSENT)  # not made by looking
+    if module is None:
+        return _ABSENT
+    made = name in module.__dict__
+    if not made and isinstance(getattr(type(module), name, None), functools.cached_property):
+        return _ABSENT  # not made by looking
     try:
         return getattr(module, name, _ABSENT)
     except Exception:  # a property that raises

@@ -62,6 +62,7 @@ class Net(nn.Module):
         self.choice = torch.tensor([0.0, 1.0], dtype=D)
         self._weight = 1.0
         self.epoch = 0
+        self.gains = (1.0, [1.0])
 
     @property
     def weight(self) -> float:
@@ -80,6 +81,7 @@ class Net(nn.Module):
             x = x.square()
         if getattr(self, "bonus", None) is not None:
             x = x * self.bonus
+        x = x * self.gains[0] * self.gains[1][0]
         return x * self.config.power * self.weight / self.temperature
 
 
@@ -93,6 +95,10 @@ def _set(name: str, value: Any) -> Callable[[nn.Module], None]:
 
 def _gate(model: Any) -> None:
     model.config.gates["use"][1] = True
+
+
+def _gain(model: Any) -> None:
+    model.gains[1][0] = 2.0
 
 
 def _choose(model: Any) -> None:
@@ -122,6 +128,8 @@ _CHANGES: dict[str, Callable[[nn.Module], None]] = {
     "one that was missing": _set("bonus", 0.5),
     "a field of a config": lambda model: setattr(model.config, "power", 2.0),
     "an entry deep in a config": _gate,
+    "a tuple": _set("gains", (2.0, [1.0])),
+    "a list in a tuple": _gain,
     "a module": _replace,
     "one module more": _append,
 }
