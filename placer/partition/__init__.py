@@ -19,9 +19,9 @@ describe, types             the result, with the best alternative for each bound
 ==========================  ======================================================================
 """
 
-from placer.partition.choose import MANY_STAGES, choose_partition, rate_partition
+from placer.partition.choose import choose_partition, rate_partition
 from placer.partition.solver.problem import PartitionProblem, SharedValue, StageSlot, stage_loads
 from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
-from placer.partition.types import DeviceSlot, Partition, PlanningOptions
+from placer.partition.types import MANY_STAGES, DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Optimality

@@ -42,7 +42,7 @@ from placer.partition.solver.solve import solve
 from placer.partition.stage_cost.cache import TableCache
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.steps import StepClock, move_boundaries
-from placer.partition.types import DeviceSlot, Partition, PlanningOptions
+from placer.partition.types import MANY_STAGES, DeviceSlot, Partition, PlanningOptions
 from placer.partition.units import grouped_order, program_order, sampled_orders, unit_graph
 from placer.program import Program
 
@@ -57,8 +57,6 @@ _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
 _STARTS = 4  # best candidates from which several stages per device are tried, to minimise memory
 # To minimise a step: candidates whose step is laid out in time, and those of which boundaries are moved
 _LAID_OUT, _MOVED = 16, 5
-# A chain of more stages is only looked for along program order: tables of all stages take seconds to make.
-MANY_STAGES = 16
 
 
 def choose_partition(
@@ -84,7 +82,8 @@ def choose_partition(
     memory decides, some random orders are tried, too. `Partition.optimality` has a lower bound on all
     placements.
 
-    Of more than `MANY_STAGES` stages, the best along program order are the result.
+    Of more than `MANY_STAGES` stages, the best along program order are the result, and boundaries have no
+    alternatives.
 
     ``tables`` is a cache that searches for one model share. With ``stop_at_share``, the search ends if the
     placement along program order fills no device beyond this share of its budget, including the reserve;
@@ -104,9 +103,7 @@ def choose_partition(
     best = search.best
     assert best is not None, "a chain that follows the pins is always feasible"
     model = model_units(units, order, costs, pin_of)
-    if len(best.slots) > MANY_STAGES:
-        best = search.with_other_cuts(best)
-    elif len(best.slots) > 1 and len(order) > len(best.slots):
+    if 1 < len(best.slots) <= MANY_STAGES and len(order) > len(best.slots):
         if not search.is_near(model):
             search.try_solutions(model)
             search.try_noncontiguous(model)

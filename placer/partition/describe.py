@@ -37,7 +37,7 @@ from placer.partition.stage_cost.score import (
 )
 from placer.partition.stage_cost.tables import IntervalTables
 from placer.partition.steps import step_seconds
-from placer.partition.types import DeviceSlot, Partition, PlanningOptions
+from placer.partition.types import MANY_STAGES, DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Boundary, Optimality, StageMemory, StagePlan, Transfer
 from placer.program import Program
 from placer.regions import find_regions
@@ -370,14 +370,14 @@ def _boundaries(
     measured: Sequence[float],
     seconds: float,
 ) -> tuple[Boundary, ...]:
-    """The boundaries between stages, with alternatives unless stages are empty or share a device.
+    """The boundaries between stages, with alternatives unless stages are empty, share a device or are many.
 
     Alternatives to a step of ``seconds`` are by `steady_step`, and longer or shorter by the same share.
     """
     cuts = best.tables.cuts
     inner = sorted({best.cuts[q] for q in range(1, len(best.cuts) - 1)} - {0, len(cuts) - 1})
     others: list[tuple[float, int | None]] = [(math.inf, None)] * len(inner)
-    if len(inner) == len(best.slots) - 1:
+    if len(inner) == len(best.slots) - 1 and len(best.slots) <= MANY_STAGES:
         names = {slot.name for slot in best.slots}
         if len(names) == len(best.slots):
             others = boundary_alternatives(best, pinned, options)

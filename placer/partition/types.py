@@ -14,6 +14,8 @@ from placer.schedule import splits_backward
 from placer.spec.fields import AllocatorName, ScheduleName
 from placer.state_layout import StateLayout
 
+# A chain of more stages is only looked for along program order: tables of all stages take seconds to make.
+MANY_STAGES = 16
 _INSTANT = Links(inside=Link(send=math.inf, bus=math.inf))
 
 
