@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.executor.boxes import with_stand_ins
@@ -54,6 +54,41 @@ def _call(programs: ProgramCache, bound: BoundCall, given: Mapping[int, Tensor])
     return Call(programs, leaves, bound.arguments, by_name, boxes)
 
 
+class _Last(NamedTuple):
+    """A call whose arguments are tensors or defaults: its programs, what was bound, and the defaults."""
+
+    programs: ProgramCache
+    bound: BoundCall  # without tensors
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, programs: ProgramCache, bound: BoundCall) -> _Last | None:
+        """None for calls with other arguments."""
+        arguments, given = bound.arguments, bound.positional
+        leaves = list(map(id, arguments.values())) == list(map(id, bound.leaves))
+        if not leaves or bound.said or not _are_tensors(arguments[name] for name in given):
+            return None
+        defaults = {name: value for name, value in arguments.items() if name not in given}
+        return cls(programs, replace(bound, leaves=(), arguments={}), tuple(arguments), defaults)
+
+    def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+        """The call, if it differs in its tensors only, as most calls do: to inspect it takes long."""
+        positional = [name for name, by_position in self.bound.positional.items() if by_position]
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        same = len(args) == len(positional) and given.keys() == self.bound.positional.keys()
+        if not same or not _are_tensors(given.values()):
+            return None
+        found = {**self.defaults, **given}
+        arguments = {name: found[name] for name in self.names}
+        bound = replace(self.bound, leaves=tuple(arguments.values()), arguments=arguments)
+        return _call(self.programs, bound, {})
+
+
+def _are_tensors(values: Iterable[Any]) -> bool:
+    return all(type(value) in (Tensor, nn.Parameter) for value in values)
+
+
 class CallCache:
     """The programs of a placed model for each way in which it has been called.
 
@@ -64,6 +99,7 @@ class CallCache:
         self, captured: ProgramCache, *, before_capture: Callable[[], object] = lambda: None
     ) -> None:
         self._known = [captured]
+        self._last: _Last | None = None
         self._recaptures = Recaptures()
         self._before_capture = before_capture
 
@@ -99,6 +135,10 @@ class CallCache:
         it. Raises ``CaptureError`` for arguments that ``forward`` does not accept or fails on, and for new
         arguments that are not plain values.
         """
+        if self._last and self._last.bound.method == method:
+            again = self._last.again(args, kwargs)
+            if again is not None:
+                return again
         captured = self._known[0]
         args, kwargs, boxes = with_stand_ins(args, kwargs)
         try:
@@ -113,6 +153,7 @@ class CallCache:
             raise CaptureError(error.where, error.problem, remedy) from None
         for programs in self._known:
             if call_difference(programs.call, bound) is None:
+                self._last = None if boxes else _Last.of(programs, bound)
                 return _call(programs, bound, boxes)
         difference = call_difference(captured.call, bound)
         assert difference is not None

@@ -115,6 +115,27 @@ def test_a_step_with_other_arguments() -> None:
             assert_close(a.grad, b.grad, name)
 
 
+def test_tensors_are_read_by_name_in_whatever_order_and_number_they_come() -> None:
+    """Also right after a call that was almost the same."""
+
+    class Ratio(nn.Module):
+        def forward(self, a: Tensor, b: Tensor, c: Tensor | None = None, d: float = 2.0) -> Tensor:
+            return a / b * d + (0 if c is None else c)
+
+    model = Ratio()
+    a, b, c = torch.rand(3, 4, 5) + 1
+    placed = placer.compile(model, {"devices": ["cpu:0"]}, (a, b))
+    calls: list[tuple[list[Any], dict[str, Any]]] = [
+        ([a, b], {}), ([b, a], {}), ([a], {"b": b}), ([], {"b": a, "a": b}), ([a, b, c], {}),
+        ([a, b], {"c": c}), ([a, b], {"c": None}), ([a, b], {}), ([a, b], {"d": 3.0}), ([a, b], {}),
+    ]  # fmt: skip
+    for args, kwargs in calls * 2:
+        assert_close(placed(*args, **kwargs), model(*args, **kwargs), f"{len(args)} {list(kwargs)}")
+    for wrong in ([a], [a, b, c, 2.0, c], [a[0], b]):
+        with pytest.raises(placer.CaptureError):
+            placed(*wrong)
+
+
 def test_objects_and_other_dimensions_are_errors_that_name_the_argument() -> None:
     placed, _ = _pair()
     with pytest.raises(placer.CaptureError, match="past: <object"):
