@@ -372,8 +372,9 @@ class Runtime:
 
     def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
         """The factor by which ``scaler`` multiplies a loss at present."""
-        one = torch.ones((), device=self.output_device)
-        return 1.0 if scaler is None else float(scaler.scale(one))
+        if scaler is None:
+            return 1.0
+        return float(scaler.scale(torch.ones((), device=self.output_device)))
 
     def _whole_batch_loss(
         self,
