@@ -199,7 +199,7 @@ def test_budget_comes_from_the_named_kind() -> None:
     found = int(79.1 * GIB)  # of the 80 GiB in its name
     assert device.budget == found
     assert device.reserve == int(0.02 * found)
-    assert device.context == parse_bytes("769MiB")
+    assert device.context == parse_bytes("520MiB")
     more = [{"name": "cuda:0", "kind": "h100", "memory": "80GiB"}]
     told = '"memory" of cuda:0 is 80.00 GiB, but the kind h100 has 79.10 GiB.'
     assert [any(told in n for n in _small(devices=d).notes) for d in (["cuda:0"], more)] == [0, 1]
