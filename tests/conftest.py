@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import providers
 
 collect_ignore = [
     "captured_cases.py"
@@ -46,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     ``matrix(0)`` runs with ``--law`` only. So do all but a few of hypothesis' examples.
     """
     settings.load_profile("law" if config.getoption("--law") else "sample")
+    if not config.getoption("--law"):
+        # Else examples are made of the constants in all files that happen to be imported; it reads them all.
+        providers._get_local_constants = lambda: providers._local_constants
     config.addinivalue_line(
         "markers",
         "matrix(n): run n of the cases, with every value of every parameter alike often; --law runs all",
@@ -100,12 +104,14 @@ def _left_out(cases: list[pytest.Item]) -> list[pytest.Item]:
     assert mark is not None
     used = Counter[tuple[str, int]]()
     # Among equals, far from the last one: multiples of the golden ratio are spread evenly over a circle.
-    left = [cases[i] for i in sorted(range(len(cases)), key=lambda i: i * 0.618034 % 1)]
+    left = {
+        cases[i]: _values(cases[i])
+        for i in sorted(range(len(cases)), key=lambda i: i * 0.618034 % 1)
+    }
     for _ in range(min(len(cases), int(mark.args[0]))):
-        best = min(left, key=lambda item: sum(used[value] for value in _values(item)))
-        used.update(_values(best))
-        left.remove(best)
-    return left
+        best = min(left, key=lambda item: sum(used[value] for value in left[item]))
+        used.update(left.pop(best))
+    return list(left)
 
 
 def _values(item: Any) -> list[tuple[str, int]]:

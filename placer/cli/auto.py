@@ -101,7 +101,7 @@ def auto(
     console = human_console(as_json=as_json or output is None)
     loaded = model_options.load(console)
     from placer.cli.misfit import print_tried, with_comparisons
-    from placer.cli.origin import with_origin
+    from placer.cli.sources import with_origin
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
     from placer.report import plan_table, write_html

@@ -82,7 +82,7 @@ def fit(
     console = human_console(as_json=as_json or output is None)
     loaded = options_for(1).load(console)
     from placer.cli.loaded_model import make_arguments
-    from placer.report.sizes import sizes_table
+    from placer.report.text import sizes_table
     from placer.search.auto import with_known_devices
     from placer.search.largest import Case, SizeTried, find_largest
     from placer.simulation.judge import JudgingPlanner

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from placer.api import check_layers, lower_call, takes_dict
-from placer.cli.example import load_example
 from placer.cli.options import ModelOptions
 from placer.cli.progress import progress
-from placer.cli.target import build_model
+from placer.cli.target import build_model, load_example
 from placer.cli.values import parse_values
 from placer.inputs import parse_inputs
 from placer.plan.types import Plan

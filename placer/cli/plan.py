@@ -60,7 +60,7 @@ def plan(
     loaded = model_options.load(console)
     from placer.cli.measured import check_kind_file, with_kind, with_kind_file
     from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
-    from placer.cli.origin import with_origin
+    from placer.cli.sources import with_origin
     from placer.plan.store import plan_to_json, save_plan
     from placer.program.call import describe_shapes
     from placer.report import plan_table, write_html, write_trace

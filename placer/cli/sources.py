@@ -1,11 +1,16 @@
-"""Load a file that contains either a spec or a saved plan."""
+"""What files that commands take say: a spec or a plan, and which command made the plan."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from placer.cli.options import ModelOptions
+from placer.errors import PlacerError
 from placer.plan.store import plan_from_json
-from placer.plan.types import Plan
+from placer.plan.types import Origin, Plan
 from placer.spec import PlacementSpec
 from placer.spec.load import LayerPaths, spec_in
 from placer.spec.text import SpecText
@@ -18,3 +23,34 @@ def load_spec_or_plan(path: Path, *, layer_paths: LayerPaths | None = None) -> P
     if isinstance(data, dict) and isinstance(data.get("stages"), list):
         return plan_from_json(data, source=str(path))
     return spec_in(text, data, layer_paths)
+
+
+def with_origin(plan: Plan, options: ModelOptions, inputs: str, spec: PlacementSpec) -> Plan:
+    """``plan``, which says that this command made it of the model of ``options`` and of ``spec``."""
+    values = asdict(options)
+    return replace(
+        plan,
+        origin=Origin(
+            command=shlex.join(["placer", *sys.argv[1:]]),
+            model=values.pop("model"),
+            options=values,
+            inputs=inputs,
+            spec=spec.to_json(),
+            kinds=tuple(dict.fromkeys(device.kind for device in spec.devices if device.kind)),
+        ),
+    )
+
+
+def made_of(plan: Plan, given: ModelOptions) -> tuple[ModelOptions, PlacementSpec]:
+    """The model and the spec that ``plan``, a file that ``given`` has as its model, was made of.
+
+    Raises ``PlacerError`` if the plan does not say so, or if other options say it too.
+    """
+    if plan.origin is None:
+        problem = "was made in Python, and does not say of which model"
+        raise PlacerError(given.model, problem, "give MODEL and SPEC instead")
+    if given != ModelOptions(model=given.model, inputs=[], keywords=[], model_arguments=[]):
+        problem = "says how the model was called, and options do too"
+        raise PlacerError(given.model, problem, "leave them out, or give MODEL and SPEC instead")
+    options = ModelOptions(model=plan.origin.model, **plan.origin.options)  # type: ignore[arg-type]
+    return options, PlacementSpec.model_validate_json(plan.origin.spec)

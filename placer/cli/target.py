@@ -1,4 +1,4 @@
-"""Build the module that MODEL names on the command line, by calling the callable that it names."""
+"""Call what the user names on the command line: MODEL, and callables that make example inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from placer.errors import nearest
 from placer.importing import ModelError, find_callable, user_failure
@@ -77,3 +78,44 @@ def _check_arguments(target: str, make: Callable[..., Any], arguments: Mapping[s
         raise ModelError(
             target, f"--model-arg does not fit: {error}", f"{hint}it takes {signature}"
         ) from None
+
+
+def load_example(target: str, *, values_needed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call ``target``, and return the positional and keyword arguments of forward that it makes.
+
+    It may return a tuple of positional arguments, a dict of keyword arguments, a pair of both, or a
+    single argument. Raises ``ModelError`` if it is not found, if it raises an exception, or if it
+    returns tensors on ``meta`` and ``values_needed`` is set.
+    """
+    make = find_callable(target)
+    try:
+        made = make()
+    except (Exception, SystemExit) as error:
+        raise user_failure(target, "the example input", error) from error
+    match made:
+        case (tuple() as args, dict() as kwargs):
+            pass
+        case tuple():
+            args, kwargs = made, {}
+        case dict():
+            args, kwargs = (), made
+        case _:
+            args, kwargs = (made,), {}
+    unnamed = [key for key in kwargs if not isinstance(key, str)]
+    if unnamed:
+        raise ModelError(
+            target,
+            f"returned a dict with the key {unnamed[0]!r}, which names no argument of forward",
+            "return a tuple with the dict in it, if the dict is one argument",
+        )
+    if values_needed and any(
+        leaf.device.type == "meta"
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, Tensor)
+    ):
+        raise ModelError(
+            target,
+            "returned a tensor on meta, and a real step needs its values",
+            "make it in memory",
+        )
+    return args, kwargs

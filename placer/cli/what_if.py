@@ -73,7 +73,7 @@ def what_if(
     elif not model_options.model.endswith(".json"):
         raise PlacerError("SPEC", "is missing", "give MODEL and SPEC, or only a saved plan (.json)")
     else:
-        from placer.cli.origin import made_of
+        from placer.cli.sources import made_of
         from placer.plan.store import load_plan
 
         saved = load_plan(model_options.model)

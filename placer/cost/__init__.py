@@ -9,13 +9,17 @@ table. Of blocks that repeat only a few are run, and `expand` tells from them wh
 `cuda_workspaces` has the memory that kernels allocate internally.
 """
 
+from placer.cost.adjust import (
+    with_added_rows,
+    with_divided_gradients,
+    with_fewer_rows,
+    with_regions,
+)
 from placer.cost.cpu_results import cpu_result
 from placer.cost.cuda_workspaces import BLAS_NBYTES, cuda_workspaces, uses_blas
 from placer.cost.estimate import CostEstimates, Estimate, batch_rows, estimate_costs
 from placer.cost.kernels import device_kernels
 from placer.cost.loss import Loss, find_loss, loss_of, mean_square
-from placer.cost.regions import with_regions
-from placer.cost.rows import with_added_rows, with_divided_gradients, with_fewer_rows
 from placer.cost.timeline_mode import TimelineMode, nbytes_of_storage
 from placer.cost.types import (
     AddedGradient,

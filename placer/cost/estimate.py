@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from placer.cost.adjust import with_fewer_rows
 from placer.cost.expand import expand
 from placer.cost.loss import ASSUMED, Loss
 from placer.cost.measured import Measured, measured
 from placer.cost.record import Recording, record_run
-from placer.cost.rows import with_fewer_rows
 from placer.cost.types import CostTable, StateTensor
 from placer.cost.work import Work
 from placer.errors import CaptureError, first_line

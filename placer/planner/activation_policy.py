@@ -146,7 +146,8 @@ def choose_policy(
     best = min([kept, *found], key=_rank)
     if best.own and are_few:
         # Choose it again with pins, to get the facts about alternatives that a plan reports.
-        described = choose(best.costs, _pins(best.partition))
+        pins = {name: slot.name for slot, nodes in best.partition.placed for name in nodes}
+        described = choose(best.costs, pins)
         if _boundaries(described) == _boundaries(best.partition):
             best = replace(best, partition=described)
     extra = best.extra_seconds
@@ -174,10 +175,6 @@ def is_heavy(
 def _busy_seconds(partition: Partition) -> float:
     """Seconds of a micro-batch, summed over the stages."""
     return sum((s.forward_seconds or 0.0) + (s.backward_seconds or 0.0) for s in partition.stages)
-
-
-def _pins(partition: Partition) -> dict[str, str]:
-    return {name: slot.name for slot, nodes in partition.placed for name in nodes}
 
 
 def _boundaries(partition: Partition) -> tuple[tuple[str, tuple[str, ...]], ...]:

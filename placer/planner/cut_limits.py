@@ -56,7 +56,8 @@ def count_pieces(program: Program) -> Pieces:
     units = unit_graph(program)
     per_layer: dict[str, int] = {}
     for unit in program_order(units):
-        for top in {_top(program, i) for i in units.nodes[unit]["nodes"]}:
+        layers = {program.nodes[program.order[i]].layer for i in units.nodes[unit]["nodes"]}
+        for top in {layer.split(".")[0] for layer in layers}:
             per_layer[top] = per_layer.get(top, 0) + 1
     return Pieces(per_layer=per_layer, count=len(units))
 
@@ -207,10 +208,6 @@ def devices_needed(
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
-
-
-def _top(program: Program, node: int) -> str:
-    return program.nodes[program.order[node]].layer.split(".")[0]
 
 
 def _rough_size(costs: CostTable, members: Sequence[int]) -> int:

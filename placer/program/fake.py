@@ -137,7 +137,7 @@ class FakeConverter:
         """
         tensors = list(tensors_of(model))
         for tensor in tensors:
-            self._note_storage(tensor)
+            self._sharing.setdefault(_storage(tensor), set()).add(id(tensor))
         memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
         try:
             fake = copy_module(model, memo)
@@ -151,9 +151,6 @@ class FakeConverter:
         for name, original in original_state(model):
             self.state.setdefault(id(original), (name, original))
         return fake
-
-    def _note_storage(self, original: Tensor) -> None:
-        self._sharing.setdefault(_storage(original), set()).add(id(original))
 
     def _make(self, original: Tensor) -> Tensor:
         if len(self._sharing.get(_storage(original), ())) > 1 and original.layout == torch.strided:

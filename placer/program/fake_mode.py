@@ -14,7 +14,7 @@ cache of fake results takes 130 us, and a miss runs a Python kernel, which takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -204,7 +204,9 @@ class FakeMode(TraceableMode, FakeTensorMode):
 
     def _ask_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = self.dispatch(func, types, args, kwargs)
-        return _only_asked(result, args[-1]) if func in _UNASKED else result
+        if func not in _UNASKED:
+            return result
+        return tuple(x if asked else None for x, asked in zip(result, args[-1], strict=True))
 
     def _run_in_cpp(self, func: Any, args: Any, kwargs: Any) -> Any:
         with as_meta(self):
@@ -309,10 +311,6 @@ class FakeMode(TraceableMode, FakeTensorMode):
 # Torch 2.15's fake kernels for these return all gradients; the real kernels compute only those that
 # the mask asks for. A split backward asks for the input's gradient first and for the others later.
 _UNASKED = {torch.ops.aten.native_batch_norm_backward.default}
-
-
-def _only_asked(results: Any, asked: Sequence[bool]) -> tuple[Any, ...]:
-    return tuple(x if wanted else None for x, wanted in zip(results, asked, strict=True))
 
 
 _LIFTS = torch.ops.aten.lift_fresh.default

@@ -1,8 +1,8 @@
-"""Show a plan, or a simulation of it, as tables in a terminal."""
+"""Show a plan, a simulation of it, or which sizes fit, as tables in a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.cells import cell_len
@@ -13,6 +13,7 @@ from placer.plan.types import DevicePeak, Plan
 from placer.quantities import BYTES, SECONDS, format_bytes
 from placer.report.layers import compact_layers, some_names
 from placer.report.view import DeviceGroup, View, relative_difference, view
+from placer.search.largest import SizeTried
 from placer.tables import Cell, Table
 
 if TYPE_CHECKING:
@@ -233,3 +234,27 @@ def crossing(shown: View) -> str:
         return "transfers: nothing crosses between stages"
     text = f"transfers: {len(shown.transfers)}, {total} per micro-batch forward"
     return f"{text}, and {others} without tensors, such as sizes" if others else text
+
+
+def sizes_table(rows: Iterable[tuple[str, SizeTried]], header: str) -> Table:
+    """A row for every size that was tried; a size that does not fit has a negative headroom."""
+    cells = []
+    for size, tried in rows:
+        plan = tried.plan
+        seconds = None if plan is None or not tried.fits else plan.step_seconds
+        headroom = None if plan is None else plan.tightest.headroom
+        cells.append(
+            [
+                size,
+                tried.strategy,
+                "-" if seconds is None else seconds,
+                Cell("-" if headroom is None else headroom, "good" if tried.fits else "bad"),
+            ]
+        )
+    return Table(
+        headers=(header, "strategy", "step", "headroom"),
+        rows=cells,
+        names=(header,),
+        words=("strategy",),
+        units={"step": SECONDS, "headroom": BYTES},
+    )

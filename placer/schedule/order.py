@@ -31,7 +31,7 @@ def linearize(schedule: Schedule) -> tuple[Action, ...]:
         if queued[rank] or upcoming[rank] == len(schedule.actions[rank]):
             return
         action = schedule.actions[rank][upcoming[rank]]
-        if _is_ready(action, done, schedule):
+        if done.issuperset(_needs(action, schedule)):
             heapq.heappush(ready, (_urgency(action), rank))
             queued[rank] = True
 
@@ -64,10 +64,6 @@ def merge_backward(schedule: Schedule) -> Schedule:
         for rank in schedule.actions
     )
     return replace(schedule, actions=actions)
-
-
-def _is_ready(action: Action, done: set[tuple[int, str, int]], schedule: Schedule) -> bool:
-    return all(key in done for key in _needs(action, schedule))
 
 
 def _needs(action: Action, schedule: Schedule) -> Iterator[tuple[int, str, int]]:

@@ -50,7 +50,8 @@ def from_device_map(device_map: Mapping[str, Any]) -> PlacementSpec:
     if problems:
         raise SpecError(SpecError.UNNAMED, problems)
     # The most specific path counts in a device_map, and the last one in a spec.
-    layers = {path or "**": devices[path] for path in sorted(devices, key=_depth)}
+    by_depth = sorted(devices, key=lambda path: len(path.split(".")) if path else 0)
+    layers = {path or "**": devices[path] for path in by_depth}
     return PlacementSpec.model_validate({"devices": in_order(devices.values()), "layers": layers})
 
 
@@ -63,10 +64,6 @@ def in_order(devices: Iterable[str]) -> list[str]:
     return sorted(
         set(devices), key=lambda name: (name.partition(":")[0], int(name.partition(":")[2] or 0))
     )
-
-
-def _depth(path: str) -> int:
-    return len(path.split(".")) if path else 0
 
 
 def shortest(devices: Mapping[str, str], above: str = "") -> dict[str, str]:

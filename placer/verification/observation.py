@@ -90,7 +90,7 @@ def values_in(
         if isinstance(value, _LEAVES):
             yield seen, value
         elif isinstance(value, set | frozenset):
-            yield seen, f"set of {sorted(map(repr, filter(_is_atom, value)))}"
+            yield seen, f"set of {sorted(repr(x) for x in value if isinstance(x, _ATOMS))}"
         elif id(value) not in apart | around | objects:
             inside = parts(value)
             if is_object(value):
@@ -100,10 +100,6 @@ def values_in(
                 yield seen, f"{type(value).__name__} of {len(list(parts(value)))}"
             deeper = around | {id(value)}
             waiting += [((*path, key), part, deeper) for key, part in reversed(list(inside))]
-
-
-def _is_atom(value: Any) -> bool:
-    return isinstance(value, _ATOMS)
 
 
 def _is_own(value: Any, key: Any) -> bool:

@@ -131,6 +131,7 @@ def test_boundaries_are_moved_to_where_they_are_best_for_the_lightest_stages() -
     assert _plan(UNET[0], args, 49 * 2**20, stages=2, **fields).fits
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("slices", ["replicas", "microbatches"])
 def test_a_program_for_fewer_rows_recomputes_what_the_plan_says(slices: str) -> None:
     """A model that is split in space is recorded anew for the rows of a slice."""

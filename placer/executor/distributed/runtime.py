@@ -48,13 +48,11 @@ from placer.executor.distributed.messages.exchange import GroupExchange
 from placer.executor.distributed.messages.pipeline import LossOf, LossOfBatch, Pipeline, Results
 from placer.executor.distributed.messages.transport import GroupChannel
 from placer.executor.distributed.messages.whole_batch import FirstReplica, loss_over_replicas
-from placer.executor.distributed.randomness import own_random_state
 from placer.executor.distributed.reduction.inputs import sum_input_gradients
+from placer.executor.distributed.reduction.norms import moments_of_replicas, synchronise_norms
 from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.distributed.reduction.rank_gradients import RankGradients
-from placer.executor.distributed.reduction.statistics import moments_of_replicas
 from placer.executor.distributed.reduction.step_reduction import LossReduction, SharedTensors
-from placer.executor.distributed.reduction.sync_norm import synchronise_norms
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
@@ -66,6 +64,7 @@ from placer.executor.segment_state import tensors_at
 from placer.executor.statistics import Moments, NormCall, update_statistics
 from placer.executor.watch import StepReport, StepWatch, is_measured, joined
 from placer.executor.whole_batch import check_whole_batch
+from placer.generators import own_random_state
 from placer.plan.types import Plan
 from placer.precision import autocast_state
 from placer.program import Program, Whole, unflatten_output, unmarked

@@ -1,10 +1,13 @@
-"""Scale a cost table to other numbers of rows or ranks, without running the model again."""
+"""Adjust a cost table to other numbers of rows or ranks, or to regions, without running the model again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from placer.cost.types import CostTable, NodeCost, StateTensor
+from placer.regions import RegionKey
+from placer.timeline import pinned_nbytes
 
 _SIZES = tuple(field.name for field in fields(NodeCost) if field.name != "cast_nbytes")
 
@@ -76,3 +79,35 @@ def with_fewer_rows(costs: CostTable, share: float) -> CostTable:
         state=_with_row_gradients(costs, share),
         input_nbytes=tuple(shrink(nbytes) for nbytes in costs.input_nbytes),
     )
+
+
+def with_regions(costs: CostTable, keys: Sequence[RegionKey | None]) -> CostTable:
+    """``costs`` with the region key of each node.
+
+    A recomputed node runs its forward again in backward. The bytes of an offloaded value are counted at
+    the first node of each region that saves it. How regions change the bytes retained for backward depends
+    on the stages; see `placer.partition.stage_cost`.
+    """
+    if not any(keys):
+        return costs
+    hosted, pinned = [0] * len(costs.nodes), [0] * len(costs.nodes)
+    for value in costs.values:
+        readers: dict[RegionKey, int] = {}
+        for node in sorted({*value.savers, *value.users}):
+            key = keys[node] if node < len(keys) else None
+            if key is None or not key.offload:
+                continue
+            made_inside = value.producer >= 0 and keys[value.producer] == key
+            waits = not made_inside if key.recompute else node in value.savers
+            if waits:
+                readers.setdefault(key, node)
+        for node in readers.values():
+            hosted[node] += value.nbytes
+            pinned[node] += pinned_nbytes(value.nbytes)
+    again = [i for i, key in enumerate(keys) if key is not None and key.recompute]
+    nodes = tuple(
+        replace(cost, host_nbytes=moved, host_pinned_nbytes=taken)
+        for cost, moved, taken in zip(costs.nodes, hosted, pinned, strict=True)
+    )
+    work = costs.work.with_repeated(again)
+    return replace(costs, nodes=nodes, work=work, keys=tuple(keys))
