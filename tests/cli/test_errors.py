@@ -16,7 +16,7 @@ X = ("--input", "8x64")
 CASES = [
     # MODEL
     (("plan", "net.py:Nett", "fits.json", *X), "did you mean net.py:Net?"),
-    (("plan", "nett.py:Net", "fits.json", *X), "did you mean net.py?"),
+    (("plan", "nett.py:Net", "fits.json", *X), "did you mean 'net.py'?"),
     (("plan", "net.py", "fits.json", *X), "net.py has Block, Net, Leaves, Words, Scenes"),
     (("plan", "torchvision.models.resnet18", "fits.json", *X), "mean torchvision.models:resnet18?"),
     (("plan", "torchvision.modls:resnet18", "fits.json", *X), "did you mean torchvision.models?"),
