@@ -52,7 +52,8 @@ class Progress:
         key = not plan.fits, plan.overflow_bytes, not judged, plan.rank_time
         if self._compare and (self._best is None or key < self._best[0]):
             verdict = _verdict(plan) if judged else f"by estimate {_verdict(plan)}"
-            self._best = key, f"{format_count(len(spec.devices), 'device')}, {verdict}"
+            devices = format_count(len(spec.devices) * plan.replicas, "device")
+            self._best = key, f"{devices}, {verdict}"
 
     @property
     def state(self) -> str:

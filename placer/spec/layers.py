@@ -135,8 +135,8 @@ def _unmatched(pattern: str, paths: Sequence[str]) -> tuple[str, str]:
     tops = dict.fromkeys(path.partition(".")[0] for path in paths)
     if near:
         return problem, f"did you mean {near!r}?"
-    where = "a parameter or buffer of the model itself is placed where it is read"
-    return problem, f"top-level layers: {', '.join(tops)}; {where}"
+    where = "; a parameter or buffer of the model itself is placed where it is read"
+    return problem, f"top-level layers: {', '.join(tops)}{where if not parent else ''}"
 
 
 def _nearest_pattern(pattern: str, paths: Sequence[str]) -> str | None:

@@ -69,8 +69,8 @@ def test_a_planner_tells_what_it_does() -> None:
             said.append(f"planned, judged: {judged}")
 
     make.watcher = Watcher()
-    make(SPEC.model_copy(update={"microbatches": 2}))
-    about = "2 devices, microbatches 2"
+    make(SPEC.model_copy(update={"microbatches": 2, "replicas": 2}))
+    about = "2 replicas of 2 devices, 2 micro-batches"
     assert said == [
         f"{about}, looking for stages",
         f"{about}, running a step without data",
