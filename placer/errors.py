@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _SHOWN_COLUMNS = 76  # of the line that an error is about
@@ -230,6 +231,14 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     by_lower = {choice.lower(): choice for choice in sorted(set(choices), reverse=True)}
     matches = difflib.get_close_matches(word.lower(), sorted(by_lower), n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
+
+
+def path_remedy(path: Path, wanted: Callable[[Path], bool]) -> str:
+    """What to do about a ``path`` that is not there: it may be a ``wanted`` one beside it, misspelt."""
+    beside = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
+    by_stem = {each.stem: each for each in beside if wanted(each)}
+    near = nearest(path.stem, by_stem)
+    return f"did you mean {str(by_stem[near])!r}?" if near else "check the path"
 
 
 def causes(error: BaseException | None, *, implicit: bool = False) -> Iterator[BaseException]:

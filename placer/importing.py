@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from placer.errors import PlacerError, first_few, nearest
+from placer.errors import PlacerError, first_few, nearest, path_remedy
 
 _FORM = "write package.module:callable or path/file.py:callable"
 _SHOWN = 8  # how many callables of a file or module are listed
@@ -128,8 +128,7 @@ def _load(place: str, target: str) -> ModuleType:
 def _load_file(path: Path, target: str) -> ModuleType:
     """Import the file at ``path``. Raises ``ModelError`` if it does not exist or cannot be imported."""
     if not path.is_file():
-        near = nearest(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
-        hint = f"did you mean {path.parent / near}?" if near else "check the path"
+        hint = path_remedy(path, lambda beside: beside.suffix == ".py")
         raise ModelError(target, f"no such file: {path}", hint)
     path = path.resolve()
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else ""

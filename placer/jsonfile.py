@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from placer.errors import PlacerError, nearest
+from placer.errors import PlacerError, path_remedy
 
 
 class JSONError(PlacerError):
@@ -22,9 +22,7 @@ def read_text(path: Path, endings: Collection[str] = (".json",)) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        near = nearest(path.name, [p.name for p in beside if p.suffix in endings])
-        hint = f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
+        hint = path_remedy(path, lambda beside: beside.suffix in endings)
         if ".py:" in path.name:
             hint = "is this the model? On the command line, it comes before the file"
         raise JSONError(str(path), "no such file", hint) from None

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from placer.checkpoint.table import TABLE
-from placer.errors import CheckpointError, PlacerError, nearest
+from placer.errors import CheckpointError, PlacerError, path_remedy
 
 _DCP_TABLE = ".metadata"  # written by torch.distributed.checkpoint for its own readers
 
@@ -95,11 +95,9 @@ def find(path: Path) -> Path:
             f"has no {TABLE} with its checksums",
             "load another checkpoint; if you trust this one, torch.distributed.checkpoint can read it",
         )
-    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = nearest(path.name, [n for n in beside if (path.parent / n / TABLE).is_file()])
     problem = "is not a checkpoint of placer.save" if path.exists() else "no such checkpoint"
     raise CheckpointError(
-        where, problem, f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
+        where, problem, path_remedy(path, lambda beside: (beside / TABLE).is_file())
     )
 
 

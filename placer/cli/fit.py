@@ -95,7 +95,8 @@ def fit(
     ):
 
         def case_of(size: int) -> Case:
-            told.doing(f"trying {_shape(size)}")
+            told.about = _shape(size)
+            told.doing("recording")
             args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
             wanted = wanted_for(size)
             try:
@@ -106,6 +107,7 @@ def fit(
                 )
                 raise
             make = JudgingPlanner(program, leaves, processes=processes)
+            make.watcher = told
             return Case(make=make, wanted=wanted)
 
         def _shape(size: int) -> str:

@@ -30,17 +30,17 @@ class Progress:
 
     def __init__(self, title: str, *, compare: bool = True) -> None:
         self._title, self._compare = title, compare
+        self.about = ""  # what all that is done now is part of
         self._what, self._planned = "", 0
         self._best: tuple[tuple[bool, int, bool, float], str] | None = None
         self._start = time.monotonic()
 
     def doing(self, what: str) -> None:
         """Say what is done now."""
-        self._what = what
+        self._what = f"{self.about}, {what}" if self.about else what
 
     def found(self, what: str) -> None:
         """Something has been found out."""
-        self._planned += 1
         self._best = (False, 0, False, 0.0), f"{self._best[1]}, {what}" if self._best else what
 
     def planned(self, spec: PlacementSpec, plan: Plan, *, judged: bool = True) -> None:
@@ -52,7 +52,8 @@ class Progress:
         key = not plan.fits, plan.overflow_bytes, not judged, plan.rank_time
         if self._compare and (self._best is None or key < self._best[0]):
             verdict = _verdict(plan) if judged else f"by estimate {_verdict(plan)}"
-            self._best = key, f"{format_count(len(spec.devices), 'device')}, {verdict}"
+            devices = format_count(len(spec.devices) * plan.replicas, "device")
+            self._best = key, f"{devices}, {verdict}"
 
     @property
     def state(self) -> str:

@@ -103,6 +103,8 @@ def verify(
         console.print(line, markup=False, soft_wrap=True)
     style = "bold green" if result.ok else "bold red"
     console.print(result.summary, style=style, markup=False)
+    if not (result.ok or double):
+        console.print("If this is rounding, it is gone in float64: try --double")
     if as_json:
         print_json(to_json(result))
     if not result.ok:

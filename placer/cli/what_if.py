@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from placer.cli.fields import errors_name_options, spec_fields
 from placer.cli.options import AsJson, Kind, ModelOptions, Processes
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
-from placer.errors import PlacerError
+from placer.errors import PlacerError, first_few
 from placer.plan.types import Plan
 from placer.spec import PlacementSpec
 from placer.spec.rows import shifted_rows
@@ -46,6 +47,8 @@ Spec = Annotated[
     Path | None,
     typer.Argument(metavar="[SPEC]", help="Placement spec. Without it, MODEL is a saved plan."),
 ]
+
+_SHOWN = 6  # layers that are placed anew
 
 EXAMPLE = "placer what-if plan.json --microbatches 4"
 
@@ -81,12 +84,21 @@ def what_if(
         processes |= saved.processes
     new_kind = kind if all(each.kind for each in before.devices) else None
     changed = _with_devices(before, devices, device, new_kind) | fields
+    if not changed.get("offload"):
+        changed.pop("offload_overlap", None)
     if not fields and devices is None and not device and not new_kind:
         raise PlacerError("options", "change nothing", "give one, such as --microbatches 4")
     with errors_name_options(device or [each.name for each in before.devices]):
         after = PlacementSpec.model_validate(changed)
     model_options.check()
     console = human_console(as_json=as_json)
+    anew = [
+        f"{layer} (was on {name})"
+        for layer, name in before.layers.items()
+        if layer not in after.layers
+    ]
+    if anew:
+        console.print(f"placed anew: {', '.join(first_few(anew, _SHOWN))}", markup=False)
     loaded = model_options.load(console)
     from placer.cli.measured import with_kind
     from placer.report import verdict
@@ -118,20 +130,22 @@ def _with_devices(
     before: PlacementSpec, count: int | None, texts: Sequence[str], kind: str | None
 ) -> dict[str, Any]:
     """The fields of ``before`` with ``count`` devices, those of ``texts``, or devices of another ``kind``."""
-    changed = before.model_dump(exclude_defaults=True, by_alias=True)
-    first = before.devices[0]
+    changed = json.loads(before.to_json())
     if count is not None and texts:
         raise PlacerError("--devices", "is given, and --device too", "leave out one of them")
+    first = before.devices[0]
     if texts:
         devices: list[Any] = written_devices(texts, kind or first.kind)
-        changed.pop("machine", None)
         changed.pop("replica_devices", None)
+    elif before.machine is not None and kind is None:
+        return changed if count is None else {**changed, "stages": count // before.space.number}
     else:
         rows = () if count is None else shifted_rows([first.name], count)
         like = [first.model_copy(update={"name": name}) for (name,) in rows] or before.devices
         devices = [{"name": each.name, "kind": kind} if kind else each for each in like]
     names = [each["name"] if isinstance(each, dict) else each.name for each in devices]
     layers = {pattern: name for pattern, name in before.layers.items() if name in names}
+    changed.pop("machine", None)
     if len(devices) != len(before.devices):
         changed.pop("stages", None)
     return {**changed, "devices": devices, "layers": layers}

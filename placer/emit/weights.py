@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from placer.errors import PlacerError, nearest
+from placer.errors import PlacerError, path_remedy
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # usual suffixes of weights files
 
@@ -33,9 +33,7 @@ def open_weights(path: Path) -> Iterator[WeightsFile]:
     the file does not exist or is not a state dict.
     """
     if not path.is_file():
-        folder = path.parent.iterdir() if path.parent.is_dir() else ()
-        near = nearest(path.name, [p.name for p in folder if p.suffix in _SUFFIXES])
-        hint = f"did you mean {str(path.parent / near)!r}?" if near else "check the path"
+        hint = path_remedy(path, lambda beside: beside.suffix in _SUFFIXES)
         raise PlacerError(f"weights {path}", "no such file", hint)
     if path.suffix == ".safetensors":
         try:

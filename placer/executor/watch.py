@@ -48,13 +48,20 @@ class StageReport:
     rank: int
     replica: int
     stage: int
-    device: str
+    device: str  # of the plan
+    ran_on: str
     seconds: Seconds
     predicted: Seconds | None
     peak: int | None
     reserved: int | None
     predicted_peak: int
     predicted_reserved: int | None
+
+    @property
+    def _place(self) -> str:
+        """The device, and which one stood for it, as in a trial on the CPU."""
+        stood_for = self.ran_on.partition(":")[0] != self.device.partition(":")[0]
+        return f"{self.ran_on} for {self.device}" if stood_for else self.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +86,7 @@ class StepReport:
         last = self.slowest
         lines = [
             f"step {_beside(self.step_seconds, self.predicted_seconds)}; slowest: rank {last.rank}, "
-            f"stage {last.stage} on {last.device}"
+            f"stage {last.stage} on {last._place}"
         ]
         for each in self.stages:
             predicted = {} if each.predicted is None else each.predicted._asdict()
@@ -98,7 +105,7 @@ class StepReport:
                 for name, found, wanted in peaks
                 if found is not None
             ]
-            at = f"rank {each.rank}, replica {each.replica}, stage {each.stage} on {each.device}"
+            at = f"rank {each.rank}, replica {each.replica}, stage {each.stage} on {each._place}"
             lines += [f"{at}:", *_wrapped(parts)]
         times = self.predicted_seconds is not None
         known = times or any(each.peak is not None for each in self.stages)
@@ -186,6 +193,7 @@ class StepWatch:
                     replica=key[0],
                     stage=key[1],
                     device=name,
+                    ran_on=str(device),
                     seconds=seconds,
                     predicted=predicted.get(key),
                     peak=None if gpu is None else torch.cuda.max_memory_allocated(gpu),

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from placer.errors import SpecError
+from placer.errors import SpecError, first_few
 from placer.machine.catalogue import DeviceKind, kinds_with_memory
 from placer.machine.devices import device_kind, device_type
 from placer.machine.links import Link, Links
@@ -14,6 +14,8 @@ from placer.machine.machine import device_kind_of, find_machine
 from placer.partition import DeviceSlot
 from placer.quantities import format_bytes
 from placer.spec import DeviceSpec, PlacementSpec
+
+_SHOWN = 8  # devices that an error lists
 
 
 def device_slot(device: DeviceSpec, spec: PlacementSpec) -> DeviceSlot:
@@ -163,28 +165,27 @@ def likely_kernels(spec: PlacementSpec) -> str:
 def with_known_memory(spec: PlacementSpec, why: str) -> PlacementSpec:
     """``spec`` with a memory for every device; CPU devices share this machine's memory evenly.
 
-    Raises ``SpecError`` if the memory of another device is not known. ``why`` says in the error what
-    depends on it, such as "how few devices suffice".
+    Raises ``SpecError``, at the first of them, if the memory of other devices is not known. ``why`` says in
+    the error what depends on it, such as "how few devices suffice".
     """
-    kinds = ", ".join(f"{k.name} ({format_bytes(k.memory or 0)})" for k in kinds_with_memory())
-    problems = []
+    unknown: dict[str, int] = {}  # name -> index
     devices = []
     for index, device in enumerate(spec.devices):
         if device_slot(device, spec).budget is None and device.name.startswith("cpu"):
             share = machine_memory() // _cpu_devices(spec)
             device = device.model_copy(update={"memory": share})
         elif device_slot(device, spec).budget is None:
-            problems.append(
-                (
-                    f"/devices/{index}",
-                    f"the memory of {device.name!r} is not known (it is not given, and this machine "
-                    f"has no such device), and {why} depends on it",
-                    f'write {{"name": "{device.name}", "memory": "16GiB"}}, or "kind": one of {kinds}',
-                )
-            )
+            unknown[device.name] = index
         devices.append(device)
-    if problems:
-        raise SpecError(SpecError.UNNAMED, problems)
+    if unknown:
+        kinds = ", ".join(f"{k.name} ({format_bytes(k.memory or 0)})" for k in kinds_with_memory())
+        name, index = next(iter(unknown.items()))
+        problem = (
+            f"the memory of {', '.join(first_few(list(unknown), _SHOWN))} is not known (it is not given, and "
+            f"this machine has no such device), and {why} depends on it"
+        )
+        remedy = f'write {{"name": "{name}", "memory": "16GiB"}}, or "kind": one of {kinds}'
+        raise SpecError(SpecError.UNNAMED, [(f"/devices/{index}", problem, remedy)])
     return spec.with_devices(devices)
 
 

@@ -191,10 +191,11 @@ def _memory_notes(spec: PlacementSpec) -> list[str]:
     for device in spec.devices:
         has = device_slot(device.model_copy(update={"memory": None}), spec).budget
         if device.kind and device.memory and has and device.memory > has:
-            notes[device.kind] = (
+            note = (
                 f'"memory" of {device.name} is {format_bytes(device.memory)}, but the kind {device.kind} has '
                 f'{format_bytes(has)}. Leave "memory" out to plan with that.'
             )
+            notes.setdefault(device.kind, note)
     return list(notes.values())
 
 

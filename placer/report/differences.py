@@ -53,7 +53,7 @@ def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
         yield Change("model", before.fingerprint[:12], after.fingerprint[:12])
     for name in _FACTS:
         values = getattr(before, name), getattr(after, name)
-        yield Change(name, *(str(value) if value not in (None, "") else _NONE for value in values))
+        yield Change(name, *map(_text, values))
     one, other = _settings(before), _settings(after)
     for name in dict.fromkeys((*one, *other)):
         yield Change(name, one.get(name, _NONE), other.get(name, _NONE))
@@ -70,6 +70,12 @@ def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
     for field, verb in (("checkpoint", "recomputed"), ("offload", "offloaded")):
         names, others = getattr(before, field), getattr(after, field)
         yield Change(verb, _without(names, others), _without(others, names))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return _NONE if value in (None, "") else str(value)
 
 
 def _first_replica(plan: Plan) -> set[str]:
@@ -143,7 +149,7 @@ def _of_specs(before: PlacementSpec, after: PlacementSpec) -> Iterator[Change]:
 def _flat(value: Any, pointer: str = "") -> dict[str, str]:
     """JSON pointer -> value, of everything inside ``value`` that has no parts."""
     if not isinstance(value, dict | list):
-        return {pointer: str(value)}
+        return {pointer: _text(value)}
     items = value.items() if isinstance(value, dict) else enumerate(value)
     found: dict[str, str] = {}
     for key, inner in items:

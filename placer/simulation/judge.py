@@ -429,9 +429,14 @@ def _runs_fullest(plan: Plan) -> bool:
 def _describe(spec: PlacementSpec) -> str:
     """In what specs for one model differ most often."""
     parts = [format_count(len(spec.devices), "device")]
-    counts = {name: getattr(spec, name) for name in ("replicas", "microbatches", "chunks")}
-    counts["shards"] = spec.space.shards
-    parts += [f"{name} {value}" for name, value in counts.items() if value != 1]
+    if spec.replicas != "auto" and spec.replicas > 1:
+        parts = [f"{format_count(spec.replicas, 'replica')} of {parts[0]}"]
+    counts = {
+        "micro-batches": spec.microbatches,
+        "chunks": spec.chunks,
+        "shards": spec.space.shards,
+    }
+    parts += [f"{n} {name}" for name, n in counts.items() if n != "auto" and n > 1]
     parts += [name for name in _REGION_FIELDS if getattr(spec, name)]
     return ", ".join(parts)
 

@@ -24,13 +24,21 @@ def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
     """
     if not isinstance(data, Mapping):
         return []
+    problems: list[Problem] = []
+    if data.get("machine") is not None and data.get("devices"):
+        remedy = "leave out one of them"
+        problems.append(("/machine", "stands for the devices, which are given too", remedy))
+    data = with_machine_devices(data)
     names = _names(data.get("devices"))
-    problems = _twice(names)
+    problems += _twice(names)
     problems += _unknown_targets(data, names)
     if not {"replicas", "replica_devices"}.intersection(wrong):
         problems += _rows(data, names)
     if not {"shard_state", "shard_over"}.intersection(wrong):
         problems += _undivided(data)
+    if data.get("offload_overlap") is True and not data.get("offload"):
+        remedy = 'write "offload": "auto" too, or leave it out'
+        problems.append(("/offload_overlap", 'has no effect without "offload"', remedy))
     if not {"devices", "space"}.intersection(wrong):
         problems += _shards(data, names) + _stages(data, names)
     if not {"compile", "microbatches", *_UNCOMPILED}.intersection(wrong):

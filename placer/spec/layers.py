@@ -133,8 +133,10 @@ def _unmatched(pattern: str, paths: Sequence[str]) -> tuple[str, str]:
         return f"{problem} (a layer is a module, not a parameter)", f"did you mean {parent!r}?"
     near = _nearest_pattern(pattern, paths)
     tops = dict.fromkeys(path.partition(".")[0] for path in paths)
-    hint = f"did you mean {near!r}?" if near else f"top-level layers: {', '.join(tops)}"
-    return problem, hint
+    if near:
+        return problem, f"did you mean {near!r}?"
+    where = "; a parameter or buffer of the model itself is placed where it is read"
+    return problem, f"top-level layers: {', '.join(tops)}{where if not parent else ''}"
 
 
 def _nearest_pattern(pattern: str, paths: Sequence[str]) -> str | None:

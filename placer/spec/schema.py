@@ -14,7 +14,7 @@ def spec_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) in `specs/placement.schema.json`."""
     schema = PlacementSpec.model_json_schema(by_alias=True)
     schema["required"].remove("devices")
-    schema["anyOf"] = [{"required": ["devices"]}, {"required": ["machine"]}]
+    schema["oneOf"] = [{"required": ["devices"]}, {"required": ["machine"]}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

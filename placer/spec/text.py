@@ -33,10 +33,11 @@ _FOREIGN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)")
+_MISPLACED = "this does not go with the lines above; is it indented like them?"
 # What PyYAML says of the text that it did not expect, in words of ours.
 _WORDS = {
     r"but got": "but found",
-    r"expected <block end>, but found .*": "this does not go with the lines above; is it indented like them?",
+    r"expected <block end>, but found .*": _MISPLACED,
     r"expected the node content": "expected a value",
     r"mapping values are not allowed here": "found a second ':'; put text with ': ' in quotes",
     r"expected '<document start>', but found": "expected the end, but found",
@@ -144,6 +145,12 @@ class SpecText:
             if "delimiter" in strict.msg and text[strict.pos : strict.pos + 1] not in "]}":
                 problem = strict.msg.replace("Expecting", "expected").removesuffix(" delimiter")
                 return self._wrong(strict.pos, problem, _MISSING)
+        if problem.startswith(
+            "mapping values"
+        ):  # a line that is indented further continues a value
+            key = text[text.rfind("\n", 0, mark.index) + 1 : mark.index]
+            if ": " not in key:
+                return self._wrong(mark.index - len(key.lstrip()), _MISPLACED)
         for words, ours in _WORDS.items():
             problem = re.sub(words, ours, problem)
         if not problem.startswith("expected ',' or") or opened is None:

@@ -320,7 +320,7 @@ class PlacementSpec(BaseModel):
         except ValidationError as error:
             problems = explain_errors(error, given, cls.known_keys())
         if not isinstance(data, PlacementSpec):
-            problems += cross_problems(given, wrong_fields(problems))
+            problems += cross_problems(data, wrong_fields(problems))
         if problems:
             raise SpecError(SpecError.UNNAMED, one_per_slip(problems))
         return spec
@@ -398,6 +398,8 @@ class PlacementSpec(BaseModel):
         given = {
             name for name, f in type(self).model_fields.items() if getattr(self, name) != f.default
         }
-        if self.machine is not None and not self.layers:
+        if self.machine is not None:
             given.discard("devices")
+        if not self.offload:  # as auto may decide
+            given.discard("offload_overlap")
         return self.model_dump_json(by_alias=True, include=given, indent=2) + "\n"

@@ -199,7 +199,10 @@ def test_verify_says_which_tensors_differ(placer: Run, monkeypatch: pytest.Monke
     assert (
         "train: the example:\n  gradient of head.weight: relative error 5.00e-01" in result.stdout
     )
-    assert "DIFFERENT" in result.stdout
+    assert "DIFFERENT" in result.stdout and "try --double" in result.stdout
+    assert (
+        "try --double" not in placer("verify", "net.py:Net", "pinned.json", *X, "--double").stdout
+    )
 
 
 def test_auto_writes_a_spec_that_fits(placer: Run, tmp_path: Path) -> None:

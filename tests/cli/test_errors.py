@@ -16,7 +16,7 @@ X = ("--input", "8x64")
 CASES = [
     # MODEL
     (("plan", "net.py:Nett", "fits.json", *X), "did you mean net.py:Net?"),
-    (("plan", "nett.py:Net", "fits.json", *X), "did you mean net.py?"),
+    (("plan", "nett.py:Net", "fits.json", *X), "did you mean 'net.py'?"),
     (("plan", "net.py", "fits.json", *X), "net.py has Block, Net, Leaves, Words, Scenes"),
     (("plan", "torchvision.models.resnet18", "fits.json", *X), "mean torchvision.models:resnet18?"),
     (("plan", "torchvision.modls:resnet18", "fits.json", *X), "did you mean torchvision.models?"),
@@ -123,6 +123,9 @@ def test_the_users_line_is_named(placer: Run, folder: Path) -> None:
 def test_all_problems_of_auto_at_once(placer: Run) -> None:
     result = placer("auto", "net.py:Net", *X, "-d", "cda:0", "--objective", "fast")
     assert "2 problems" in result.stderr
+    unknown = placer("auto", "net.py:Net", *X, "-d", "cuda:6", "-d", "cuda:7").stderr
+    assert "the memory of cuda:6, cuda:7 is not known" in unknown
+    assert unknown.count("one of rtx") == 1 and "write --device cuda:6=16GiB" in unknown
 
 
 def _error(result: Any) -> dict[str, Any]:

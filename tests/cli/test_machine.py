@@ -59,13 +59,18 @@ def test_fit_finds_the_largest_batch(placer: Run, tmp_path: Path) -> None:
         assert placer("plan", *model, str(spec), "--input", f"{batch}x64").exit_code == code
 
 
-def test_fit_says_where_it_stopped(placer: Run) -> None:
+def test_fit_says_what_it_does_and_where_it_stopped(
+    placer: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("placer.cli.progress.Progress.doing", lambda _, what: said.append(what))
     loss = ("--loss", "mse_loss", "--target", "{b}x2", "--whole-batch")
     result = placer(
         "fit", "net.py:Net", "--input", "{b}x64", "--most", "2", "-d", "cpu:0=1GiB", *loss
     )
     assert result.exit_code == 0, result.stderr
     assert "no larger size was tried (--most 2)" in " ".join(result.stderr.split())
+    assert said.count("recording") == 2 and "1 device, running a step without data" in said
     assert json.loads(result.stdout)["loss"] == {
         "function": "mse_loss", "target": "2x2", "whole_batch": True
     }  # fmt: skip

@@ -35,6 +35,15 @@ def test_it_counts_what_was_tried_and_keeps_the_best() -> None:
     )
 
 
+def test_it_says_what_size_is_tried() -> None:
+    told = Progress("largest", compare=False)
+    told.about = "32x32"
+    told.doing("looking for stages")
+    told.planned(SPEC, make_plan())
+    told.found("16x16 fits")
+    assert told.state == "largest: 32x32, looking for stages; tried 1, so far: 16x16 fits"
+
+
 def test_in_a_pipe_it_writes_lines_when_something_is_new(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,8 +69,8 @@ def test_a_planner_tells_what_it_does() -> None:
             said.append(f"planned, judged: {judged}")
 
     make.watcher = Watcher()
-    make(SPEC.model_copy(update={"microbatches": 2}))
-    about = "2 devices, microbatches 2"
+    make(SPEC.model_copy(update={"microbatches": 2, "replicas": 2}))
+    about = "2 replicas of 2 devices, 2 micro-batches"
     assert said == [
         f"{about}, looking for stages",
         f"{about}, running a step without data",

@@ -114,7 +114,7 @@ def test_what_is_no_device_map_is_refused_with_its_place(placer: Run, folder: Pa
     assert "make a plan, which does" in free.stderr
 
 
-def test_two_plans_are_compared(placer: Run, tmp_path: Path) -> None:
+def test_two_plans_are_compared(placer: Run, folder: Path, tmp_path: Path) -> None:
     one, other = (str(tmp_path / name) for name in ("one.json", "other.json"))
     placer("plan", "net.py:Net", "fits.json", *X, "-o", one)
     placer("plan", "net.py:Net", "pinned.json", *X, "-o", other)
@@ -124,6 +124,10 @@ def test_two_plans_are_compared(placer: Run, tmp_path: Path) -> None:
     assert result.exit_code == 1
     changes = json.loads(result.stdout)["changes"]
     assert {"what": "microbatches", "before": "1", "after": "2"} in changes
+    (folder / "infer.json").write_text('{"devices": ["cuda:0"], "training": false}')
+    (folder / "train.json").write_text('{"devices": ["cuda:0"]}')
+    specs = json.loads(placer("diff", "infer.json", "train.json", "--json").stdout)["changes"]
+    assert specs == [{"what": "/training", "before": "no", "after": "yes"}]
     mixed = placer("diff", "fits.json", one)
     assert mixed.exit_code == 2 and "the other file is a plan" in mixed.stderr
     assert "per micro-batch forward" in placer("explain", other).stdout
@@ -135,8 +139,9 @@ def test_a_changed_spec_is_compared_with_the_spec(placer: Run) -> None:
     assert changes["fits"] is True
     assert changes["changes"][0] == {"what": "microbatches", "before": "2", "after": "1"}
     fewer = placer(*given, "--devices", "1").stdout  # where its layer "head" cannot be
-    assert "head" in fewer and "fits: cuda:0" in fewer
-    assert placer("what-if", "net.py:Net", "tight.json", *X, "--precision", "fp32").exit_code == 3
+    assert "placed anew: head (was on cuda:1)\n" in fewer and "fits: cuda:0" in fewer
+    tight = placer("what-if", "net.py:Net", "tight.json", *X, "--precision", "fp32")
+    assert tight.exit_code == 3
     assert "change nothing" in placer(*given).stderr
     assert "did you mean '1F1B'?" in placer(*given, "--schedule", "1f1").stderr
 
@@ -162,6 +167,15 @@ def test_what_if_the_devices_were_others(placer: Run, folder: Path) -> None:
     assert both.exit_code == 2 and "leave out one of them" in both.stderr
     wrong = placer("what-if", "net.py:Net", "known.json", *X, "-d", "cuda:0=8GX")
     assert "--device cuda:0=8GX: '8GX' is not a size" in wrong.stderr
+
+
+def test_what_if_a_spec_names_a_machine(placer: Run, folder: Path) -> None:
+    (folder / "machine.json").write_text('{"machine": "dgx-a100", "stages": 2}')
+    given = ("what-if", "net.py:Net", "machine.json", *X, "--json")
+    more, other = placer(*given, "--devices", "1"), placer(*given, "--kind", "h100")
+    assert more.exit_code == other.exit_code == 0, more.stderr + other.stderr
+    stages = {"what": "stages", "before": "2", "after": "1"}
+    assert stages in json.loads(more.stdout)["changes"]
 
 
 def test_a_plan_file_is_enough_to_ask_what_if(placer: Run) -> None:

@@ -50,7 +50,7 @@ def test_every_stage_of_every_replica_is_measured(replicas: int, tmp_path: Path)
     slowest = report.slowest
     assert all(sum(slowest.seconds[:2]) >= sum(each.seconds[:2]) for each in report.stages)
     text = str(report)
-    assert f"slowest: rank 0, stage {slowest.stage} on {slowest.device}" in text
+    assert f"slowest: rank 0, stage {slowest.stage} on cpu for {slowest.device}" in text
     assert max(map(len, text.splitlines())) <= 80
     assert not re.search(r"\w+ [\d.]+$", text, re.MULTILINE)  # no unit is parted from its number
     write_trace(placed.plan, tmp_path / "trace.json", measured=report)

@@ -251,7 +251,7 @@ def test_what_memory_decides_needs_the_memory_of_every_device(field: str) -> Non
         _small(**UNKNOWN, **{field: "auto"})
     ((where, problem, remedy),) = error.value.problems
     assert where == "/devices/1"
-    assert "the memory of 'cuda:7' is not known" in problem and f'"{field}": "auto"' in problem
+    assert "the memory of cuda:7 is not known" in problem and f'"{field}": "auto"' in problem
     assert '"memory": "16GiB"' in remedy and "p100 (15.89 GiB)" in remedy and "h200" in remedy
 
 

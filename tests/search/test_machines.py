@@ -48,6 +48,8 @@ def test_a_spec_of_a_machine_has_its_devices_and_is_written_without_them() -> No
     assert len(spec.devices) == 4 and spec.device_rows(2)[1][0] == "cuda:4"
     assert json.loads(spec.to_json()) == {"machine": "dgx-a100", "stages": 4, "replicas": 2}
     assert placer.load_spec(json.loads(spec.to_json())) == spec
+    pinned = spec.with_layers({"head": "cuda:1"})
+    assert placer.load_spec(json.loads(pinned.to_json())) == pinned
 
 
 def test_seconds_of_collectives_by_hand() -> None:

@@ -93,6 +93,8 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         ({}, "/devices", "required"),
         ({"devices": []}, "/devices", "empty"),
         ({"devices": "cuda:0"}, "/devices", "a list"),
+        ({"devices": ["cuda:0"], "machine": "dgx-a100"}, "/machine", "leave out one of them"),
+        ({"devices": ["cuda:0"], "offload_overlap": True}, "/offload_overlap", "no effect"),
         ({"devices": [3]}, "/devices/0", "a device name or an object"),
         ({"devices": ["cpu", "cpu"]}, "/devices/1", "twice"),
         ({"devices": ["cuda:0"], "version": 2}, "/version", "1"),
@@ -192,6 +194,9 @@ def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
         load_spec(tmp_path / "unte.json")
     first = str(missing.value).splitlines()[0]
     assert first == f"{tmp_path / 'unte.json'}: no such file"  # and no count of problems in a spec
+    (tmp_path / "e.json").write_text("{}")
+    ((_, _, remedy),) = _problems(tmp_path / "nothere.json")
+    assert remedy == "check the path"  # and not e.json, of which only the ending is alike
     assert str(pickle.loads(pickle.dumps(missing.value))) == str(missing.value)
     path.write_text("[1, 2]")
     with pytest.raises(SpecError, match="object was expected"):
@@ -297,3 +302,9 @@ def test_a_number_of_replicas_that_divide_nothing() -> None:
     assert where == "/shard_over" and "no effect" in problem and "optimizer" in remedy
     load_spec({**given, "shard_state": "optimizer"})
     load_spec({**given, "shard_over": "auto"})
+
+
+def test_a_spec_of_auto_that_offloads_nothing_loads() -> None:
+    given = load_spec({"devices": ["cpu"], "offload": "auto", "offload_overlap": True})
+    chosen = given.model_copy(update={"offload": ()})
+    assert load_spec(chosen.to_json()) == load_spec({"devices": ["cpu"]})

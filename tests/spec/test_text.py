@@ -179,6 +179,7 @@ def test_a_problem_reads_like_one_of_a_compiler(tmp_path: Path) -> None:
         ("YAML", "devices:\n  - cuda:0\n - cuda:1", "3:2", "is it indented like them?"),
         ("YAML", "devices: [cuda:0]\n\ttraining: true", "2:1", "found a tab"),
         ("YAML", "devices: [cuda:0\nlayers: {}", "2:7", "since '[' of line 1 is open"),
+        ("YAML", "layers:\n  a: cuda:0\n    b: cuda:1", "3:5", "is it indented like them?"),
         ("YAML", "layers: a: cuda:0", "1:10", "found a second ':'"),
         ("YAML", "layers:\n  a: cuda:0\n  a: cuda:1", "3:3", "/layers/a: is written twice"),
         ("YAML", "devices: [cuda:0]\nreplicas 2\ntraining: true", "2:1", "no ':' after this"),
