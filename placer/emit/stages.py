@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from placer.emit.boxed import BoxedCodeGen, compile_graph
 from placer.emit.names import ReadPath, WithKeywords, is_plain, is_plain_path
@@ -23,6 +24,7 @@ from placer.regions import Region
 from placer.space import cut_inputs
 
 _DEVICE, _TREE = "stage_device", "stage_layers"
+_NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm})
 
 # Graph of a program -> the nodes and regions of the latest plan's stages, and their code: a plan is emitted
 # for its dry run, and again when it is placed.
@@ -260,6 +262,7 @@ def _emit_segment(
         modules=tuple(modules),
         attributes=tuple(attributes),
         written=tuple(dict.fromkeys(written)),
+        reads_written=_reads_written(program, own),
         recompute=region is not None and region.recompute,
         offload=region is not None and region.offload,
         overlapped=region is not None and region.overlapped,
@@ -267,6 +270,26 @@ def _emit_segment(
         forward=forward,
         source=source,
     )
+
+
+def _reads_written(program: Program, own: Sequence[fx.Node]) -> bool:
+    """Does one of the nodes read a parameter or buffer that one of them writes?
+
+    A layer of torch or a norm, which writes statistics only, does not count.
+    """
+    infos, here = program.nodes, {node.name for node in own}
+    writers = [node for node in own if infos[node.name].writes and node.target not in _NORMS]
+    layers = [node for node in writers if node.op == "call_module"]
+    types = [type(program.model.get_submodule(str(layer.target))) for layer in layers]
+    if any(not each.__module__.startswith("torch.nn.modules.") for each in types):
+        return True
+    for name in {name for node in writers for name in infos[node.name].writes}:
+        values = [n for n in own if n.op == "get_attr" and name in infos[n.name].reads]
+        values += [n for n in writers if n not in layers and name in infos[n.name].writes]
+        users = {user for value in values for user in value.users}
+        if any(user.name in here and name not in infos[user.name].writes for user in users):
+            return True
+    return False
 
 
 def _copy(

@@ -39,6 +39,7 @@ class SegmentCode:
     offload: bool
     overlapped: bool
     shards: int = 1
+    reads_written: bool = False  # may a gradient depend on what it writes?
     forward: Callable[..., tuple[Any, ...]]
     source: str  # the generated Python code
 

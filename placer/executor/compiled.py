@@ -38,6 +38,10 @@ def compiled_forward(segment: SegmentCode, device: torch.device) -> Callable[...
         told: set[bool] = set()  # with gradients, without
 
         def run(tree: Any, device: torch.device, inputs: list[Any]) -> tuple[Any, ...]:
+            if segment.reads_written and torch.is_grad_enabled():
+                # What torch compiles computes gradients from buffers as forward left them, where it
+                # read them before: https://github.com/pytorch/pytorch/pull/197039
+                return segment.forward(tree, device, inputs)
             is_first = torch.is_grad_enabled() not in told
             told.add(torch.is_grad_enabled())
             if is_first:

@@ -77,6 +77,37 @@ def test_inductor_draws_the_same_random_numbers() -> None:
     assert_same(nn.Sequential(*layers).double(), TWO, (torch.randn(6, 6, dtype=D),))
 
 
+class Counts(nn.Module):
+    """Its results depend on a buffer that it writes, or, without ``read``, on the batch only."""
+
+    def __init__(self, *, read: bool, moving: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.read, self.moving = read, moving
+        self.register_buffer("state", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.linear(x)))
+        if self.moving:
+            with torch.no_grad():
+                self.state.mul_(0.9).add_(x.abs().mean(0), alpha=0.1)
+        else:
+            self.state += 1
+        return x / (self.state + 1) if self.read else x
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("moving", [True, False])
+def test_gradients_see_the_buffers_that_forward_saw(
+    compilations: CompileCounterWithBackend, moving: bool, read: bool
+) -> None:
+    """What torch compiles sees them as they are after forward; so only what cannot read them is compiled."""
+    torch.manual_seed(0)
+    model = Counts(read=read, moving=moving).double()
+    assert_same(model, {"devices": ["cpu"], "compile": True}, (torch.randn(6, 4, dtype=D),))
+    assert bool(compilations.frame_count) != read
+
+
 def test_a_size_is_compiled_once(compilations: CompileCounterWithBackend) -> None:
     model, x = models.ConvNet(0.0).double(), torch.randn(8, 1, 8, 8, dtype=D)
     placed = placer.compile(model, {**TWO, "replicas": 2}, x)
