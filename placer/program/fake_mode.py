@@ -203,7 +203,7 @@ class FakeMode(TraceableMode, FakeTensorMode):
         return tree_map_only(Tensor, lambda x: originals.get(id(x), x), result)
 
     def _ask_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        result = self.dispatch(func, types, args, kwargs)
+        result: Any = self.dispatch(func, types, args, kwargs)
         if func not in _UNASKED:
             return result
         return tuple(x if asked else None for x, asked in zip(result, args[-1], strict=True))
