@@ -148,7 +148,9 @@ class CallCache:
             bound = bind_arguments(signature, args, kwargs, method)
         except CaptureError as error:
             unknown = [name for name in kwargs if name not in captured.call.signature.parameters]
-            hint = _keyword_hint(unknown[0], kwargs[unknown[0]], step=step) if unknown else ""
+            hint = "pass the target as target=…" * (step and len(args) > 1)
+            if unknown:
+                hint = _keyword_hint(unknown[0], kwargs[unknown[0]], step=step)
             remedy = "; ".join(filter(None, (error.remedy, hint)))
             raise CaptureError(error.where, error.problem, remedy) from None
         for programs in self._known:

@@ -50,8 +50,8 @@ def _space_notes(program: Program, spec: PlacementSpec, costs: CostTable) -> lis
         return []
     grid = f" ({'x'.join(map(str, cuts.shape))})" if len(cuts.shape) > 1 else ""
     notes = [
-        f"Every stage is split in space over {cuts.shards} devices{grid}; "
-        f"{format_count(count_windows(program), 'operation')} read what neighbours have."
+        f"Every stage is split in space over {cuts.shards} devices{grid}, which exchange the edges of "
+        f"their parts for {format_count(count_windows(program), 'operation')}."
     ]
     position = {name: i for i, name in enumerate(costs.names)}
     for reason, layer_of in find_gathered(program).items():

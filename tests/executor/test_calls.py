@@ -158,6 +158,9 @@ def test_keywords_of_the_loss_or_of_step_are_told_where_they_belong() -> None:
     assert "functools.partial(loss_fn, ignore_index=255)" in str(refused.value)
     with pytest.raises(placer.CaptureError, match="inference takes the whole batch"):
         placed(_ids(), own_rows=True)
+    linear = placer.compile(nn.Linear(3, 3), {"devices": ["cpu:0"]}, torch.ones(2, 3))
+    with pytest.raises(placer.CaptureError, match="pass the target as target="):
+        linear.step(torch.ones(2, 3), torch.ones(2, 3), loss_fn=F.mse_loss)
 
 
 def test_hooks_put_on_a_module_that_was_looked_into() -> None:
