@@ -130,7 +130,7 @@ def _with_devices(
     before: PlacementSpec, count: int | None, texts: Sequence[str], kind: str | None
 ) -> dict[str, Any]:
     """The fields of ``before`` with ``count`` devices, those of ``texts``, or devices of another ``kind``."""
-    changed = json.loads(before.to_json())
+    changed: dict[str, Any] = json.loads(before.to_json())
     if count is not None and texts:
         raise PlacerError("--devices", "is given, and --device too", "leave out one of them")
     first = before.devices[0]
@@ -138,7 +138,13 @@ def _with_devices(
         devices: list[Any] = written_devices(texts, kind or first.kind)
         changed.pop("replica_devices", None)
     elif before.machine is not None and kind is None:
-        return changed if count is None else {**changed, "stages": count // before.space.number}
+        if count is None:
+            return changed
+        stages, left = divmod(count, before.space.number)
+        if left:
+            remedy = f"give a multiple of {before.space.number}, its devices per stage"
+            raise PlacerError("--devices", f"{count} devices are no whole number of stages", remedy)
+        return {**changed, "stages": stages}
     else:
         rows = () if count is None else shifted_rows([first.name], count)
         like = [first.model_copy(update={"name": name}) for (name,) in rows] or before.devices

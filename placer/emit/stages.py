@@ -17,7 +17,7 @@ from placer.emit.shards import expand_shards
 from placer.emit.types import SegmentCode, StageCode, StagedModel
 from placer.errors import PlanError
 from placer.plan.types import Plan
-from placer.program import Program, first_names
+from placer.program import Program, first_names, is_torch_leaf
 from placer.program.graphs import new_node
 from placer.program.targets import CallMethod, call_module
 from placer.regions import Region
@@ -280,9 +280,9 @@ def _reads_written(program: Program, own: Sequence[fx.Node]) -> bool:
     infos, here = program.nodes, {node.name for node in own}
     writers = [node for node in own if infos[node.name].writes and node.target not in _NORMS]
     layers = [node for node in writers if node.op == "call_module"]
-    types = [type(program.model.get_submodule(str(layer.target))) for layer in layers]
-    if any(not each.__module__.startswith("torch.nn.modules.") for each in types):
-        return True
+    for module in (program.model.get_submodule(str(layer.target)) for layer in layers):
+        if not (is_torch_leaf(module) and type(module).__module__.startswith("torch.nn.modules.")):
+            return True
     for name in {name for node in writers for name in infos[node.name].writes}:
         values = [n for n in own if n.op == "get_attr" and name in infos[n.name].reads]
         values += [n for n in writers if n not in layers and name in infos[n.name].writes]

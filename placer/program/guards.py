@@ -66,9 +66,10 @@ class AttributeGuard:
 
     @property
     def is_plain(self) -> bool:
-        """Is the value immutable (a number, a string, a tuple of such …), or is the attribute missing?"""
-        value = self.value
-        return isinstance(value, PLAIN_VALUES) or (type(value) is tuple and _is_plain(value))
+        """Is the value immutable (a number, a string, a tuple of these), or is the attribute missing?"""
+        if type(self.value) is tuple:
+            return all(isinstance(value, PLAIN_VALUES) for value in self.value)
+        return isinstance(self.value, PLAIN_VALUES)
 
     @property
     def is_in_model(self) -> bool:
@@ -89,14 +90,7 @@ def failed_guard(
 ) -> AttributeGuard | None:
     """The first of ``guards`` that does not hold for ``modules`` (path -> module), or None."""
     freezer = Freezer(modules)
-    for guard in guards:
-        if not guard.holds(modules, freezer):
-            return guard
-    return None
-
-
-def _is_plain(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(value, PLAIN_VALUES) for value in values)
+    return next((s for s in guards if not s.holds(modules, freezer)), None)
 
 
 def make_guards(

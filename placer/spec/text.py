@@ -145,9 +145,8 @@ class SpecText:
             if "delimiter" in strict.msg and text[strict.pos : strict.pos + 1] not in "]}":
                 problem = strict.msg.replace("Expecting", "expected").removesuffix(" delimiter")
                 return self._wrong(strict.pos, problem, _MISSING)
-        if problem.startswith(
-            "mapping values"
-        ):  # a line that is indented further continues a value
+        if problem.startswith("mapping values"):
+            # A line that is indented further continues the value above it.
             key = text[text.rfind("\n", 0, mark.index) + 1 : mark.index]
             if ": " not in key:
                 return self._wrong(mark.index - len(key.lstrip()), _MISPLACED)

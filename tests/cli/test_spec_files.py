@@ -176,6 +176,9 @@ def test_what_if_a_spec_names_a_machine(placer: Run, folder: Path) -> None:
     assert more.exit_code == other.exit_code == 0, more.stderr + other.stderr
     stages = {"what": "stages", "before": "2", "after": "1"}
     assert stages in json.loads(more.stdout)["changes"]
+    (folder / "machine.json").write_text('{"machine": "dgx-a100", "stages": 1, "space": 2}')
+    odd = placer(*given, "--devices", "3")
+    assert odd.exit_code == 2 and "give a multiple of 2, its devices per stage" in odd.stderr
 
 
 def test_a_plan_file_is_enough_to_ask_what_if(placer: Run) -> None:
