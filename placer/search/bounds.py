@@ -53,11 +53,14 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sums:
-    """Sums over all operations of a micro-batch, in seconds of the fastest device and in bytes."""
+    """Sums over all operations of a micro-batch, in seconds of the fastest device and in bytes.
+
+    ``launches`` are the seconds of a process to launch the operations, in forward and in backward.
+    """
 
     forward: float
     backward: float
-    launch: float
+    launches: tuple[float, float]
     longest: float  # the longest operation, forward and backward
     saved: float
 
@@ -139,8 +142,9 @@ class Bounds:
                 _Sums(
                     forward=float(seconds.forward.device.sum()),
                     backward=float(backward.sum()),
-                    launch=float(
-                        seconds.forward.host.sum() + training * seconds.backward.host.sum()
+                    launches=(
+                        float(seconds.forward.host.sum()),
+                        float(seconds.backward.host.sum()) * training,
                     ),
                     longest=float(np.max(seconds.forward.device + backward)),
                     saved=sum(v.nbytes * (1.0 if v.fixed else share) for v in saved),
@@ -151,8 +155,7 @@ class Bounds:
     def __call__(self, strategy: Strategy) -> Bound:
         """The bound of ``strategy``, whose replicas and micro-batches all have rows."""
         sums = self._sums_of(strategy)
-        even = (sums.forward + sums.backward) / strategy.stages
-        slowest = max(even, sums.longest) / strategy.shards
+        slowest = sums.longest / strategy.shards
         # Values are sent at once, so the layout in which sums take the least time is the best.
         grid = self._grid(strategy, self._layouts[-1])
         layout = self._layout(strategy)
@@ -254,8 +257,8 @@ class Bounds:
     ) -> tuple[float, float]:
         """Seconds of a step, and of one at worst.
 
-        The slowest stage takes ``slowest`` for a micro-batch; a value gets to the next stage in ``sent``,
-        or at once in a lower bound.
+        The slowest stage takes at least ``slowest`` for a micro-batch; a value gets to the next stage in
+        ``sent``, or at once in a lower bound.
         """
         stages, count = strategy.stages, strategy.microbatches
         forward, backward = sums.forward / strategy.shards, sums.backward / strategy.shards
@@ -263,9 +266,11 @@ class Bounds:
         ranks = layout.optimizer
         piece = own / ranks
         update = min(optimizer_seconds(piece, self._optimizer, slot.kind) for slot in self._slots)
-        least = strategy.replicas * count * strategy.shards * sums.launch
+        least = strategy.replicas * count * strategy.shards * sum(sums.launches)
         if self._processes:
-            slowest, least = max(slowest, sums.launch / stages), 0.0
+            forward, backward = map(max, (forward, backward), sums.launches)
+            least = 0.0
+        slowest = max(slowest, (forward + backward) / stages)
         # The first stage starts at once, and the last one when a micro-batch has passed all others.
         others, split = (stages - 1) / stages, splits_backward(self._schedule(strategy))
         filling = others * (forward if split else forward + backward)
