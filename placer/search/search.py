@@ -33,7 +33,6 @@ _MOST_JUDGED = 6  # plans that get a dry run, and again as many where none of th
 _MOST_ACTIONS = 20_000  # forward passes of all stages in a step that takes not too long to plan
 _MOST_TRIED = 1_000  # strategies of a family that are estimated along program order
 _FAR = 1.15  # an estimate above so many times the room does not become a plan that fits
-_UNLIKE = 2.0  # how much strategies with shards differ in how far they are above their bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +114,6 @@ class _Search:
         self._left: dict[Family, list[tuple[Strategy, Bound]]] = {}  # not yet tried, the best first
         # Bytes of an estimate over its bound, where it was too large, for all of the batch on one device
         self._excess: dict[Family, float] = {}
-        # The least seconds of an estimate with shards over its bound, which leaves out what shards do besides
-        self._over_bound: float | None = None
         # The share that estimates along program order may fill
         self._room: dict[Family, float] = {}
         self._too_large: set[Strategy] = set()  # by their bounds
@@ -243,9 +240,8 @@ class _Search:
         least = self._least()
         known = any(strategy.family == family for strategy in self._rated)
         members = self._left[family]
-        over = max(1.0, (self._over_bound or 1.0) / _UNLIKE) if family.shards else 1.0
         for strategy, bound in list(members):
-            value = self._values(strategy, bound.seconds * over, bound.nbytes)[0]
+            value = self._values(strategy, bound.seconds, bound.nbytes)[0]
             costly = _costs(family) > 0
             margin = _WORTH_IT if costly else AS_GOOD
             if least is not None and value * margin >= least and (known or costly):
@@ -278,9 +274,6 @@ class _Search:
         if spec is None or plan is None:
             return False
         rated = self._rate(Rated(strategy=strategy, bound=bound, spec=spec), plan)
-        if strategy.shards > 1 and bound.seconds:
-            over = plan.rank_time / bound.seconds
-            self._over_bound = min(over, self._over_bound or over)
         if not plan.fits:
             self._excess[strategy.family] = (rated.peak - bound.nbytes) / _share(strategy)
         if self._needs_what_did_not_fit(rated):
