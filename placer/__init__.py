@@ -41,9 +41,9 @@ if TYPE_CHECKING:  # for type checkers, what `_NAMES` says
     from placer.plan.types import Plan as Plan
     from placer.profiling import calibrate as calibrate
     from placer.profiling import profile as profile
-    from placer.program.marks import Batched as Batched
-    from placer.program.marks import Box as Box
-    from placer.program.marks import Whole as Whole
+    from placer.program.rows.marks import Batched as Batched
+    from placer.program.rows.marks import Box as Box
+    from placer.program.rows.marks import Whole as Whole
     from placer.spec import PlacementSpec as PlacementSpec
     from placer.spec import load_spec as load_spec
     from placer.spec.device_map import from_device_map as from_device_map
@@ -62,7 +62,7 @@ _NAMES = {
     "profiling": ("calibrate", "profile"),
     "checkpoint": ("load", "save"),
     "executor.module": ("PlacedModule",),
-    "program.marks": ("Batched", "Box", "Whole"),
+    "program.rows.marks": ("Batched", "Box", "Whole"),
     "spec": ("PlacementSpec", "load_spec"),
     "spec.device_map": ("from_device_map",),
     "plan.device_map": ("to_device_map",),

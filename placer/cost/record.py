@@ -24,8 +24,8 @@ from placer.cost.storages import OUTSIDE, NodeOperations, NodeRun, StorageRecord
 from placer.errors import CaptureError, PlacerError, first_line
 from placer.operands import nbytes_of, tensors_of_tree
 from placer.program.alias import NodeFailure
-from placer.program.fake_mode import detach_fake
-from placer.program.row_gradients import row_gradient
+from placer.program.fake.mode import detach_fake
+from placer.program.fake.row_gradients import row_gradient
 from placer.space import Alone, Cuts, exchanging
 from placer.timeline import Timeline
 

@@ -13,7 +13,7 @@ from placer.emit.initialize import initialize_module, tensor_like
 from placer.emit.weights import open_weights
 from placer.errors import PlacerError, first_few
 from placer.program import named_state
-from placer.program.copying import copy_module
+from placer.program.objects.copying import copy_module
 
 Initializer = Callable[[nn.Module], None]
 

@@ -13,9 +13,9 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is public a
 
 from placer._torch import forward_hooks, forward_pre_hooks, has_backward_hooks, is_under_compile
 from placer.errors import PlacerError
-from placer.program.objects import spell
-from placer.program.reachable import find_reachable_state
-from placer.program.restore import Snapshot, hook_owners, module_roots
+from placer.program.objects.paths import spell
+from placer.program.objects.reachable import find_reachable_state
+from placer.program.objects.restore import Snapshot, hook_owners, module_roots
 
 
 def run_forward_pre_hooks(

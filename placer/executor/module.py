@@ -36,7 +36,7 @@ from placer.executor.sampler import ReplicaSampler
 from placer.executor.watch import StepReport
 from placer.plan.types import Plan
 from placer.program import VariableGuard
-from placer.program.originals import note_originals
+from placer.program.objects.originals import note_originals
 
 _RUNTIME, _FORWARD = "_PlacedModule__runtime", "_PlacedModule__forward"  # slots
 

@@ -31,7 +31,7 @@ from placer.operands import tensors_in
 from placer.partition.stage_cost.optimizer import optimizer_passes
 from placer.profiling.clocks import Clock, clock_for, time_call
 from placer.profiling.samples import ROW, Call, Samples, optimizer_nbytes
-from placer.program.python_random import keep_random
+from placer.program.objects.python_random import keep_random
 
 _SECONDS = 0.15  # per sample, in all rounds; there are two for each of some 40 classes
 _ROUNDS = 6

@@ -25,7 +25,7 @@ from placer.profiling.clocks import Clock, clock_for
 from placer.profiling.memory import ComparedMemory, compare_memory
 from placer.profiling.nodes import LOSS, NodeTimes, measure_nodes
 from placer.program import Program
-from placer.program.python_random import keep_random
+from placer.program.objects.python_random import keep_random
 from placer.spec import PlacementSpec
 from placer.spec.fields import Precision
 

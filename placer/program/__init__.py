@@ -3,39 +3,26 @@
 Start reading at `capture`, which records the model and checks the graph.
 
 =========================  =======================================================================
-record, recorder, writer   run the model once, intercept every call, write the graph
-watch, sizes,              intercept what torch's own hooks miss: module calls, arithmetic on sizes
-size_recorder
-whole, leaves,             modules (or a whole model) that become a single node
-single_node
-encoder                    what torch's ``TransformerEncoder`` does without gradients
-checks                     what a capture refuses
-fake, fake_mode, shapes,   fake tensors; kernels and shape rules that are faster than torch's
-packed                     (`packed`: packed sequences)
-constants                  values that the model's code may read although its tensors are fake
-objects, reachable,        what a model and its code hold; caches that a run must not fill
-caches
-alias                      find nodes that share memory, write to state or draw random numbers
-call, result, marks        flatten arguments and results to lists of tensors, and rebuild them
-batch, rows                which inputs have a row per sample, and how values depend on the rows
-forward, reached,          one run of forward, and what it leaves behind: found, written to the graph,
-leaving, stored, watched   and stored by a call of the placed model
-guards, variable_guards    attributes and variables that forward read; the graph is valid while they are
-                           unchanged
-moves                      devices that the model's own code names
-targets                    callables of graph nodes for which torch has no function
-fingerprint, validity      identify a graph; check whether it is valid for other sizes and modes
-lower                      make the program of what was captured, and rewrite it
-blocks                     leave out most of the blocks that repeat, to find costs
-restore, copying,          leave the model as it was; what parts of a copy are copies of
-originals
-state                      names of parameters and buffers
-python_random, failure     random numbers that are not torch's; why and where recording failed
-random_layers              layers that draw random numbers of torch
+capture, whole            record a model; make modules, or all of it, single nodes where it must be
+checks, row_check         what a capture refuses; how the recording depends on the rows of the batch
+recording                 one run on fake tensors, written down as a graph
+types, lower              what is captured, and the program that is made of it and rewritten
+call, result, stored      arguments, results and what forward leaves behind, as lists of tensors
+guards, variable_guards   attributes and variables that forward read; the graph is valid while they are
+                          unchanged
+validity, size_log        whether it is valid for other sizes and modes
+blocks                    leave out most of the blocks that repeat, to find costs
+leaves, targets, graphs   layers that are a single node; callables of nodes; how nodes are made
+alias, fingerprint        nodes that share memory or draw random numbers; a hash of the graph
+rows                      how values depend on the rows of the batch
+fake                      what stands for tensors and numbers while a model runs without its data
+objects                   what a model and its code hold: searched, copied, restored
+constants, state          values that code may read although its tensors are fake; names of parameters
+moves, split_by_hand      devices that the model's own code names
+failure                   why and where recording failed
 =========================  =======================================================================
 """
 
-from placer.program.batch import BatchDim, SplitRules
 from placer.program.call import (
     BoundCall,
     bind_arguments,
@@ -49,9 +36,9 @@ from placer.program.call import (
     strides_of_copy,
     unflatten_output,
 )
-from placer.program.copying import copy_module, tensors_of
 from placer.program.failure import MethodNotCaptured
-from placer.program.fake import FakeConverter
+from placer.program.fake.converter import FakeConverter
+from placer.program.fake.packed import unflatten
 from placer.program.guards import (
     AttributeGuard,
     copy_guarded_attributes,
@@ -67,13 +54,14 @@ from placer.program.leaves import (
     without_hooks,
 )
 from placer.program.lower import lower, register_rewrite, rewritten, with_graph
-from placer.program.marks import Batched, Box, Whole, is_mark, marked_dims, unmarked
 from placer.program.moves import IgnoreDeviceMoves
-from placer.program.objects import Path
-from placer.program.packed import unflatten
-from placer.program.record import refuse_attributes
+from placer.program.objects.copying import copy_module, tensors_of
+from placer.program.objects.paths import Path
+from placer.program.recording.record import refuse_attributes
 from placer.program.result import flatten_result, result_tensors
-from placer.program.rows import Rows
+from placer.program.rows.batch import BatchDim, SplitRules
+from placer.program.rows.dependence import Rows
+from placer.program.rows.marks import Batched, Box, Whole, is_mark, marked_dims, unmarked
 from placer.program.state import first_names, named_state
 from placer.program.stored import StateInput, Stored, Target, set_flags, store
 from placer.program.targets import SELECTS

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from placer._torch import storage_key, without_torch_function
 from placer.operands import tensors_of_tree
-from placer.program.fake import FakeConverter, Guess
+from placer.program.fake.converter import FakeConverter, Guess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

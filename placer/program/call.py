@@ -13,11 +13,11 @@ from torch.utils._pytree import TreeSpec
 
 from placer.errors import CaptureError, nearest
 from placer.operands import leaves_with_paths
-from placer.program.batch import BatchDim
-from placer.program.marks import is_mark, marked_dims, unmarked
-from placer.program.objects import Path, is_object, parts
-from placer.program.packed import unflatten
+from placer.program.fake.packed import unflatten
+from placer.program.objects.paths import Path, is_object, parts
 from placer.program.result import ResultFormat, readable
+from placer.program.rows.batch import BatchDim
+from placer.program.rows.marks import is_mark, marked_dims, unmarked
 from placer.program.types import TENSOR, AnyNumber, CallFormat, Input
 
 _NONE: Mapping[str, Any] = {}

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from placer.errors import CaptureError
 from placer.garbage import only_new_garbage
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
-from placer.program.batch import Batch, BatchDim, SplitRules, find_batch, grown, refuse_unsure
 from placer.program.call import (
     BoundCall,
     bind_call,
@@ -36,19 +35,20 @@ from placer.program.failure import (
     method_not_captured,
     with_own_lines,
 )
-from placer.program.fake import FakeConverter, Guess
+from placer.program.fake.converter import FakeConverter, Guess
 from placer.program.fingerprint import fingerprint_graph
 from placer.program.guards import tensor_paths
-from placer.program.inside import SOMETHING_ELSE
 from placer.program.leaves import find_whole_modules, is_torch_leaf, runs_own_hooks
-from placer.program.record import RecordedProgram, record_model, replaced_state
-from placer.program.recorder import Setup
+from placer.program.recording.inside import SOMETHING_ELSE
+from placer.program.recording.record import RecordedProgram, record_model, replaced_state
+from placer.program.recording.recorder import Setup
+from placer.program.recording.watch import RECORDING
 from placer.program.row_check import RowCheck
+from placer.program.rows.batch import Batch, BatchDim, SplitRules, find_batch, grown, refuse_unsure
 from placer.program.size_log import reads_rows, varying_reading
 from placer.program.state import state_of
 from placer.program.stored import StateInput
 from placer.program.types import Captured, Conditions, WholeModule, rows_of, training_flags
-from placer.program.watch import RECORDING
 from placer.program.whole import record_whole
 from placer.versions import require_torch
 

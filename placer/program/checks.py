@@ -11,11 +11,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from placer._torch import is_compiled
 from placer.errors import CaptureError
-from placer.program.batch import SplitRules
 from placer.program.call import BoundCall, placeholder_names
-from placer.program.objects import hidden_modules, spell, walk
-from placer.program.packed import packed_places
-from placer.program.restore import Change
+from placer.program.fake.packed import packed_places
+from placer.program.objects.paths import hidden_modules, spell, walk
+from placer.program.objects.restore import Change
+from placer.program.rows.batch import SplitRules
 
 
 def _not_a_module(found: object) -> CaptureError:

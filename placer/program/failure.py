@@ -16,10 +16,10 @@ import torch
 
 from placer.errors import CaptureError, causes, first_line
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
+TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120 - compared with frame file names
 WHOLE_TRACEBACKS = "PLACER_TRACEBACK"  # a variable: show the lines of torch and placer, too
-_RUNS_MODELS = "placer.program.record", "placer.program.whole"
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
+_RUNS_MODELS = "placer.program.recording.record", "placer.program.whole"
+OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
 
 Place = tuple[str, tuple[int | None, ...]]
 """A piece of source code: a file, the lines and columns of its beginning and end, and a number.
@@ -50,7 +50,7 @@ def with_own_lines(error: BaseException | None) -> BaseException | None:
     if error is None or os.environ.get(WHOLE_TRACEBACKS):
         return error
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        if not frame.f_code.co_filename.startswith((TORCH_FOLDER, OWN_FOLDER)):
             own = TracebackType(own, frame, frame.f_lasti, number)
     return error if own is None else error.with_traceback(own)
 
@@ -199,4 +199,4 @@ def _calling_frame() -> FrameType | None:
 @functools.cache
 def _is_users(filename: str) -> bool:
     # Code from a terminal or a string ("<stdin>", "<string>") is the user's, too.
-    return not filename.startswith((_TORCH, _OURS, "<frozen", "<eval_with_key"))
+    return not filename.startswith((TORCH_FOLDER, OWN_FOLDER, "<frozen", "<eval_with_key"))

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch_patches import override_getattribute, override_setattr
 from placer.program.constants import digest
-from placer.program.objects import Path, at, attributes_of, has_slots, module_parts, walk
+from placer.program.objects.paths import Path, at, attributes_of, has_slots, module_parts, walk
 from placer.program.result import PLAIN
 
 _OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode

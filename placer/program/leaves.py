@@ -12,7 +12,7 @@ from torch import nn
 
 from placer._torch import FORWARD_HOOK_TABLES, HOOK_TABLES
 from placer.program.failure import locate_function
-from placer.program.reachable import ReachableState
+from placer.program.objects.reachable import ReachableState
 from placer.program.types import WholeModule
 
 # Modules of torch.nn that contain layers: they are recorded operation by operation.

@@ -17,8 +17,8 @@ from torch.utils._pytree import TreeSpec
 from placer.errors import CaptureError
 from placer.operands import leaves_with_paths
 from placer.program.failure import Untraceable
-from placer.program.objects import Path
-from placer.program.packed import unflatten
+from placer.program.fake.packed import unflatten
+from placer.program.objects.paths import Path
 
 PLAIN = (  # types whose values may be arguments of a node as they are
     str,

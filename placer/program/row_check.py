@@ -11,12 +11,12 @@ from torch import fx, nn
 
 from placer.errors import CaptureError
 from placer.program.alias import Aliasing
-from placer.program.batch import BatchDim, SplitRules
 from placer.program.checks import store_of_backward, store_of_whole, unknown_store
-from placer.program.inside import SOMETHING_ELSE, mixing_inside
 from placer.program.leaves import is_inside
-from placer.program.record import RecordedProgram
-from placer.program.rows import (
+from placer.program.recording.inside import SOMETHING_ELSE, mixing_inside
+from placer.program.recording.record import RecordedProgram
+from placer.program.rows.batch import BatchDim, SplitRules
+from placer.program.rows.dependence import (
     Mixing,
     RowFlow,
     Rows,

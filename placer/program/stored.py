@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from placer.program.batch import BatchDim
-from placer.program.objects import Path, at, spell
-from placer.program.reachable import Reference
-from placer.program.restore import MISSING, Kind, set_items
+from placer.program.objects.paths import Path, at, spell
+from placer.program.objects.reachable import Reference
+from placer.program.objects.restore import MISSING, Kind, set_items
 from placer.program.result import ModelPart, ResultFormat
+from placer.program.rows.batch import BatchDim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,10 @@ from torch.utils._pytree import TreeSpec
 from torch.utils.checkpoint import checkpoint
 
 from placer._torch import without_modes
-from placer.program.copying import copy_module
-from placer.program.packed import unflatten
-from placer.program.reachable import find_reachable_state
-from placer.program.restore import Snapshot, restored
+from placer.program.fake.packed import unflatten
+from placer.program.objects.copying import copy_module
+from placer.program.objects.reachable import find_reachable_state
+from placer.program.objects.restore import Snapshot, restored
 from placer.program.result import flatten_result, result_of_values
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]

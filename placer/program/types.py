@@ -15,12 +15,12 @@ from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
 from placer.program.alias import Aliasing
-from placer.program.batch import BatchDim
-from placer.program.fake import Guess
+from placer.program.fake.converter import Guess
 from placer.program.guards import AttributeGuard
-from placer.program.objects import Path
+from placer.program.objects.paths import Path
 from placer.program.result import ResultFormat
-from placer.program.rows import Rows
+from placer.program.rows.batch import BatchDim
+from placer.program.rows.dependence import Rows
 from placer.program.size_log import Reading
 from placer.program.stored import StateInput, Stored
 from placer.spec.rewrite import Rewrite

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from placer.program.call import bind_call, describe_shapes, objects_of, strides_of_copy
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
-from placer.program.fake import FakeConverter
+from placer.program.fake.converter import FakeConverter
 from placer.program.guards import AttributeGuard, failed_guard
-from placer.program.record import record_model
-from placer.program.recorder import Setup
+from placer.program.recording.record import record_model
+from placer.program.recording.recorder import Setup
+from placer.program.recording.watch import RECORDING
 from placer.program.types import Answers, CallFormat, Conditions
 from placer.program.variable_guards import VariableGuard
-from placer.program.watch import RECORDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

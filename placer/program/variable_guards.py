@@ -19,9 +19,9 @@ from placer.program.guards import (
     part_of,
     values_of,
 )
-from placer.program.objects import Path, module_parts, parts, walk
-from placer.program.reachable import ReachableState, Reference
-from placer.program.restore import Change
+from placer.program.objects.paths import Path, module_parts, parts, walk
+from placer.program.objects.reachable import ReachableState, Reference
+from placer.program.objects.restore import Change
 from placer.program.stored import StateInput
 
 _COMPARED = (*PLAIN_VALUES, enum.Enum, FunctionType, BuiltinFunctionType, type)

@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from placer._torch import HOOK_TABLES, is_own_leaf
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
-from placer.program.backward import BackwardHooks
 from placer.program.call import (
     arguments_roots,
     call_arguments,
@@ -24,27 +23,28 @@ from placer.program.call import (
     placeholder_names,
     rebuild_call,
 )
-from placer.program.copying import copy_module
 from placer.program.failure import ForwardFailure, locate
-from placer.program.fake import GuessData
+from placer.program.fake.converter import GuessData
 from placer.program.fingerprint import graph_lines
-from placer.program.forward import retained_result, stored_at
 from placer.program.guards import make_guards, watch_attributes
-from placer.program.inside import Inside
-from placer.program.objects import spell
-from placer.program.originals import refusing_originals
-from placer.program.python_random import keep_random
-from placer.program.reached import Follow, Reached
-from placer.program.readings import reading_of_inputs
-from placer.program.record import RecordedProgram, recording_modes
-from placer.program.recorder import Setup
-from placer.program.restore import Change, Snapshot, module_roots, own_context
+from placer.program.objects.copying import copy_module
+from placer.program.objects.originals import refusing_originals
+from placer.program.objects.paths import spell
+from placer.program.objects.python_random import keep_random
+from placer.program.objects.restore import Change, Snapshot, module_roots, own_context
+from placer.program.recording.backward import BackwardHooks
+from placer.program.recording.forward import retained_result, stored_at
+from placer.program.recording.inside import Inside
+from placer.program.recording.reached import Follow, Reached
+from placer.program.recording.readings import reading_of_inputs
+from placer.program.recording.record import RecordedProgram, recording_modes
+from placer.program.recording.recorder import Setup
+from placer.program.recording.writer import GraphWriter
 from placer.program.result import ResultFormat, flatten_result, is_alike, is_fixed, result_of_values
 from placer.program.state import named_state
 from placer.program.stored import table_at
 from placer.program.targets import WholeRoot
 from placer.program.types import AnyNumber
-from placer.program.writer import GraphWriter
 
 
 @own_context()

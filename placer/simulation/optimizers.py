@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.partition.stage_cost.optimizer import optimizer_bytes
-from placer.program.row_gradients import row_gradient
+from placer.program.fake.row_gradients import row_gradient
 
 
 def make_optimizer(

@@ -35,7 +35,7 @@ from placer.machine.devices import device_type
 from placer.operands import tensors_of_tree
 from placer.plan.types import Plan
 from placer.program import unflatten_output
-from placer.program.copying import is_tree
+from placer.program.objects.copying import is_tree
 from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 from placer.simulation.ledger import Ledger
 from placer.simulation.roles import Role, find_role

@@ -22,7 +22,7 @@ from placer.machine.devices import device_type, updates_together
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program
 from placer.program.call import objects_of
-from placer.program.row_gradients import clear_row_gradients
+from placer.program.fake.row_gradients import clear_row_gradients
 from placer.simulation.ledger import Ledger
 from placer.simulation.optimizers import RowUpdates, make_optimizer
 from placer.simulation.usage import steps_of

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 
-from placer.program.rows import name_of
+from placer.program.rows.dependence import name_of
 from placer.space.layout import Layout
 from placer.space.nodes import InSpace
 

@@ -16,7 +16,7 @@ from placer._torch import storage_key
 from placer.errors import CaptureError, SpecError
 from placer.operands import tensors_of_tree
 from placer.program import Program, register_rewrite, with_graph
-from placer.program.rows import name_of
+from placer.program.rows.dependence import name_of
 from placer.program.targets import UnderModes
 from placer.space.call import Call, Local, Replace, Rule
 from placer.space.chunks import CONVOLUTIONS, chunk_rewrites, find_joins, parts_of_join

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from placer.program import CallFormat, flatten_call, rebuild_call, rows_of
-from placer.program.objects import is_object, walk
+from placer.program.objects.paths import is_object, walk
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -18,9 +18,9 @@ from torch._subclasses import FakeTensor
 from placer._torch import HOOK_TABLES
 from placer.operands import tensors_in
 from placer.program.leaves import without_hooks
-from placer.program.objects import Path, function_parts, is_object, parts, spell, walk
-from placer.program.reachable import find_reachable_state
-from placer.program.restore import MISSING, Snapshot, module_roots
+from placer.program.objects.paths import Path, function_parts, is_object, parts, spell, walk
+from placer.program.objects.reachable import find_reachable_state
+from placer.program.objects.restore import MISSING, Snapshot, module_roots
 
 _TABLES = frozenset(vars(nn.Module()))  # attributes that every module has
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))

@@ -35,9 +35,8 @@ from placer.program import (
     unmarked,
 )
 from placer.program.call import bind_call, objects_of
-from placer.program.python_random import keep_random, python_random_state
-from placer.program.random_layers import find_random_layers
-from placer.program.restore import Snapshot, module_roots
+from placer.program.objects.python_random import keep_random, python_random_state
+from placer.program.objects.restore import Snapshot, module_roots
 from placer.spec.layers import match_paths
 from placer.verification.inputs import Arguments, fresh
 from placer.verification.observation import (
@@ -52,6 +51,7 @@ from placer.verification.observation import (
     relative_error,
     values_in,
 )
+from placer.verification.random_layers import find_random_layers
 
 _FASTEST = 0.1  # learning rate of the step after which parameters are compared
 _NATIVE = (torch.batch_norm, torch.instance_norm)

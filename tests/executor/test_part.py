@@ -10,7 +10,7 @@ import placer
 from placer.emit import emit_stages
 from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.program import lower
-from placer.program.copying import is_tree
+from placer.program.objects.copying import is_tree
 
 
 class RegisteredTwice(nn.Module):

@@ -23,7 +23,7 @@ from placer.profiling import NodeTimes, measure_nodes, profile_model
 from placer.profiling.clocks import HostClock
 from placer.profiling.profile import with_measured_memory
 from placer.program import Program, flatten_call, lower
-from placer.program.python_random import keep_random
+from placer.program.objects.python_random import keep_random
 
 GIB = 2**30
 SECONDS = {"addmm": 5.0, "mm": 7.0, "relu": 2.0, "threshold_backward": 3.0, "_foreach_add_": 0.0}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import placer
 import placer.executor.program_cache
-import placer.program.record
+import placer.program.recording.record
 from placer.program import lower
 
 SPEC: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import placer
 from placer.program import lower
-from placer.program.copying import tensors_of
-from placer.program.fake_mode import FakeMode
+from placer.program.fake.mode import FakeMode
+from placer.program.objects.copying import tensors_of
 
 
 class Block(nn.Module):

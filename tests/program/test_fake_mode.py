@@ -1,4 +1,4 @@
-"""`placer.program.fake_mode.FakeMode` gives what torch's own fake tensor mode gives."""
+"""`placer.program.fake.mode.FakeMode` gives what torch's own fake tensor mode gives."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from placer._torch import DispatchMode
-from placer.program.fake_mode import CPP_KERNELS, CPP_VIEWS, FakeMode, detach_fake
-from placer.program.shapes import LIST_RULES, SHAPE_RULES
+from placer.program.fake.mode import CPP_KERNELS, CPP_VIEWS, FakeMode, detach_fake
+from placer.program.fake.shapes import LIST_RULES, SHAPE_RULES
 
 aten = torch.ops.aten
 _X, _ROW = (4, 6, 8), (8,)

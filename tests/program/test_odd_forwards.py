@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import placer
-from placer.program import fake, lower
+from placer.program import lower
+from placer.program.fake import converter
 
 SPEC = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "objective": "memory", "reserve": 0}
 
@@ -261,7 +262,7 @@ class UntilDone(nn.Module):
 def test_a_loop_until_a_value_is_reached_ends_in_a_capture(
     least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(fake._MOST_READS, 1, 20)
+    monkeypatch.setitem(converter._MOST_READS, 1, 20)
     assert placer.verify(UntilDone(least), {"devices": ["cpu:0"]}, torch.randn(4, 8)).ok
 
 
@@ -275,7 +276,7 @@ class Endless(UntilDone):
 
 
 def test_a_loop_that_no_guess_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "_MOST_READS", {1: 20, 0: 40})
+    monkeypatch.setattr(converter, "_MOST_READS", {1: 20, 0: 40})
     with pytest.raises(placer.CaptureError, match="a loop that waits for another value") as error:
         placer.make_plan(Endless(0.0), {"devices": ["cpu:0"]}, torch.randn(4, 8))
     assert "reads values of tensors" in str(error.value)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program import fake, lower
+from placer.program import lower
+from placer.program.fake import converter
 
 LAYERS = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1"}
 STAGES = {"devices": ["cuda:0", "cuda:1"], "layers": LAYERS}
@@ -26,7 +27,7 @@ SAYS = {"inputs": {"input": {"batch_dim": 0}}}
 @pytest.fixture(autouse=True)
 def _few_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops that the guess 1 never ends are given up sooner."""
-    monkeypatch.setitem(fake._MOST_READS, 1, 20)
+    monkeypatch.setitem(converter._MOST_READS, 1, 20)
 
 
 class Code(nn.Module):

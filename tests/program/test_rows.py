@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program.rows import Rows, rows_by_size
+from placer.program.rows.dependence import Rows, rows_by_size
 
 SPEC = {"devices": ["cuda:0", "cuda:1"], "replicas": 2, "microbatches": 2}
 

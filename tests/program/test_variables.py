@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import placer
 from placer.executor.numbers import RecaptureWarning
-from placer.program.reachable import find_reachable_state
+from placer.program.objects.reachable import find_reachable_state
 
 D = torch.float64
 SCALE = torch.tensor(1.5, dtype=D)

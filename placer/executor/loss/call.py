@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from placer.errors import PlacerError
 from placer.operands import tensors_of_tree
 from placer.program.call import describe_shapes
-from placer.program.objects import function_parts
+from placer.program.objects.paths import function_parts
 
 
 def without_graph() -> PlacerError:

@@ -31,7 +31,7 @@ from placer.executor.loss.call import call_loss, objects_of
 from placer.executor.loss.reduction import COMBINATIONS, Combination, rows_in
 from placer.generators import random_state, set_random_state
 from placer.program import Batched, Whole, unmarked
-from placer.program.restore import Snapshot, module_roots
+from placer.program.objects.restore import Snapshot, module_roots
 from placer.program.result import flatten_result
 
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; losses may compute in float32

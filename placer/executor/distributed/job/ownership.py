@@ -71,8 +71,8 @@ def build_part(
     """A copy of ``model`` with only the tensors of ``device_index``, created directly on ``device``.
 
     It lacks the modules that have none of these tensors and are not called by the device's stages. ``absent``
-    is that of `materialize`. With ``tree`` (if `placer.program.copying.is_tree` of the model) nothing else is
-    copied, which takes much less time.
+    is that of `materialize`. With ``tree`` (if `copying.is_tree` of the model) nothing else is copied,
+    which takes much less time.
     """
     names = ownership.names[device_index]
     homes = dict.fromkeys(ownership.first_name, device)

@@ -39,8 +39,8 @@ from placer.program import (
     unflatten,
 )
 from placer.program.leaves import has_hooks, is_torch_leaf
-from placer.program.originals import note_originals
-from placer.program.reachable import find_reachable_state
+from placer.program.objects.originals import note_originals
+from placer.program.objects.reachable import find_reachable_state
 from placer.schedule import Flow
 from placer.space import Alone
 

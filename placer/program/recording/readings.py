@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 
 from placer.program.failure import Place
-from placer.program.fake import GuessData
-from placer.program.inside import Inside
+from placer.program.fake.converter import GuessData
+from placer.program.recording.inside import Inside
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_OPERATORS = "torch._subclasses", "placer.program.fake"  # run operators on fake tensors
+_OPERATORS = "torch._subclasses", "placer.program.fake.converter"  # run operators on fake tensors
 
 
 def reading_of_inputs(

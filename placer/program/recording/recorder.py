@@ -3,7 +3,7 @@
 The model's Python code runs as usual, so control flow, containers and attributes just work. Three
 things are intercepted: torch functions and methods (by a ``TorchFunctionMode``), calls of modules (a
 layer of ``torch.nn``, or a module that must stay whole, becomes one node), and arithmetic on sizes
-(`placer.program.size_recorder`).
+(`placer.program.recording.size_recorder`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from placer._torch_patches import watch_missing_attributes
 from placer.errors import CaptureError
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
-from placer.program.backward import BackwardHooks
 from placer.program.call import BoundCall
 from placer.program.constants import (
     INDEXING,
@@ -50,7 +49,6 @@ from placer.program.constants import (
     replace_numpy_indices,
     tensor_from_numpy,
 )
-from placer.program.encoder import fill_padding, find_padding
 from placer.program.failure import (
     CHANGES_FLAGS,
     ForwardFailure,
@@ -60,20 +58,25 @@ from placer.program.failure import (
     leads_to,
     locate_caller,
 )
-from placer.program.fake import FakeConverter, Guess, GuessData
+from placer.program.fake.converter import FakeConverter, Guess, GuessData
+from placer.program.fake.packed import PACKING, WithLengths
 from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
 from placer.program.leaves import is_inside, is_torch_leaf, runs_own_hooks
-from placer.program.leaving import Left
 from placer.program.moves import NamedDevices, replace_device
-from placer.program.objects import Path
-from placer.program.originals import originals_of, uses_original
-from placer.program.packed import PACKING, WithLengths
-from placer.program.python_random import forbid_python_random
-from placer.program.reached import Reached
-from placer.program.restore import Change, Snapshot
-from placer.program.single_node import call_single_node, find_reading
-from placer.program.size_recorder import SizeRecorder
+from placer.program.objects.originals import originals_of, uses_original
+from placer.program.objects.paths import Path
+from placer.program.objects.python_random import forbid_python_random
+from placer.program.objects.restore import Change, Snapshot
+from placer.program.recording.backward import BackwardHooks
+from placer.program.recording.encoder import fill_padding, find_padding
+from placer.program.recording.leaving import Left
+from placer.program.recording.reached import Reached
+from placer.program.recording.single_node import call_single_node, find_reading
+from placer.program.recording.size_recorder import SizeRecorder
+from placer.program.recording.validation import running_check
+from placer.program.recording.watch import runs_library, trace_codes, watch_calls
+from placer.program.recording.writer import CPU, GraphWriter, executable
 from placer.program.stored import StateInput
 from placer.program.targets import (
     ApplyFunction,
@@ -84,9 +87,6 @@ from placer.program.targets import (
     UnderModes,
 )
 from placer.program.types import Answers
-from placer.program.validation import running_check
-from placer.program.watch import runs_library, trace_codes, watch_calls
-from placer.program.writer import CPU, GraphWriter, executable
 
 # Names of tensor methods: those that return sizes, those that return values of elements to Python,
 # and those that reach into autograd, which a graph cannot express.

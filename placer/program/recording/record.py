@@ -1,7 +1,7 @@
 """Record what a model computes: run it once on fake tensors and record every torch call.
 
-`placer.program.recorder` intercepts the calls, and `placer.program.writer` writes the graph. This file
-prepares the run, restores the modules afterwards, and attributes failures to the innermost module.
+`recorder` intercepts the calls, and `writer` writes the graph. This file prepares the run, restores the
+modules afterwards, and attributes failures to the innermost module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch._subclasses import FakeTensor
 from placer._torch import storage_key
 from placer.errors import CaptureError, causes
 from placer.operands import tensors_of_tree
-from placer.program.backward import HookRun
 from placer.program.call import objects_of, placeholder_names
 from placer.program.failure import (
     ForwardFailure,
@@ -32,25 +31,31 @@ from placer.program.failure import (
     locate,
     method_not_captured,
 )
-from placer.program.fake import FakeConverter, fake_execution
+from placer.program.fake.converter import FakeConverter, fake_execution
 from placer.program.fingerprint import graph_lines, varying_lines
-from placer.program.forward import ForwardRun, run_forward, stored_names
 from placer.program.guards import PLAIN_VALUES, AttributeGuard, tensor_paths
-from placer.program.inside import Inside
-from placer.program.leaving import Left, written_tensor
-from placer.program.objects import Path, attribute_of, spell
-from placer.program.python_random import PythonRandomDraw
-from placer.program.reachable import ReachableState, Reference, find_reachable_state, is_iterator
-from placer.program.recorder import Recorder, Setup
-from placer.program.restore import MISSING, Change, Snapshot, module_roots, own_context
+from placer.program.objects.paths import Path, attribute_of, spell
+from placer.program.objects.python_random import PythonRandomDraw
+from placer.program.objects.reachable import (
+    ReachableState,
+    Reference,
+    find_reachable_state,
+    is_iterator,
+)
+from placer.program.objects.restore import MISSING, Change, Snapshot, module_roots, own_context
+from placer.program.recording.backward import HookRun
+from placer.program.recording.forward import ForwardRun, run_forward, stored_names
+from placer.program.recording.inside import Inside
+from placer.program.recording.leaving import Left, written_tensor
+from placer.program.recording.recorder import Recorder, Setup
+from placer.program.recording.watched import watching
+from placer.program.recording.writer import CPU
 from placer.program.result import ResultFormat
 from placer.program.size_log import SizeLog
 from placer.program.stored import StateInput, Stored, set_at
 from placer.program.targets import present_value
 from placer.program.types import Answers
 from placer.program.variable_guards import settings_guards, variable_guards
-from placer.program.watched import watching
-from placer.program.writer import CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

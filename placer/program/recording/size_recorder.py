@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from placer.program.fake.sizes import InputFloat, InputInt, SizeFloat, SizeInt, plain
+from placer.program.recording.writer import GraphWriter, executable
 from placer.program.size_log import Reading, SizeLog
-from placer.program.sizes import InputFloat, InputInt, SizeFloat, SizeInt, plain
-from placer.program.writer import GraphWriter, executable
 
 
 class SizeRecorder:

@@ -32,23 +32,16 @@ from types import (
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from placer.program.hook_table import HookTable
-from placer.program.objects import BOUND, Path, at, attributes_of, has_slots, is_object, spell
-from placer.program.python_random import GENERATORS
+from placer.program.failure import OWN_FOLDER, TORCH_FOLDER
+from placer.program.objects.hook_table import HookTable
+from placer.program.objects.paths import BOUND, Path, at, attributes_of, has_slots, is_object, spell
+from placer.program.objects.python_random import GENERATORS
 
 CACHED: type = type(functools.lru_cache(lambda: None))
 _STDLIB = sysconfig.get_paths()["stdlib"]
-_FOREIGN = tuple(
-    os.path.normcase(path) + os.sep
-    for path in (
-        os.path.dirname(torch.__file__),  # noqa: PTH120 - compared with file names of code
-        os.path.dirname(os.path.dirname(__file__)),  # noqa: PTH120
-        _STDLIB,
-    )
-)
+_FOREIGN = tuple(map(os.path.normcase, (TORCH_FOLDER, OWN_FOLDER, _STDLIB + os.sep)))
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 _FOREIGN_CLASSES = ("torch", "builtins", "typing", "collections", "placer", "numpy")
 _BOUND = (*BOUND, functools.partial)

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from placer.program.leaving import Left
-from placer.program.objects import BOUND, Path, at
-from placer.program.reachable import ReachableState, Reference
+from placer.program.objects.paths import BOUND, Path, at
+from placer.program.objects.reachable import ReachableState, Reference
+from placer.program.recording.leaving import Left
 
 # Methods that do not tell what is in the container.
 _ONLY_WRITE: dict[Any, tuple[str, ...]] = {

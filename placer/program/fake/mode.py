@@ -8,7 +8,7 @@ cache of fake results takes 130 us, and a miss runs a Python kernel, which takes
     operator ── a view? ────────────► C++ finds its shape
        │
        ├── seen with such tensors? ─► the results' shapes as before        (_known)
-       ├── a shape rule? ───────────► the results' shapes                  (placer.program.shapes)
+       ├── a shape rule? ───────────► the results' shapes                  (placer.program.fake.shapes)
        └── else ────────────────────► torch's fake kernel
 """
 
@@ -33,7 +33,7 @@ from placer._torch import (
     without_torch_function,
 )
 from placer.operands import tensors_in
-from placer.program.shapes import LIST_RULES, SHAPE_RULES, NewTensor, Recipe
+from placer.program.fake.shapes import LIST_RULES, SHAPE_RULES, NewTensor, Recipe
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _OPERATOR = type(torch.ops.aten.clone.default)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from placer.errors import CaptureError, nearest
-from placer.program.fake import FakeConverter
+from placer.program.fake.converter import FakeConverter
 from placer.spec.fields import StoredRule
 from placer.spec.layers import match_paths
 

@@ -21,12 +21,12 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_flatten
 
 from placer._torch import without_torch_function
 from placer.program.failure import Untraceable, locate_caller
-from placer.program.fake import FakeConverter
+from placer.program.fake.converter import FakeConverter
+from placer.program.fake.sizes import RecordedNumber, plain
 from placer.program.graphs import new_node
-from placer.program.inside import Inside
-from placer.program.operand_order import sort_operands
+from placer.program.recording.inside import Inside
+from placer.program.recording.operand_order import sort_operands
 from placer.program.result import PLAIN
-from placer.program.sizes import RecordedNumber, plain
 from placer.program.targets import BuildTree, get_field
 
 CPU = torch.device("cpu")

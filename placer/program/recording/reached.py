@@ -11,8 +11,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from placer._torch import DispatchMode, storage_key
 from placer.operands import tensors_in, tensors_of_tree
 from placer.program.alias import written_arguments
-from placer.program.inside import Inside
-from placer.program.originals import uses_original
+from placer.program.objects.originals import uses_original
+from placer.program.recording.inside import Inside
 
 
 class Reached:

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map
 
 from placer.errors import CaptureError
 from placer.operands import leaves_with_paths
-from placer.program.batch import BatchDim
 from placer.program.result import readable
+from placer.program.rows.batch import BatchDim
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map_only
 
 from placer._torch import BACKWARD_HOOK_TABLES, without_torch_function
 from placer.program.failure import locate_function
-from placer.program.fake import GuessData
-from placer.program.inside import Inside
-from placer.program.objects import Path
-from placer.program.python_random import keep_random
-from placer.program.reachable import ReachableState
-from placer.program.reached import Reached
-from placer.program.readings import reading_of_inputs
-from placer.program.restore import Change, Snapshot, hook_owners, module_roots
+from placer.program.fake.converter import GuessData
+from placer.program.objects.paths import Path
+from placer.program.objects.python_random import keep_random
+from placer.program.objects.reachable import ReachableState
+from placer.program.objects.restore import Change, Snapshot, hook_owners, module_roots
+from placer.program.recording.inside import Inside
+from placer.program.recording.reached import Reached
+from placer.program.recording.readings import reading_of_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

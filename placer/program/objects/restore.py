@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from placer._torch import HOOK_TABLES
-from placer.program.hook_table import HookTable
-from placer.program.objects import (
+from placer.program.objects.hook_table import HookTable
+from placer.program.objects.paths import (
     Path,
     attributes_of,
     has_slots,
@@ -26,8 +26,8 @@ from placer.program.objects import (
     set_attributes,
     walk,
 )
-from placer.program.python_random import set_state, state_of
-from placer.program.reachable import ReachableState, Reference
+from placer.program.objects.python_random import set_state, state_of
+from placer.program.objects.reachable import ReachableState, Reference
 
 MISSING = object()
 """The value of an entry that does not exist."""

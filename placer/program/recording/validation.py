@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from placer.program.recording.watch import runs_library
 from placer.program.targets import RequireValid
-from placer.program.watch import runs_library
 
 
 def running_check() -> tuple[RequireValid, Tensor] | None:

@@ -16,9 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from placer._torch import copy_attributes, hooks_of
 from placer.errors import CaptureError
-from placer.program.hook_table import HookTable, hook_tables
-from placer.program.objects import function_parts, hidden_modules, module_parts, parts, spell, walk
-from placer.program.originals import note_originals
+from placer.program.objects.hook_table import HookTable, hook_tables
+from placer.program.objects.originals import note_originals
+from placer.program.objects.paths import (
+    function_parts,
+    hidden_modules,
+    module_parts,
+    parts,
+    spell,
+    walk,
+)
 
 # What every module has: tensors, submodules, hooks, the mode
 _TABLES = frozenset(vars(nn.Module()))

@@ -23,15 +23,13 @@ from placer.program.failure import (
     locate,
     locate_caller,
 )
-from placer.program.fake import GuessData
-from placer.program.hook_table import HookTable
-from placer.program.inside import Inside
+from placer.program.fake.converter import GuessData
+from placer.program.fake.packed import assume_sizes, packed_sequences
 from placer.program.leaves import is_torch_leaf, must_stay_whole
-from placer.program.objects import Path, spell, walk
-from placer.program.packed import assume_sizes, packed_sequences
-from placer.program.python_random import keep_random
-from placer.program.readings import reading_of_inputs
-from placer.program.restore import (
+from placer.program.objects.hook_table import HookTable
+from placer.program.objects.paths import Path, spell, walk
+from placer.program.objects.python_random import keep_random
+from placer.program.objects.restore import (
     MISSING,
     Change,
     Snapshot,
@@ -40,9 +38,11 @@ from placer.program.restore import (
     is_same,
     module_roots,
 )
+from placer.program.recording.inside import Inside
+from placer.program.recording.readings import reading_of_inputs
+from placer.program.recording.writer import executable
 from placer.program.result import flatten_result, is_alike
 from placer.program.targets import CallInModes, Checkpointed, Modes, call_module
-from placer.program.writer import executable
 
 # Parts of modules that other rules are for: modes, weights and hooks.
 _NOT_READ = frozenset(("training", "_parameters", "_modules", *ALL_HOOK_TABLES))
@@ -51,7 +51,7 @@ _NOT_READ = frozenset(("training", "_parameters", "_modules", *ALL_HOOK_TABLES))
 _VALUES = (bool, int, float, str, np.ndarray, np.generic)
 
 if TYPE_CHECKING:
-    from placer.program.recorder import Recorder
+    from placer.program.recording.recorder import Recorder
 
 
 def call_single_node(

@@ -35,16 +35,16 @@ from placer._torch_patches import (
     uncached_parametrizations,
 )
 from placer.errors import CaptureError
-from placer.program.caches import isolated_caches
-from placer.program.copying import copy_module, tensors_of
 from placer.program.failure import Place, Untraceable, calling_place
-from placer.program.fake_mode import FakeMode
-from placer.program.originals import original_state
-from placer.program.packed import PACKING, RECURRENT, run_recurrent
-from placer.program.python_random import keep_random
-from placer.program.reachable import ReachableState, find_reachable_state
-from placer.program.restore import Snapshot, own_context, restored
-from placer.program.row_gradients import EMBEDDINGS, look_up
+from placer.program.fake.caches import isolated_caches
+from placer.program.fake.mode import FakeMode
+from placer.program.fake.packed import PACKING, RECURRENT, run_recurrent
+from placer.program.fake.row_gradients import EMBEDDINGS, look_up
+from placer.program.objects.copying import copy_module, tensors_of
+from placer.program.objects.originals import original_state
+from placer.program.objects.python_random import keep_random
+from placer.program.objects.reachable import ReachableState, find_reachable_state
+from placer.program.objects.restore import Snapshot, own_context, restored
 
 _CPU = torch.device("cpu")
 
@@ -380,7 +380,7 @@ class _GuessReads(TorchFunctionMode):
     """Answers reads that do not reach an operator: conversions to arrays, lists and text.
 
     It also runs recurrent layers on packed sequences, which read the lengths of the sequences, and embeddings
-    so that their sparse gradients are counted (`placer.program.row_gradients`).
+    so that their sparse gradients are counted (`placer.program.fake.row_gradients`).
     """
 
     def __init__(self, guess: GuessData) -> None:

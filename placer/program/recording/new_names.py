@@ -8,8 +8,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from placer.errors import CaptureError
-from placer.program.reachable import ReachableState, Reference
-from placer.program.restore import MISSING
+from placer.program.objects.reachable import ReachableState, Reference
+from placer.program.objects.restore import MISSING
 
 _MADE_BY_PYTHON = ("__annotations__", "__slotnames__")  # when they are read, or an object is copied
 

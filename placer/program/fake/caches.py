@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
-from placer.program.reachable import ReachableState, Reference
-from placer.program.sizes import RecordedNumber, read
+from placer.program.fake.sizes import RecordedNumber, read
+from placer.program.objects.reachable import ReachableState, Reference
 
 
 @contextmanager

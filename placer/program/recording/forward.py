@@ -25,15 +25,21 @@ from placer.program.call import (
     placeholder_names,
 )
 from placer.program.failure import TraceFailure, locate_function
-from placer.program.leaving import Left, StoreFailure, flag_of, write_changes, written_tensor
-from placer.program.new_names import refusing_unknown_names
-from placer.program.objects import spell
-from placer.program.python_random import forbid_python_random
-from placer.program.recorder import Recorder
-from placer.program.restore import MISSING, Change, Snapshot
+from placer.program.fake.sizes import RecordedNumber, plain
+from placer.program.objects.paths import spell
+from placer.program.objects.python_random import forbid_python_random
+from placer.program.objects.restore import MISSING, Change, Snapshot
+from placer.program.recording.leaving import (
+    Left,
+    StoreFailure,
+    flag_of,
+    write_changes,
+    written_tensor,
+)
+from placer.program.recording.new_names import refusing_unknown_names
+from placer.program.recording.recorder import Recorder
+from placer.program.recording.single_node import refuse_changes_besides
 from placer.program.result import ResultFormat, flatten_result
-from placer.program.single_node import refuse_changes_besides
-from placer.program.sizes import RecordedNumber, plain
 from placer.program.stored import StateInput, table_at
 from placer.program.targets import present_value
 

@@ -16,8 +16,8 @@ from placer._torch import storage_key, without_modes, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.failure import locate_caller
-from placer.program.restore import Change
-from placer.program.rows import Mixing, counting_nodes, find_rows
+from placer.program.objects.restore import Change
+from placer.program.rows.dependence import Mixing, counting_nodes, find_rows
 
 SOMETHING_ELSE = "it computes something else for another batch size"
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from placer.program.axes import argument, computes_along, flat
-from placer.program.batch import BatchDim
+from placer.program.rows.axes import argument, computes_along, flat
+from placer.program.rows.batch import BatchDim
 from placer.program.targets import SELECTS, UnderModes
 
 Combination = Literal["same", "mean", "sum", "concatenate"]
