@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
 import placer
-from placer.executor import offload
-from placer.executor.place import HOST, Place, on
+from placer.executor.places.place import HOST, Place, on
+from placer.executor.stages import offload
 from placer.simulation.optimizers import make_optimizer
 
 # Operators that oneDNN runs: convolutions, LSTMs, and products of matrices in half precision.

@@ -32,7 +32,7 @@ from benchmarks.capacity import SUBJECTS
 from benchmarks.record import RESULTS, table, write_page
 from examples.unet3d import unet3d
 from placer.executor.distributed.runtime import runtime_of_rank
-from placer.executor.place import CALLER
+from placer.executor.places.place import CALLER
 from placer.simulation.ranks import RankLedger
 
 GIB = 2**30

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from placer.cost import Loss, batch_rows, loss_of
 from placer.errors import CaptureError, PlacerError, SpecError, nearest
-from placer.executor.cuda_allocator import prepare_allocator
-from placer.executor.device_map import map_devices
+from placer.executor.calls.program_cache import split_rules
 from placer.executor.distributed.job.assignment import Job, find_job
 from placer.executor.loss.call import require_function
 from placer.executor.module import PlacedModule, check_names
 from placer.executor.place_model import place_model
-from placer.executor.program_cache import split_rules
+from placer.executor.places.cuda_allocator import prepare_allocator
+from placer.executor.places.device_map import map_devices
 from placer.executor.unplaced import warn_of_unplaced_optimizers
 from placer.plan.check import check_pinned, check_plan, one_copy, require_fit
 from placer.plan.types import Plan

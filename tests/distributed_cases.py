@@ -28,13 +28,13 @@ from unet3d import unet3d
 import placer
 from placer import api
 from placer.emit import materialize
-from placer.executor import compiled
 from placer.executor.distributed.job.assignment import find_job
 from placer.executor.distributed.launch import launch
 from placer.executor.distributed.module import DistributedModule
 from placer.executor.distributed.reduction.gradient_piece import GradientPiece
 from placer.executor.distributed.runtime import runtime_of_rank
-from placer.executor.place import CALLER
+from placer.executor.places.place import CALLER
+from placer.executor.stages import compiled
 from placer.program import Program, lower, rewritten
 from placer.simulation.ranks import RankLedger
 

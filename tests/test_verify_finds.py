@@ -20,7 +20,9 @@ from torch import Tensor, nn
 import placer
 from placer.emit import StagedModel
 from placer.executor import runtime, scatter
-from placer.program import FakeConverter, capture, copying, recorder, row_check, targets, watch
+from placer.program import FakeConverter, capture, row_check, targets
+from placer.program.objects import copying
+from placer.program.recording import recorder, watch
 
 Patch = pytest.MonkeyPatch
 TWO = {"devices": ["cpu:0", "cpu:1"]}

@@ -149,7 +149,7 @@ def _check_run_on(name: str | None) -> None:
 
 def _substitute_device(wanted: PlacementSpec | Plan) -> str | None:
     """``"cpu"`` if this machine lacks a type of device that the spec or plan names, else None."""
-    from placer.executor.device_map import device_count
+    from placer.executor.places.device_map import device_count
     from placer.plan.types import Plan
 
     if isinstance(wanted, Plan):

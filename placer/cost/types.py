@@ -135,7 +135,7 @@ class CostTable:
     def waiting_nbytes(self) -> list[int]:
         """Per node, the bytes of the gradient of its result, if it reads a trained weight; else 0.
 
-        They wait between the two halves of a split backward (`placer.executor.split_backward`).
+        They wait between the two halves of a split backward (`placer.executor.stages.split_backward`).
         """
         readers = {node for tensor in self.state if tensor.trained for node in tensor.readers}
         return [self.nodes[i].output_nbytes if i in readers else 0 for i in range(len(self.nodes))]

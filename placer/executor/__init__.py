@@ -2,21 +2,19 @@
 
 =====================  ===========================================================================
 module                 `PlacedModule`, the result: an instance of the model's own class
+place_model            makes one of a plan, in one process; `pickled` saves and restores it
 runtime                runs it: splits a batch (`scatter`), runs it on every replica, joins the results
-call_cache,            find the stages for a call; capture the model anew for other kinds of calls,
-program_cache          modes and sizes; `numbers` that differ between calls become inputs
-state, slice_store     tensors and numbers that calls keep; what forward stores, for a slice's loss
-execute                runs micro-batches by a schedule's actions; `split_backward` runs a backward in
-                       two halves
-replica                the stages and weights of one replica; `segments` runs a stage, `offload` keeps
-                       saved activations on the host, `side_stream` copies while kernels run
-place, device_map      the plan's devices, and the torch device that stands for each on this machine
-transfer               differentiable copies between places
-parameter_copies       copies of weights on places that only read them
-tree                   the module tree that a stage's code reads
-gradient_hooks         hooks on gradients run once per step; `caller_graph` keeps the caller's own graph
-attribution            finds the node that is running, for `placer.simulation` and for error messages
+calls                  finds the stages for a call, and captures the model for new kinds of calls
+execute                runs micro-batches by a schedule's actions; `task` is the present one
+stages                 run on the devices of a replica
+places                 the plan's devices on this machine, and copies between them
 loss                   the loss of a batch from the losses of its slices
+slice_store,           what forward stores, for a slice's loss; a loss over all results together
+whole_batch
+hooks, gradient_hooks  the module's hooks in `step`; hooks on gradients, once per step
+caller_graph, boxes,   inputs: in the caller's own graph, with one's own part only, and the rows that a
+sampler                replica loads
+watch, unplaced        measures a step; warns of an optimizer that trains nothing
 distributed            the same with one process per device, under ``torchrun``
 =====================  ===========================================================================
 """

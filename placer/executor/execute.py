@@ -21,11 +21,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from placer.executor.place import Place, on
-from placer.executor.replica import Replica, caller_place
-from placer.executor.split_backward import SplitBackward
+from placer.executor.places.place import Place, on
+from placer.executor.places.transfer import PendingGradients, gradient_root, receive, transfer
+from placer.executor.stages.replica import Replica, caller_place
+from placer.executor.stages.split_backward import SplitBackward
 from placer.executor.task import doing
-from placer.executor.transfer import PendingGradients, gradient_root, receive, transfer
 from placer.executor.watch import kind_of, timed
 from placer.precision import casts_kept
 from placer.program import unflatten

@@ -30,7 +30,7 @@ from placer.executor.pickled import (
     emit_again,
     example_call,
 )
-from placer.executor.place import Place
+from placer.executor.places.place import Place
 from placer.executor.runtime import Runtime
 from placer.executor.sampler import ReplicaSampler
 from placer.executor.watch import StepReport

@@ -11,7 +11,7 @@ from torch import nn
 
 from placer.emit import StagedModel, emit_stages
 from placer.errors import PlacerError
-from placer.executor.program_cache import split_rules
+from placer.executor.calls.program_cache import split_rules
 from placer.plan.check import check_plan
 from placer.plan.types import Plan
 from placer.precision import planned_autocast, recorded_under

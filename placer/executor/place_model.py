@@ -10,7 +10,7 @@ from torch import nn
 
 from placer.emit import emit_stages, materialize
 from placer.executor.module import PlacedModule, make_placed
-from placer.executor.place import Place
+from placer.executor.places.place import Place
 from placer.executor.runtime import Runtime
 from placer.garbage import only_new_garbage
 from placer.plan.types import Plan

@@ -17,17 +17,18 @@ from torch.utils._pytree import tree_map_only
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.executor.boxes import Slices, own_boxes
-from placer.executor.call_cache import Call, CallCache
 from placer.executor.caller_graph import CallerGraph, shared_graph
+from placer.executor.calls.call_cache import Call, CallCache
+from placer.executor.calls.program_cache import ProgramCache
+from placer.executor.calls.state import CallState
 from placer.executor.execute import PlacedMicrobatch, run_forward, run_schedule
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.hooks import keeping_nothing, refuse_compile, run_forward_hooks
 from placer.executor.loss import CombinationFinder, StepLoss
-from placer.executor.parameter_copies import ParameterCopies
 from placer.executor.pickled import model_signature
-from placer.executor.place import CALLER, Place, is_on
-from placer.executor.program_cache import ProgramCache
-from placer.executor.replica import Replica
+from placer.executor.places.parameter_copies import ParameterCopies
+from placer.executor.places.place import CALLER, Place, is_on
+from placer.executor.places.transfer import transfer
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,
@@ -37,10 +38,13 @@ from placer.executor.scatter import (
     split_target,
 )
 from placer.executor.slice_store import stored_for_slice
-from placer.executor.state import CallState
-from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
-from placer.executor.transfer import transfer
-from placer.executor.tree import renew_buffers, write_back
+from placer.executor.stages.replica import Replica
+from placer.executor.stages.statistics import (
+    DeferredStatistics,
+    defers_statistics,
+    update_statistics,
+)
+from placer.executor.stages.tree import renew_buffers, write_back
 from placer.executor.watch import StepReport, StepWatch, watching
 from placer.executor.whole_batch import check_whole_batch, loss_of_results, step_whole_batch
 from placer.operands import tensors_of_tree

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.executor.execute import PlacedMicrobatch, ScheduleRun
-from placer.executor.place import on
+from placer.executor.places.place import on
 from placer.executor.scatter import check_results, join_results
 from placer.executor.slice_store import stored_for_slice
 from placer.program import unflatten_output

@@ -24,7 +24,7 @@ import torch
 from placer._torch import DispatchMode
 from placer.cost.operations import Operation, operations_of
 from placer.errors import DeviceError
-from placer.executor.device_map import device_count
+from placer.executor.places.device_map import device_count
 from placer.machine.catalogue import DeviceKind
 from placer.machine.rates import HEAVY, Key, Peaks, Rate, Rates, complete_rates, with_launch
 from placer.operands import tensors_in

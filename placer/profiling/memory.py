@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from placer._torch import has_expandable_segments
 from placer.cost.loss import ASSUMED
-from placer.executor.cuda_allocator import AllocatorWarning, prepare_allocator
-from placer.executor.device_map import map_devices
 from placer.executor.module import runtime_of
-from placer.executor.place import Place
 from placer.executor.place_model import place_model
+from placer.executor.places.cuda_allocator import AllocatorWarning, prepare_allocator
+from placer.executor.places.device_map import map_devices
+from placer.executor.places.place import Place
 from placer.machine.catalogue import PeakMemory
 from placer.plan.types import DevicePeak, Plan
 from placer.program import Program

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from placer.cost import CostTable, estimate_costs
 from placer.cost.loss import ASSUMED
 from placer.errors import DeviceError
-from placer.executor.device_map import map_devices
 from placer.executor.module import PlacedModule, runtime_of
 from placer.executor.place_model import place_model
+from placer.executor.places.device_map import map_devices
 from placer.machine.catalogue import DeviceKind, PeakMemory, Profile
 from placer.machine.devices import device_type
 from placer.machine.rates import Rates

@@ -24,7 +24,7 @@ from placer.cost import (
     uses_blas,
 )
 from placer.errors import DeviceError
-from placer.executor.place import CALLER, HOST, Place, current_place
+from placer.executor.places.place import CALLER, HOST, Place, current_place
 from placer.executor.task import current_task
 from placer.operands import tensors_in
 from placer.timeline import PINNED, Block, StepPosition

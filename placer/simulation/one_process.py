@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from placer.executor.attribution import Attribution
 from placer.executor.module import runtime_of
-from placer.executor.place import CALLER, HOST, Place, on, recording
 from placer.executor.place_model import place_model
+from placer.executor.places.place import CALLER, HOST, Place, on, recording
+from placer.executor.stages.attribution import Attribution
 from placer.machine.devices import device_type
 from placer.operands import tensors_of_tree
 from placer.program.call import placeholder_names

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from placer.emit import StagedModel, emit_stages
-from placer.executor.attribution import Attribution
-from placer.executor.call_cache import Call
+from placer.executor.calls.call_cache import Call
+from placer.executor.calls.state import CallState, refuse_held_tensors
 from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
 from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.executor.distributed.messages.batch import gather_result
@@ -24,12 +24,12 @@ from placer.executor.distributed.messages.transport import NoChannel
 from placer.executor.distributed.reduction.gradients import GradientReducer, find_shared_parameters
 from placer.executor.distributed.reduction.pieces import Pieces
 from placer.executor.execute import MicrobatchRun
-from placer.executor.place import CALLER, HOST, Place, current_place, on
-from placer.executor.replica import Replica
+from placer.executor.places.place import CALLER, HOST, Place, current_place, on
+from placer.executor.places.transfer import receive
 from placer.executor.scatter import join_results, scatter_batch, split_target
-from placer.executor.state import CallState, refuse_held_tensors
-from placer.executor.statistics import DeferredStatistics, defers_statistics
-from placer.executor.transfer import receive
+from placer.executor.stages.attribution import Attribution
+from placer.executor.stages.replica import Replica
+from placer.executor.stages.statistics import DeferredStatistics, defers_statistics
 from placer.executor.whole_batch import check_whole_batch
 from placer.machine.devices import device_type
 from placer.operands import tensors_of_tree

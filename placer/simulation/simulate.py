@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from placer.cost import Loss
-from placer.executor.place import HOST
+from placer.executor.places.place import HOST
 from placer.plan.types import DevicePeak, Plan
 from placer.program import Program
 from placer.simulation.one_process import run_process

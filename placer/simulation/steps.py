@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from placer.cost import Loss, device_kernels, find_loss
 from placer.errors import CaptureError, PlacerError, causes, first_line
-from placer.executor.place import current_place
+from placer.executor.places.place import current_place
+from placer.executor.places.transfer import copy_to
 from placer.executor.task import doing
-from placer.executor.transfer import copy_to
 from placer.machine.devices import device_type, updates_together
 from placer.plan.types import Plan
 from placer.program import FakeConverter, Program

@@ -16,11 +16,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from placer.errors import PlacerError
+from placer.executor.calls.program_cache import split_rules
 from placer.executor.module import PlacedModule, runtime_of
-from placer.executor.place import CALLER
-from placer.executor.program_cache import split_rules
+from placer.executor.places.place import CALLER
 from placer.executor.scatter import ScatteredBatch, scatter_batch
-from placer.executor.statistics import DeferredStatistics, defers_statistics, update_statistics
+from placer.executor.stages.statistics import (
+    DeferredStatistics,
+    defers_statistics,
+    update_statistics,
+)
 from placer.generators import random_state
 from placer.plan.types import Plan
 from placer.precision import precision_context

@@ -18,7 +18,7 @@ import placer
 from placer.checkpoint import checkpoint
 from placer.checkpoint import folder as folders
 from placer.executor.module import runtime_of
-from placer.executor.place import Place
+from placer.executor.places.place import Place
 
 
 def _place(stages: int, replicas: int = 1, microbatches: int = 2) -> placer.PlacedModule:

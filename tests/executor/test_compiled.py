@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from unet3d import unet3d
 
 import placer
-from placer.executor import compiled
+from placer.executor.stages import compiled
 from placer.program import lower
 from placer.search.candidates import list_strategies
 from placer.search.strategy import Strategy

@@ -13,11 +13,11 @@ from plans import make_plan
 from torch import nn
 
 from placer import _torch
-from placer.executor import cuda_allocator
-from placer.executor.cuda_allocator import AllocatorWarning, prepare_allocator
 from placer.executor.distributed import launch
 from placer.executor.distributed.job.assignment import Job
-from placer.executor.place import Place
+from placer.executor.places import cuda_allocator
+from placer.executor.places.cuda_allocator import AllocatorWarning, prepare_allocator
+from placer.executor.places.place import Place
 from placer.plan.types import Plan
 from placer.versions import ALLOCATOR_VARIABLES
 

@@ -18,9 +18,9 @@ from torch._subclasses import FakeTensorMode
 
 import placer
 from placer.executor.module import runtime_of
-from placer.executor.offload import offload_saved
-from placer.executor.place import Place
 from placer.executor.place_model import place_model
+from placer.executor.places.place import Place
+from placer.executor.stages.offload import offload_saved
 from placer.program import lower
 
 CALLER = torch.device("cpu")

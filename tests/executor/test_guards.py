@@ -16,7 +16,7 @@ from oracle import assert_close
 from torch import Tensor, nn
 
 import placer
-from placer.executor import program_cache as programs
+from placer.executor.calls import program_cache as programs
 
 D = torch.float64
 _CUTS: list[dict[str, Any]] = [

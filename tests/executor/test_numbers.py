@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.executor import program_cache as programs
-from placer.executor.numbers import RecaptureWarning
+from placer.executor.calls import program_cache as programs
+from placer.executor.calls.numbers import RecaptureWarning
 
 STAGES = {"devices": ["cuda:0", "cuda:1"], "layers": {"first": "cuda:0", "last": "cuda:1"}}
 SPLIT = {**STAGES, "devices": [f"cuda:{i}" for i in range(4)], "replicas": 2, "microbatches": 2}

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from unet3d import unet3d
 
 import placer
-from placer.executor import offload
-from placer.executor.offload import offload_saved
-from placer.executor.place import HOST, Place
-from placer.executor.side_stream import _CudaStream
+from placer.executor.places.place import HOST, Place
+from placer.executor.places.side_stream import _CudaStream
+from placer.executor.stages import offload
+from placer.executor.stages.offload import offload_saved
 from placer.plan.store import plan_from_json, plan_to_json
 
 D = torch.float64

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from unet3d import unet3d
 
 import placer
-from placer.executor.place import Place
-from placer.executor.transfer import PendingGradients
+from placer.executor.places.place import Place
+from placer.executor.places.transfer import PendingGradients
 from placer.simulation.ledger import Ledger
 
 TWO = {"devices": ["cpu:0", "cpu:1"]}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import placer
 from placer import PlacementSpec
-from placer.executor import program_cache as programs
+from placer.executor.calls import program_cache as programs
 from placer.program import lower
 
 D = torch.float64

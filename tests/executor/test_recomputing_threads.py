@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from placer.emit import SegmentCode, StageCode
-from placer.executor.place import Place
-from placer.executor.segments import run_segments
+from placer.executor.places.place import Place
+from placer.executor.stages.segments import run_segments
 
 CPU = Place("cpu:0", torch.device("cpu"))
 PATIENCE = 0.5  # seconds that a thread waits for one that must not come

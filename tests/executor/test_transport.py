@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_structure
 
 from placer.executor.distributed.messages.crossings import Crossings, CrossingValue, TensorSpec
 from placer.executor.distributed.messages.transport import MessageTransport
-from placer.executor.place import Place
+from placer.executor.places.place import Place
 from placer.schedule import SCHEDULES, Action, find_messages, linearize, make_schedule
 
 STAGES = 4

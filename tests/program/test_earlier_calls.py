@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import placer
-import placer.executor.program_cache
+import placer.executor.calls.program_cache
 import placer.program.recording.record
 from placer.program import lower
 
@@ -159,9 +159,9 @@ def test_a_placed_model_equals_the_plain_one_whatever_was_called_before(
     placed = placer.compile(model, SPEC, batch(4, 6, 8))
     recorded: list[None] = []
     for name in ("lower", "same_program"):
-        original = getattr(placer.executor.program_cache, name)
+        original = getattr(placer.executor.calls.program_cache, name)
         monkeypatch.setattr(
-            placer.executor.program_cache,
+            placer.executor.calls.program_cache,
             name,
             lambda *args, original=original, **kwargs: (
                 recorded.append(None) or original(*args, **kwargs)

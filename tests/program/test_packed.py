@@ -104,7 +104,7 @@ def test_lengths_may_change_with_every_call(name: str, way: str) -> None:
 
 def test_no_capture_for_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     placed = compile_way(Tagger(), tokens_and(torch.tensor(LENGTHS[0]))(), "stages")
-    monkeypatch.setattr("placer.executor.program_cache.same_program", None)
+    monkeypatch.setattr("placer.executor.calls.program_cache.same_program", None)
     for lengths in LENGTHS:
         if len(lengths) == len(LENGTHS[0]):
             placed(*tokens_and(torch.tensor(lengths))())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import placer
-from placer.executor.numbers import RecaptureWarning
+from placer.executor.calls.numbers import RecaptureWarning
 from placer.program.objects.reachable import find_reachable_state
 
 D = torch.float64

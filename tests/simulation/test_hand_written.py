@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from unet3d import UNet3D, unet3d
 
 import placer
-from placer.executor.place import CALLER, Place, on
-from placer.executor.transfer import transfer
+from placer.executor.places.place import CALLER, Place, on
+from placer.executor.places.transfer import transfer
 from placer.simulation.ledger import Ledger
 
 CPU = torch.device("cpu")

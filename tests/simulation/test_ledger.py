@@ -10,8 +10,8 @@ from ledgers import live_bytes
 
 from placer.cost import BLAS_NBYTES
 from placer.errors import DeviceError
-from placer.executor.place import Place, on
-from placer.executor.transfer import transfer
+from placer.executor.places.place import Place, on
+from placer.executor.places.transfer import transfer
 from placer.simulation import Ledger
 from placer.timeline import StepPosition
 

@@ -15,7 +15,7 @@ from torch import nn
 from placer._torch import default_timeout
 from placer.emit import emit_stages
 from placer.errors import PlacerError, PlanError
-from placer.executor.cuda_allocator import prepare_allocator
+from placer.executor.calls.state import refuse_held_tensors
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import Job, assign_rank, choose_device
 from placer.executor.distributed.job.join import join_job, name_ranks
@@ -23,8 +23,8 @@ from placer.executor.distributed.job.ownership import broadcast_weights, build_p
 from placer.executor.distributed.module import DistributedModule, make_distributed
 from placer.executor.distributed.runtime import DistributedRuntime
 from placer.executor.module import check_names
-from placer.executor.place import Place
-from placer.executor.state import refuse_held_tensors
+from placer.executor.places.cuda_allocator import prepare_allocator
+from placer.executor.places.place import Place
 from placer.plan.store import plan_text
 from placer.plan.types import Plan
 from placer.program import Program, named_state

@@ -15,8 +15,8 @@ from placer._torch import default_timeout
 from placer.emit import StagedModel
 from placer.errors import PlacerError, StageError
 from placer.executor.boxes import Slices, own_boxes
-from placer.executor.call_cache import Call
 from placer.executor.caller_graph import CallerGraph
+from placer.executor.calls.call_cache import Call
 from placer.executor.distributed.checks import (
     check_inference,
     check_parameters,
@@ -57,11 +57,11 @@ from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
 from placer.executor.gradient_hooks import hooks_run_once
 from placer.executor.loss import StepLoss
 from placer.executor.module import runtime_of
-from placer.executor.place import Place
+from placer.executor.places.place import Place
 from placer.executor.runtime import Runtime
 from placer.executor.scatter import batch_size, check_target
-from placer.executor.segment_state import tensors_at
-from placer.executor.statistics import Moments, NormCall, update_statistics
+from placer.executor.stages.segment_state import tensors_at
+from placer.executor.stages.statistics import Moments, NormCall, update_statistics
 from placer.executor.watch import StepReport, StepWatch, is_measured, joined
 from placer.executor.whole_batch import check_whole_batch
 from placer.generators import own_random_state

@@ -1,7 +1,7 @@
 """Estimates the seconds of a pass whose copies to and from the host overlap with computation.
 
-This models `placer.executor.offload`, which makes one copy at a time. In forward, a copy starts when the
-previous one has ended, and computation waits for that too. In backward, one tensor is fetched in advance.
+This models `placer.executor.stages.offload`, which makes one copy at a time. In forward, a copy starts when
+the previous one has ended, and computation waits for that too. In backward, one tensor is fetched in advance.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ for each start of a stage and a column for each node whose backward runs:
     stage with sender, no target   a copy of the needed part, from the sender's column to the start
     stage with target, no sender   received when the backward of ``home`` runs, so never pending
 
-This models `placer.executor.transfer.PendingGradients`.
+This models `placer.executor.places.transfer.PendingGradients`.
 
 Whether a stage has a sender depends on where the stage ends. The tables assume that it has all senders; an
 `IntervalCorrection` is the difference for stages that end before a sender.

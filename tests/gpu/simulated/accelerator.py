@@ -18,7 +18,8 @@ from unittest import mock
 import torch
 from torch.utils import cpp_extension
 
-from placer.executor import device_map, offload, side_stream
+from placer.executor.places import device_map, side_stream
+from placer.executor.stages import offload
 
 HERE = Path(__file__).parent
 TYPE = "simulated"

@@ -12,7 +12,7 @@ from gpu.simulated.accelerator import current_stream, device, new_stream, on_str
 from torch import nn
 
 import placer
-from placer.executor import side_stream
+from placer.executor.places import side_stream
 
 
 def _reads(extension: Any) -> None:

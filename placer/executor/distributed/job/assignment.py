@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from placer.errors import DeviceError, PlacerError
-from placer.executor.device_map import SimulatedDeviceWarning, device_count, torch_type
+from placer.executor.places.device_map import SimulatedDeviceWarning, device_count, torch_type
 from placer.grid import Grid
 from placer.plan.types import Plan
 from placer.quantities import format_count

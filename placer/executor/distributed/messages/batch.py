@@ -12,13 +12,14 @@ from torch import Tensor
 from placer.emit import StagedModel
 from placer.errors import PlacerError
 from placer.executor.boxes import check_boxes
-from placer.executor.call_cache import Call
+from placer.executor.calls.call_cache import Call
+from placer.executor.calls.state import CallState
 from placer.executor.distributed.job.assignment import RankAssignment
 from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.messages.crossings import CrossingFinder, Crossings, TensorSpec
 from placer.executor.distributed.messages.pipeline import Pipeline, Results
 from placer.executor.execute import PlacedMicrobatch
-from placer.executor.place import is_on
+from placer.executor.places.place import is_on
 from placer.executor.scatter import (
     ScatteredBatch,
     batch_size,
@@ -27,7 +28,6 @@ from placer.executor.scatter import (
     split_rows,
     split_target,
 )
-from placer.executor.state import CallState
 from placer.plan.types import Plan
 from placer.program import CallFormat
 from placer.schedule import split_batch

@@ -21,11 +21,11 @@ from placer._torch import hooks_of, share_hooks
 from placer.autograd_graph import nodes_behind
 from placer.emit import StagedModel
 from placer.errors import PlacerError
-from placer.executor.call_cache import Call, CallCache
+from placer.executor.calls.call_cache import Call, CallCache
+from placer.executor.calls.program_cache import ProgramCache
 from placer.executor.distributed.job.ownership import Ownership
-from placer.executor.place import Place
-from placer.executor.program_cache import ProgramCache
-from placer.executor.replica import Replica
+from placer.executor.places.place import Place
+from placer.executor.stages.replica import Replica
 from placer.plan.types import Plan
 from placer.precision import autocast_state, planned_autocast
 from placer.program import (

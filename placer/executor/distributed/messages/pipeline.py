@@ -14,9 +14,9 @@ from placer.executor.distributed.failures.layer_failure import anomalies_kept, e
 from placer.executor.distributed.messages.crossings import Crossings, TensorSpec
 from placer.executor.distributed.messages.transport import Channel, MessageTransport, compare_tensor
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch, ScheduleRun
-from placer.executor.replica import Replica
 from placer.executor.slice_store import stored_for_slice
-from placer.executor.tree import renew_buffers
+from placer.executor.stages.replica import Replica
+from placer.executor.stages.tree import renew_buffers
 from placer.program import unflatten_output
 from placer.schedule import Action, Message, find_messages, linearize, schedule_on
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from placer.executor.distributed.job.groups import sendable, wait_function
 from placer.executor.distributed.messages.crossings import NUMBERS, Crossings, TensorSpec
 from placer.executor.execute import MicrobatchRun
-from placer.executor.place import Place
+from placer.executor.places.place import Place
 from placer.schedule import Action, Message, take_due_receives
 
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from placer.executor.distributed.failures.layer_failure import LayerFailure
 from placer.executor.distributed.job.groups import sendable
 from placer.executor.execute import MicrobatchRun, PlacedMicrobatch
-from placer.executor.place import Place
+from placer.executor.places.place import Place
+from placer.executor.places.transfer import receive
 from placer.executor.scatter import join_target
-from placer.executor.transfer import receive
 from placer.program import is_mark, unmarked
 
 

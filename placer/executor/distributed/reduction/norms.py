@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from placer.executor.distributed.job.groups import gather_objects
 from placer.executor.distributed.messages.exchange import GroupExchange
-from placer.executor.place import Place
-from placer.executor.statistics import Moments, NormCall, join_moments
+from placer.executor.places.place import Place
+from placer.executor.stages.statistics import Moments, NormCall, join_moments
 from placer.space import Cuts, Layout
 from placer.space.norms import Groups, Normalize, update_running
 

@@ -2,7 +2,7 @@
 
 Like `torch.autograd.graph.save_on_cpu`, but a tensor is copied once in each direction, however many
 operations save it, and weights stay on the device. By default a copy runs between kernels, on the same
-stream; overlapped copies run while kernels do (`placer.executor.side_stream`)::
+stream; overlapped copies run while kernels do (`placer.executor.places.side_stream`)::
 
     forward    kernels │ make a │ make b      │ make c           │ …
                copies           │ a to host   │ b to host        │ c to host
@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer.executor.place import HOST, Place, on, place_of
-from placer.executor.segment_state import changed_in_place
-from placer.executor.side_stream import SideStream, side_stream
+from placer.executor.places.place import HOST, Place, on, place_of
+from placer.executor.places.side_stream import SideStream, side_stream
+from placer.executor.stages.segment_state import changed_in_place
 
 
 class _HostCopy:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.executor.boxes import with_stand_ins
-from placer.executor.numbers import Recaptures
-from placer.executor.program_cache import ProgramCache
+from placer.executor.calls.numbers import Recaptures
+from placer.executor.calls.program_cache import ProgramCache
 from placer.program import (
     AttributeGuard,
     BoundCall,

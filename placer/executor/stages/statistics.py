@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from placer.executor.place import Place, on
-from placer.executor.transfer import transfer
+from placer.executor.places.place import Place, on
+from placer.executor.places.transfer import transfer
 from placer.plan.types import Plan
 from placer.space import track
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from placer._torch import saved_tensor_hooks, without_modes, without_transforms
 from placer.emit import StagedModel, emit_stages
 from placer.errors import CaptureError
-from placer.executor.numbers import ENOUGH, ChangingNumbers, Recaptures
-from placer.executor.state import refuse_kept_rows
+from placer.executor.calls.numbers import ENOUGH, ChangingNumbers, Recaptures
+from placer.executor.calls.state import refuse_kept_rows
 from placer.plan.types import Plan
 from placer.planner.follow import follow_plan
 from placer.precision import present_autocast, recorded_under

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from placer.executor.place import Place, on
+from placer.executor.places.place import Place, on
 
 
 class SideStream(Protocol):

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from placer.emit import StageCode, StagedModel
-from placer.executor.exchange import LocalExchange
-from placer.executor.parameter_copies import ParameterCopies
-from placer.executor.place import CALLER, Place, on
-from placer.executor.segment_state import tensors_at
-from placer.executor.segments import run_segments
-from placer.executor.statistics import DeferredStatistics
-from placer.executor.transfer import copy_to
-from placer.executor.tree import build_tree
+from placer.executor.places.exchange import LocalExchange
+from placer.executor.places.parameter_copies import ParameterCopies
+from placer.executor.places.place import CALLER, Place, on
+from placer.executor.places.transfer import copy_to
+from placer.executor.stages.segment_state import tensors_at
+from placer.executor.stages.segments import run_segments
+from placer.executor.stages.statistics import DeferredStatistics
+from placer.executor.stages.tree import build_tree
 from placer.precision import precision_context
 from placer.program import find_tensor, is_inside
 from placer.space import Exchange

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from placer._torch import current_backward, function_modes, is_transformed, stop_recomputing
 from placer.emit import SegmentCode, StageCode
 from placer.errors import PlacerError
-from placer.executor.compiled import compiled_forward
-from placer.executor.offload import offload_saved
-from placer.executor.place import Place, on
-from placer.executor.segment_state import SegmentState, tensors_read
+from placer.executor.places.place import Place, on
+from placer.executor.stages.compiled import compiled_forward
+from placer.executor.stages.offload import offload_saved
+from placer.executor.stages.segment_state import SegmentState, tensors_read
 from placer.generators import random_state, set_random_state
 from placer.space import Exchange, exchanging
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from placer.executor.place import Place, on
-from placer.executor.transfer import copy_to
+from placer.executor.places.place import Place, on
+from placer.executor.places.transfer import copy_to
 from placer.space.exchange import Exchange, Pieces
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from placer._torch import copy_attributes, is_transformed
-from placer.executor.place import Place
-from placer.executor.transfer import attach_copy, copy_to, is_differentiable
+from placer.executor.places.place import Place
+from placer.executor.places.transfer import attach_copy, copy_to, is_differentiable
 
 
 class ParameterCopies:

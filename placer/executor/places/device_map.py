@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from placer.errors import DeviceError
-from placer.executor.place import Place
+from placer.executor.places.place import Place
 from placer.plan.types import Plan
 
 

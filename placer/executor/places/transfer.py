@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten
 
 from placer._torch import is_batch_of_gradients, is_transformed, run_at_once, storage_key
-from placer.executor.place import Place, on
+from placer.executor.places.place import Place, on
 from placer.program import unflatten
 
 _MIN_CHUNK_NBYTES = 2**20  # copying less takes hardly less time

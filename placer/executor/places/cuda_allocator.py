@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from placer._torch import given_allocator_settings, has_expandable_segments, set_expandable_segments
-from placer.executor.place import Place
+from placer.executor.places.place import Place
 from placer.plan.types import Plan
 from placer.quantities import format_bytes
 from placer.versions import ALLOCATOR_VARIABLES
