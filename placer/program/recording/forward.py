@@ -85,7 +85,7 @@ def run_forward(
     args, kwargs = place_arguments(bound, arguments)
     apart = set(map(id, objects_of(bound).values()))  # the caller's own: ``before`` has them
     passed = Snapshot(arguments_roots(bound, arguments), root="call", without=apart)
-    flags = recorder.watch_flags(inputs)
+    flags = recorder.watch_inputs(inputs)
     own = (*inputs, *model.parameters(), *model.buffers())
     known = {id(tensor): dict(vars(tensor)) for tensor in own}
     try:
@@ -108,7 +108,7 @@ def run_forward(
         changes = [
             change
             for change in all_changes
-            if change.place not in recorder.changed_inside
+            if change.place not in recorder.single.changed
             and id(change.value) not in recorder.given
         ]
         _refuse_changed_again(recorder, changes)
@@ -124,7 +124,7 @@ def run_forward(
                 left.append(written_tensor("input", (index,), node, tensor, label=name))
             if tensor.is_leaf and tensor.requires_grad != flags[id(tensor)]:
                 left.append(flag_of("input", (index,), tensor.requires_grad))
-        left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags_set)
+        left += _changed_flags(model, flags, recorder.reached.flags, recorder.flags.set)
         # At the end, so that an input that is written and returned is one value.
         written_leaves = [writer.argument(leaf) for leaf in leaves]
         kept = leaves, [change.value for change in changes]

@@ -168,9 +168,9 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         results=(*run.shapes, *(shape for each in left for shape in each.shapes)),
         state=state,
         stored=tuple(each.stored for each in left),
-        changed_inside=tuple(recorder.changed_inside.values()),
-        changing=frozenset(recorder.changing),
-        written_inside=recorder.written_inside,
+        changed_inside=tuple(recorder.single.changed.values()),
+        changing=frozenset(recorder.single.changing),
+        written_inside=recorder.single.written,
         replaced=replaced,
         changed_in_backward=tuple(recorder.backward.changes),
         gradient_hooks=tuple(recorder.backward.runs),
@@ -189,7 +189,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
             ),
         ),
         checkpointed=recorder.checkpointed,
-        answers=recorder.answers(setup.bound.tensors),
+        answers=recorder.flags.answers((*setup.bound.tensors, *setup.model.parameters())),
         asked=frozenset(recorder.asked),
         sizes=sizes,
         packs=recorder.packs,
@@ -264,7 +264,7 @@ def run_once(
     recorder = Recorder(setup)
     try:
         run = _run(recorder, setup, inputs, before, locate_draws=locate_draws)
-        if recorder.enabled_grad and not (setup.grad or setup.disabled):
+        if recorder.flags.needs_disabled:
             before.restore()
             setup = replace(setup, disabled=True)
             return run_once(setup, inputs, before, locate_draws=locate_draws)
@@ -296,8 +296,9 @@ def _run(
     except Exception as error:
         if recorder.devices.error is not None:
             raise recorder.devices.error from None
-        if recorder.failed is not None and leads_to(error, recorder.failed.__cause__):
-            raise recorder.failed from error
+        failure = recorder.single.failure
+        if failure is not None and leads_to(error, failure.__cause__):
+            raise failure from error
         if recorder.failed_in is not None and leads_to(error, recorder.failed_in[0]):
             raise TraceFailure(recorder.failed_in[1], describe(error), locate(error)) from error
         kind = UnlocatedRandomDraw if isinstance(error, PythonRandomDraw) else TraceFailure

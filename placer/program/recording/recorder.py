@@ -51,7 +51,6 @@ from placer.program.constants import (
 )
 from placer.program.failure import (
     CHANGES_FLAGS,
-    ForwardFailure,
     TraceFailure,
     Untraceable,
     describe,
@@ -67,12 +66,13 @@ from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects.originals import originals_of, uses_original
 from placer.program.objects.paths import Path
 from placer.program.objects.python_random import forbid_python_random
-from placer.program.objects.restore import Change, Snapshot
+from placer.program.objects.restore import Snapshot
 from placer.program.recording.backward import BackwardHooks
 from placer.program.recording.encoder import fill_padding, find_padding
+from placer.program.recording.flags import GradientFlags
 from placer.program.recording.leaving import Left
 from placer.program.recording.reached import Reached
-from placer.program.recording.single_node import call_single_node, find_reading
+from placer.program.recording.single_node import SingleNodes, call_single_node, find_reading
 from placer.program.recording.size_recorder import SizeRecorder
 from placer.program.recording.validation import running_check
 from placer.program.recording.watch import runs_library, trace_codes, watch_calls
@@ -86,7 +86,6 @@ from placer.program.targets import (
     Modes,
     UnderModes,
 )
-from placer.program.types import Answers
 
 # Names of tensor methods: those that return sizes, those that return values of elements to Python,
 # and those that reach into autograd, which a graph cannot express.
@@ -135,30 +134,18 @@ class Recorder(TorchFunctionMode):
         converter, model, fake_model = setup.converter, setup.model, setup.fake_model
         self.setup, self.model, self.fake_model = setup, model, fake_model
         self.packs = False  # does forward pack sequences?
-        self.grad_mode = not setup.disabled  # has forward left gradients enabled at this point?
-        self.asked_grad = False
-        self.enabled_grad = False  # has forward enabled them, which they may not be in a call?
-        self.asked_flags = False  # has code asked whether a tensor requires gradients?
+        self.flags = GradientFlags(grad=setup.grad, disabled=setup.disabled)
         self.devices = NamedDevices(ignored=setup.ignore_device_moves)
         self.reachable = converter.reachable
         self.generators = [each.value for each in self.reachable.generators]
         self.writer = GraphWriter(converter, fake_model)
-        self.flags: dict[int, bool] = {}  # id of an input or parameter -> did it require gradients?
         self.inputs: set[int] = set()  # ids
-        self.flags_set: set[int] = set()  # ids of those whose flag forward has set, changed or not
         self.written: set[int] = set()  # storages that operators have written
-        # Root and path of what single nodes have changed, which they do again in every call.
-        self.changed_inside: dict[tuple[int, Any], Change] = {}  # by place
         self.before: Snapshot | None = None  # the state in which the run began
         self.given: set[int] = set()  # ids of the numbers that have been put there since
-        # What single nodes have changed, by place: what was there before the first, and after the last.
-        self.states_inside: dict[tuple[int, Any], tuple[Any, Any]] = {}
-        self.changing: set[str] = set()  # paths of the single nodes that do
-        # State they write -> does it depend on their inputs?
-        self.written_inside: dict[str, bool] = {}
+        self.single = SingleNodes()
         # What the inputs of the present single node reach
         self.reached = Reached(fake_model, converter.state)
-        self.runs_code = False  # has a single node run code that is not torch's?
         self.backward = BackwardHooks(
             fake_model,
             self.reachable,
@@ -166,10 +153,8 @@ class Recorder(TorchFunctionMode):
             lambda: GuessData(converter.mode, setup.guess, self.reached.__contains__),
         )
         self.failed_in: tuple[Exception, str] | None = None  # an exception and its innermost module
-        self.failed: ForwardFailure | None = None  # the failure of a module that is a single node
         self.refused: TraceFailure | None = None  # the first operation that a graph cannot express
         self.paused = False  # inside a single node: nothing is recorded
-        self.single_nodes: set[str] = set()  # paths of modules that became single nodes
         self.sizes = SizeRecorder(self.writer, lambda: self.paused)
         self.modes = Modes(True, False, ())  # those in which the run began
         self.default_dtype = torch.get_default_dtype()
@@ -266,23 +251,14 @@ class Recorder(TorchFunctionMode):
         unread = [*unread, *inside]
         return make_guards(self.model, self.attributes - numbers, self.tensors_read, unread)
 
-    def watch_flags(self, inputs: Sequence[Tensor]) -> Mapping[int, bool]:
-        """Note which inputs and parameters require gradients; by id."""
-        tensors = [*self.fake_model.parameters(), *inputs]
-        self.flags = {id(tensor): tensor.requires_grad for tensor in tensors}
+    def watch_inputs(self, inputs: Sequence[Tensor]) -> Mapping[int, bool]:
+        """Note which tensors are inputs. Returns which inputs and parameters require gradients; by id."""
         self.inputs = set(map(id, inputs))
-        return self.flags
+        return self.flags.watch(self.fake_model, inputs)
 
     def number_input(self, name: str, value: float) -> Any:
         """A new input of the graph that is a number."""
         return self.sizes.input(self.writer.number(name), value)
-
-    def answers(self, inputs: Sequence[Tensor]) -> Answers:
-        """What forward asked about gradients; ``inputs`` are the caller's."""
-        if self.asked_flags:
-            tensors = *inputs, *self.model.parameters()
-            return self.setup.grad, *(tensor.requires_grad for tensor in tensors)
-        return (self.setup.grad,) if self.asked_grad or self.enabled_grad else ()
 
     def reads_number(self, placeholder: fx.Node) -> bool:
         """Does Python code look at a number that is an input, or at one computed from it?"""
@@ -297,13 +273,19 @@ class Recorder(TorchFunctionMode):
 
     # -- calls -----------------------------------------------------------------------------------
 
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """In this block, nothing is recorded."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is SET_GRAD_ENABLED:
-            self.enabled_grad |= (
-                args[0] and (self.grad_mode or self.setup.disabled) and not self.paused
-            )
-            self.grad_mode = args[0]
+            self.flags.enable(on=args[0], paused=self.paused)
         if func is torch.Tensor.retain_grad:
             self.note_retained(args[0])
         if self.paused:
@@ -491,7 +473,6 @@ class Recorder(TorchFunctionMode):
                     raise Untraceable(f"it runs {path} with other parameters than its own")
             leaf = False
         if whole or leaf:
-            self.single_nodes.add(path)
             if checkpointed:
                 self.checkpointed.setdefault(path, locate_caller())
             return call_single_node(self, original, path, module, args, kwargs)
@@ -516,13 +497,11 @@ class Recorder(TorchFunctionMode):
         if kwargs:
             raise Untraceable(f"it applies {cls.__name__} with keyword arguments")
         node_args = self.writer.argument(args)
-        self.paused = self.runs_code = True
-        try:
+        self.single.ran_code = True
+        with self.pausing():
             self.reached.begin(args, inside=self.setup.is_split)
             value = original(*executable(args))
             inside = self.reached.end(value)
-        finally:
-            self.paused = False
         node = self.record("call_function", ApplyFunction(cls), node_args, {}, value)
         self.writer.note_inside(node, inside)
         return value
@@ -532,9 +511,9 @@ class Recorder(TorchFunctionMode):
         inputs = args[1:] if args and isinstance(args[0], FunctionCtx) else args
         with self.refusing():
             node_args = self.writer.argument(inputs)
-        self.paused = self.runs_code = True
-        grad = self.grad_mode  # torch disables gradients in such a forward
-        try:
+        self.single.ran_code = True
+        grad = self.flags.enabled_now  # torch disables gradients in such a forward
+        with self.pausing():
             self.reached.begin(inputs, inside=self.setup.is_split)
             value = forward(*executable(args))
             inside = self.reached.end(value)
@@ -542,9 +521,7 @@ class Recorder(TorchFunctionMode):
             written = map(id, getattr(args[0], "dirty_tensors", None) or ())
             given = {id(x) for x in inputs if isinstance(x, Tensor)}.difference(written)
             new = tree_map_only(Tensor, lambda x: x.view_as(x) if id(x) in given else x, value)
-        finally:
-            self.paused = False
-        self.grad_mode = grad
+        self.flags.enabled_now = grad
         modes = Modes.current()._replace(grad=grad)
         node = self.record("call_function", ApplyFunction(cls), node_args, {}, new, modes=modes)
         self.writer.note_inside(node, inside)
@@ -556,8 +533,7 @@ class Recorder(TorchFunctionMode):
         """Run a function of TorchScript as one node."""
         node_args, node_kwargs = self.writer.argument(args), self.writer.argument(kwargs)
         guess = GuessData(self.writer.converter.mode, self.setup.guess, self.reached.__contains__)
-        self.paused = True
-        try:
+        with self.pausing():
             self.reached.begin((args, kwargs), inside=self.setup.is_split)
             with self.refusing(), guess:
                 value = original(function, *executable(args), **executable(kwargs))
@@ -565,8 +541,6 @@ class Recorder(TorchFunctionMode):
             reading = find_reading(
                 self, guess, inside, functools.partial(original, function), (), args, kwargs
             )
-        finally:
-            self.paused = False
         if guess.guessed and any(isinstance(x, bool | int | float) for x in tree_iter(value)):
             with self.refusing():
                 raise Untraceable(
@@ -589,11 +563,8 @@ class Recorder(TorchFunctionMode):
         finally:
             module.norm = norm
         given = output, padding, getattr(module, "mask_check", True)
-        self.paused = True
-        try:
+        with self.pausing():
             filled = fill_padding(*given)
-        finally:
-            self.paused = False
         self.record("call_function", fill_padding, given, {}, filled)
         return filled if norm is None else norm(filled)
 
@@ -609,13 +580,10 @@ class Recorder(TorchFunctionMode):
 
     def run_backward(self, results: Sequence[Any], inputs: Sequence[Tensor]) -> None:
         """Run the backward of ``results`` if it may run code that is not torch's, for every slice."""
-        if not (self.setup.is_split and self.runs_code and self.setup.grad):
+        if not (self.setup.is_split and self.single.ran_code and self.setup.grad):
             return
-        self.paused = True
-        try:
+        with self.pausing():
             self.backward.run_backward(tensors_of_tree(results), inputs)
-        finally:
-            self.paused = False
 
     def seed(self) -> None:
         """Refuse a forward that seeds torch's generator."""
@@ -623,9 +591,8 @@ class Recorder(TorchFunctionMode):
             raise Untraceable("it seeds torch's random numbers")
 
     def grad_enabled(self) -> bool:
-        """Note that the model asks whether gradients are enabled; recording always enables them."""
-        self.asked_grad = True
-        return self.setup.grad or self.setup.disabled
+        """Note that the model asks whether gradients are enabled."""
+        return self.flags.ask()
 
     def apply_checkpoint(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         """Run a function under reentrant checkpointing; the modules that it calls are single nodes."""
@@ -639,8 +606,7 @@ class Recorder(TorchFunctionMode):
         """Read a property of a tensor, such as ``x.shape`` or ``x.T``."""
         value, name = func(tensor), func.__self__.__name__
         if name == "requires_grad" and not runs_library(sys._getframe(3)):
-            self.asked_flags = True
-            return value and (self.setup.grad or self.setup.disabled or tensor.is_leaf)
+            return value and self.flags.ask_of(tensor)
         if name in _OF_EARLIER_STEPS and tensor.is_leaf and not runs_library(sys._getframe(3)):
             raise CaptureError(
                 type(self.model).__name__,
@@ -668,12 +634,12 @@ class Recorder(TorchFunctionMode):
 
         Raises ``Untraceable`` if forward has used the tensor with another flag before.
         """
-        if id(tensor) not in self.flags:
+        if not self.flags.is_watched(tensor):
             return False
         node = self.writer.first_use(tensor)
         if node is not None:
             raise Untraceable(CHANGES_FLAGS)
-        self.flags_set.add(id(tensor))
+        self.flags.set.add(id(tensor))
         return True
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,24 @@ if TYPE_CHECKING:
     from placer.program.recording.recorder import Recorder
 
 
+@dataclass(slots=True)
+class SingleNodes:
+    """What the single nodes of a recording have done so far.
+
+    ``changed`` and ``states`` are by place: what they have changed, which they do again in every call, and
+    what was there before the first and after the last of them. ``changing`` are the paths of those that do.
+    ``written`` is the state that they write, and whether it depends on their inputs. ``ran_code``: one has
+    run code that is not torch's. ``failure`` is that of the last one that failed.
+    """
+
+    changed: dict[tuple[int, Any], Change] = field(default_factory=dict)
+    states: dict[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict)
+    changing: set[str] = field(default_factory=set)
+    written: dict[str, bool] = field(default_factory=dict)
+    ran_code: bool = False
+    failure: ForwardFailure | None = None
+
+
 def call_single_node(
     recorder: Recorder,
     original: Callable[..., Any],
@@ -75,7 +93,7 @@ def call_single_node(
     containers = Snapshot([((), given)] if not plain_layer else (), root="call")
     if not plain_layer:
         before = Snapshot(_roots(recorder, path, module), recorder.reachable)
-        recorder.runs_code = True
+        recorder.single.ran_code = True
     try:
         # Layers of torch draw random numbers from torch only, and none on fake tensors.
         with guess, nullcontext() if is_torch_leaf(module) else keep_random():
@@ -104,10 +122,9 @@ def call_single_node(
                 reading = find_reading(recorder, guess, inside, call, roots, args, kwargs)
     except Exception as error:
         location = locate(error) or locate_caller()
-        recorder.failed = ForwardFailure(
-            path, location, guessed=guess.guessed, places=tuple(guess.places)
-        )
-        recorder.failed.__cause__ = error
+        failure = ForwardFailure(path, location, guessed=guess.guessed, places=tuple(guess.places))
+        failure.__cause__ = error
+        recorder.single.failure = failure
         raise
     finally:
         recorder.paused = False
@@ -130,7 +147,7 @@ def call_single_node(
     else:
         node = recorder.record("call_module", path, node_args, node_kwargs, value, layer=path)
     writer.note_inside(node, inside, reading)
-    recorder.written_inside |= recorder.reached.written
+    recorder.single.written |= recorder.reached.written
     for tensor in tensors_of_tree(value):
         if tensor not in recorder.reached:
             writer.of_no_input.add(writer.node_of(tensor))
@@ -176,7 +193,7 @@ def _refuse_changes_before(
     if not is_plain:
         objects = [x for _, x in walk(_roots(recorder, path, module))]
     for change in recorder.before.changes_in(objects):
-        _, now = recorder.states_inside.get(change.place, (None, MISSING))
+        _, now = recorder.single.states.get(change.place, (None, MISSING))
         if is_plain and change.path[-1] not in _names_read(type(module)):
             continue
         is_known = id(change.value) in recorder.given or not _NOT_READ.isdisjoint(change.path)
@@ -199,9 +216,9 @@ def refuse_changes_besides(recorder: Recorder, changes: Iterable[Change]) -> Non
     ``changes`` are all of the run.
     """
     ends = {change.place: change.now for change in changes}
-    for place, (first, last) in recorder.states_inside.items():
+    for place, (first, last) in recorder.single.states.items():
         if not has_same_contents(ends.get(place, first), last):
-            name = spell(recorder.changed_inside[place].path)
+            name = spell(recorder.single.changed[place].path)
             raise TraceFailure(
                 "", f"it changes {name}, which a layer that stays whole changes too", ""
             )
@@ -212,16 +229,16 @@ def _note_changes(recorder: Recorder, path: str, before: Snapshot) -> bool:
 
     Has it removed hooks of other layers, which may run in other processes?
     """
-    changes = list(before.changes())
+    changes, single = list(before.changes()), recorder.single
     for change in changes:
-        first, _ = recorder.states_inside.get(change.place, (change.before, None))
-        recorder.states_inside[change.place] = first, change.now
+        first, _ = single.states.get(change.place, (change.before, None))
+        single.states[change.place] = first, change.now
         tensors = tensors_of_tree(change.value)
         if not tensors or any(x in recorder.reached or is_own_leaf(x) for x in tensors):
-            recorder.changing.add(path)
-            recorder.changed_inside[change.place] = change
+            single.changing.add(path)
+            single.changed[change.place] = change
         else:
-            recorder.changed_inside[change.place] = replace(change, value=None)
+            single.changed[change.place] = replace(change, value=None)
     return any(isinstance(each.holder, HookTable) and each.root == "code" for each in changes)
 
 
