@@ -263,6 +263,8 @@ def largest(
 
 def _wanted(devices: Iterable[Any] | str | None, options: SpecFields) -> PlacementSpec:
     fields: dict[str, Any] = dict(options)
+    if fields.get("offload_overlap"):  # says how to offload, where the search does
+        fields.setdefault("offload", "auto")
     if devices is not None:
         one = isinstance(devices, str | Mapping | DeviceSpec)
         fields["devices"] = [devices] if one else list(devices)

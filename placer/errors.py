@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _SHOWN_COLUMNS = 76  # of the line that an error is about
+_NAMED = 3  # devices; of more, the first and the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +221,17 @@ def first_few(texts: Sequence[str], most: int) -> list[str]:
     """
     more = len(texts) - most
     return [*texts[:most], f"… and {more} more"] if more > 0 else list(texts)
+
+
+def some_names(names: Sequence[str]) -> str:
+    """A few names, or the first and the last of many.
+
+    >>> some_names(["cuda:0", "cuda:8"]), some_names([f"cuda:{i}" for i in range(4)])
+    ('cuda:0, cuda:8', 'cuda:0 … cuda:3 (4 devices)')
+    """
+    if len(names) <= _NAMED:
+        return ", ".join(names)
+    return f"{names[0]} … {names[-1]} ({len(names)} devices)"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

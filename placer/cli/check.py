@@ -14,7 +14,7 @@ from placer.cli.findings import print_error_as, sarif
 from placer.cli.options import REPEATABLE, AsJson, Kind, LossOptions, ModelOptions
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
-from placer.errors import CaptureError, PlacerError, first_few
+from placer.errors import CaptureError, PlacerError, first_few, some_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,10 +116,11 @@ def _check_alone(path: Path, model_options: ModelOptions, form: str) -> None:
         raise PlacerError(str(path), "is a spec, and --input is for a model", remedy)
     spec = load_spec(path)
     console = human_console(as_json=form != "text")
-    devices = [
-        " ".join(filter(None, (d.name, format_bytes(d.memory) if d.memory else "", d.kind or "")))
-        for d in spec.devices
-    ]
+    alike: dict[tuple[str, str], list[str]] = {}  # memory and kind -> the devices
+    for device in spec.devices:
+        size = format_bytes(device.memory) if device.memory else ""
+        alike.setdefault((size, device.kind or ""), []).append(device.name)
+    devices = [" ".join(filter(None, (some_names(each), *of))) for of, each in alike.items()]
     patterns = format_count(len(spec.layers), "pattern")
     console.print(f"{path} is a valid spec for {', '.join(devices)}", markup=False)
     hint = f"to check its {patterns} of layers, name the model: placer check MODEL {path}"

@@ -75,7 +75,7 @@ def _check_version(data: Any, source: str) -> None:
         raise PlanError(
             source,
             "is a placement spec, not a plan",
-            f"make one: placer plan MODEL {source} --input … -o plan.json",
+            f"make one: placer plan MODEL {source} --input … -o plan.json; --explain explains it",
         )
     if data.get("version") != VERSION:
         version = data.get("version", "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from placer.errors import some_names
 from placer.plan.summary import describe_host, describe_runtime
 from placer.plan.types import DevicePeak, HostPeak, Plan
 from placer.quantities import format_bytes, format_count
@@ -36,7 +37,7 @@ def verdict(plan: Plan) -> list[str]:
         found.append(_starved_text(plan))
     if unknown:
         whose = "its" if len(unknown) == 1 else "their"
-        found.append(f"unknown whether it fits on {', '.join(unknown)}: give {whose} memory")
+        found.append(f"unknown whether it fits on {some_names(unknown)}: give {whose} memory")
     return found
 
 

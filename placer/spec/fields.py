@@ -84,9 +84,13 @@ def device_kind_name(value: Any) -> str:
 
 
 def _nearest_kind(name: str) -> str | None:
-    """The kind whose name begins with ``name``, as rtx3060-12gb with rtx3060; otherwise the most similar."""
+    """The kind whose name begins with ``name``, as rtx3060-12gb with rtx3060, or ``name`` with it.
+
+    Otherwise the most similar.
+    """
     longer = [kind for kind in CATALOGUE if name and kind.startswith(name)]
-    return min(longer, key=len, default=None) or nearest(name, CATALOGUE)
+    shorter = [kind for kind in CATALOGUE if name.startswith(kind)]
+    return min(longer, key=len, default=max(shorter, key=len, default=nearest(name, CATALOGUE)))
 
 
 def _machine_name(value: Any) -> str:

@@ -78,7 +78,11 @@ class Verification:
         """The verdict, what differs the most, and what was not compared."""
         off = self.different
         shown = [f"  {line}" for line in first_few([f"{c.situation}: {c}" for c in off], 5)]
-        return "\n".join([f"Verification({self.summary})", *shown, *self.remarks])
+        hint = "if this is rounding, it is gone in float64: verify model.double(), with such inputs"
+        rounded = not self.ok and self.different[0].tolerance > _TOLERANCE[torch.float64]
+        return "\n".join(
+            [f"Verification({self.summary})", *shown, *self.remarks, *[hint] * rounded]
+        )
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:

@@ -100,6 +100,10 @@ def test_a_spec_of_a_model_that_is_split_by_hand(placer: Run, folder: Path, tmp_
     assert json.loads(map_file.read_text()) == {"a": 0, "b": 1, "free": 1}
     again = placer("import", str(map_file))
     assert json.loads(again.stdout) == json.loads(path.read_text())
+    map_file.write_text('{"a": 0, "b.weight": 1, "free": 1}')
+    assert "b.weight" in placer("import", str(map_file)).stdout
+    known = placer("import", str(map_file), "--model", "by_hand.py:ByHand", "-m", "moved=false")
+    assert json.loads(known.stdout)["layers"] == {"a": "cuda:0", "free": "cuda:1"}
 
 
 def test_what_is_no_device_map_is_refused_with_its_place(placer: Run, folder: Path) -> None:

@@ -281,6 +281,13 @@ def test_a_plan_of_given_stages_needs_no_memory_and_says_that_its_fit_is_unknown
     plan = _small(**UNKNOWN, layers={"conv1": "cuda:6", "fc*": "cuda:7"})
     assert verdict(plan)[-1] == "unknown whether it fits on cuda:7: give its memory"
     assert [device.budget for device in plan.devices] == [GIB, None]
+    some = [{"name": "cuda:6", "memory": "1GiB"}, "cuda:7", "cuda:8", "cuda:9", "cuda:10"]
+    plan = _small(devices=some, stages=5)
+    assert verdict(plan)[-1].startswith("unknown whether it fits on cuda:7 … cuda:10 (4 devices): ")
+    with pytest.raises(
+        placer.SpecError, match=r'cuda:7 .* and "objective": "memory" depends on it'
+    ):
+        _small(**UNKNOWN, objective="memory")
     least = _small(devices=["cuda:7"], objective="memory", checkpoint="auto")
     assert least.devices[0].budget is None  # down to the least peak: no budget decides
 

@@ -60,6 +60,9 @@ def test_a_verification_is_its_verdict_and_what_differs() -> None:
     lines = _block(strict, 7)
     assert lines[0].startswith("Verification(DIFFERENT: ")
     assert "… and " in lines[-1] and lines[-1].endswith(" more")
+    halves = {"devices": ["cuda:0"], "microbatches": 2}
+    rounded = placer.verify(model, halves, X, run_on="cpu", tolerance=1e-9)
+    assert "gone in float64" in repr(rounded).splitlines()[-1]
 
 
 def test_a_spec_says_what_was_asked_for() -> None:

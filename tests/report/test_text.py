@@ -104,6 +104,10 @@ def test_compact_layers(layers: list[str], most: int, text: str) -> None:
     assert compact_layers(layers, most=most) == text
 
 
+def test_a_value_of_the_models_own_code_is_told_like_on_the_page() -> None:
+    assert "the model" in render(dataclasses.replace(make_plan(), node_layers={}))
+
+
 def test_bubble_is_the_idle_share() -> None:
     assert bubble(make_plan()) == "50%"  # one micro-batch, two stages
     longer = dataclasses.replace(make_plan(), optimizer_seconds=2.0)

@@ -291,9 +291,10 @@ def test_values_are_told_in_the_words_of_json() -> None:
     assert "true is not a list of layer patterns" in text and 'write ["encoder.*"] or' in text
 
 
-def test_the_beginning_of_a_kind_suggests_it() -> None:
-    with pytest.raises(SpecError, match="did you mean 'rtx3060-12gb'"):
-        load_spec({"devices": [{"name": "cuda:0", "kind": "rtx3060"}]})
+@pytest.mark.parametrize(("kind", "near"), [("rtx3060", "rtx3060-12gb"), ("rtx3070ti", "rtx3070")])
+def test_the_beginning_of_a_kind_suggests_it(kind: str, near: str) -> None:
+    with pytest.raises(SpecError, match=f"did you mean '{near}'"):
+        load_spec({"devices": [{"name": "cuda:0", "kind": kind}]})
 
 
 def test_a_number_of_replicas_that_divide_nothing() -> None:
