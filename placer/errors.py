@@ -100,8 +100,12 @@ class SpecError(PlacerError):
         self.problems = tuple(problems)
         self.locations = tuple(locations) or (None,) * len(self.problems)
         errors = []
-        for problem, location in zip(self.problems, self.locations, strict=True):
-            errors.append(PlacerError(*problem))
+        told: set[tuple[str, str]] = set()
+        for (where, *what), location in zip(self.problems, self.locations, strict=True):
+            errors.append(
+                PlacerError(where, what[0], "as above" if tuple(what) in told else what[1])
+            )
+            told.add((what[0], what[1]))
             errors[-1].location = location
         if len(errors) == 1 and (
             self.locations[0] or source == self.OPTIONS or self.problems[0][0] == source

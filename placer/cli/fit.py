@@ -100,7 +100,8 @@ def fit(
             args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
             wanted = wanted_for(size)
             try:
-                program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
+                given = replace(loaded, args=args, kwargs=kwargs)
+                program, leaves = given.captured(wanted, searched=True)
             except CaptureError as error:
                 error.remedy += (
                     "; if these sizes are too small, give larger ones in --like or --multiple"

@@ -109,5 +109,6 @@ def load_plan(path: str | Path) -> Plan:
     try:
         data = read_json(path)
     except JSONError as error:
-        raise PlanError(error.where, error.problem, error.remedy) from None
+        remedy = error.remedy or f"make a plan of a spec: placer plan MODEL {path} … -o plan.json"
+        raise PlanError(error.where, error.problem, remedy) from None
     return plan_from_json(data, source=str(path))

@@ -111,6 +111,17 @@ def test_the_loss_is_counted_by_every_command(placer: Run, tmp_path: Path) -> No
     assert json.loads(result.stdout)["loss"]["assumed"] is True
 
 
+def test_auto_does_not_split_what_plan_would_not(placer: Run, tmp_path: Path) -> None:
+    spec = str(tmp_path / "spec.json")
+    towers = ("net.py:Towers", "--input", "x=131072x64", "--input", "y=131072x64")
+    found = placer("auto", *towers, "-d", "cuda:0,cuda:1", "--kind", "t4", "-o", spec)
+    said = " ".join(found.stdout.split())
+    assert "note: The batch is not split" in said and "batch.y has the size of the batch" in said
+    assert placer("plan", *towers, spec).exit_code == 0
+    Path("halved.json").write_text('{"devices": ["cuda:0"], "microbatches": 2}')
+    assert "cannot tell" in placer("plan", *towers, "halved.json").stderr
+
+
 def test_the_arguments_of_model_and_forward(placer: Run) -> None:
     result = placer(
         "plan", "net.py:Net", "fits.json", "-i", "4x8", "-i", "scale=4x8", "--kwarg", "twice=true",

@@ -69,6 +69,8 @@ CASES = [
     (("plan", "net.py:Net", "wrong.json", *X), "error: wrong.json:1:36: /layers/hed: no layer"),
     (("simulate", "net.py:Net", "nothing.json", *X), "error: nothing.json: no such file"),
     (("report", "fits.json"), "is a placement spec, not a plan"),
+    (("explain", "fits.json"), "-o plan.json; --explain explains it"),
+    (("explain", "not.json"), "make a plan of a spec: placer plan MODEL not.json"),
     ((*PLAN, *X, "-o", "no/where.json"), "cannot be written"),
     (("auto", "net.py:Net", *X, "-d", "cpu:0=1GiB", "-o", "spec.toml"), "write spec.json"),
     # options

@@ -147,6 +147,9 @@ def test_a_changed_spec_is_compared_with_the_spec(placer: Run) -> None:
     tight = placer("what-if", "net.py:Net", "tight.json", *X, "--precision", "fp32")
     assert tight.exit_code == 3
     assert "change nothing" in placer(*given).stderr
+    Path("whole.json").write_text('{"devices": ["cuda:0"], "layers": {"**": "cuda:0"}}')
+    idle = placer("what-if", "net.py:Net", "whole.json", *X, "--devices", "3")
+    assert "note: Nothing runs on cuda:1, cuda:2." in idle.stdout
     assert "did you mean '1F1B'?" in placer(*given, "--schedule", "1f1").stderr
 
 

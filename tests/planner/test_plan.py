@@ -76,8 +76,9 @@ class AroundLayers(nn.Module):
 def test_all_layers_on_one_device_leave_nothing_for_another(layers: dict[str, str]) -> None:
     x = torch.randn(4, 8)
     spec = {"devices": ["cuda:0", "cuda:1"], "layers": layers}
-    (stage,) = placer.make_plan(AroundLayers(), spec, x).stages
-    assert stage.devices == ("cuda:0",)
+    plan = placer.make_plan(AroundLayers(), spec, x)
+    (stage,) = plan.stages
+    assert stage.devices == ("cuda:0",) and "Nothing runs on cuda:1." in plan.notes
     both = placer.make_plan(AroundLayers(), {**spec, "layers": {**layers, "last": "cuda:1"}}, x)
     assert [stage.devices for stage in both.stages] == [("cuda:0",), ("cuda:1",)]
 

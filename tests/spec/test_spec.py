@@ -57,6 +57,10 @@ def test_kinds_of_devices_are_those_of_the_catalogue() -> None:
     assert [where for where, *_ in found] == ["/devices/1/kind", "/replicas"]
     assert found[0][1] == "'h10' is not a device kind in the catalogue"
     assert found[0][2].startswith("did you mean 'h100'? known are")
+    with pytest.raises(SpecError) as caught:
+        load_spec({"devices": [{"name": f"cuda:{i}", "kind": "h10"} for i in range(3)]})
+    assert str(caught.value).count("known are") == 1
+    assert str(caught.value).count("-> as above") == 2
 
 
 def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
