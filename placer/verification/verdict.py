@@ -161,7 +161,7 @@ def verify(
     `Verification.remarks` says where that is so, and what was not compared. ``model`` itself is not changed.
     The loss is ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, for the whole batch; by
     default the spec's ``"loss"`` with a random target, or else the mean square of all results. For another
-    batch size it is the mean square.
+    batch size, and in the other mode, in which results may have another form, it is the mean square.
     On a GPU, fp32 is computed without TF32. A GPU draws other random numbers than a CPU from the same
     seed, so situations in which a model on both draws any are not compared.
     The default of ``tolerance`` (relative) depends on the parameters' dtype. With
@@ -306,7 +306,7 @@ class _Run:
     def _loss_of(self, situation: Situation) -> BatchLoss | None:
         if not situation.gradients:
             return None
-        other = situation.inputs == "another batch size"
+        other = situation.inputs == "another batch size" or situation.modes == "the other"
         return BatchLoss(function=mean_square) if other else self.loss
 
     def _find_inputs(

@@ -92,6 +92,7 @@ CASES = [
     (("plann",), "Did you mean 'plan'"),
     (("plan", "net.py:Net"), "Missing argument 'SPEC'"),
     (("schema", "--jsn"), "No such option"),
+    ((*PLAN, *X, "--microbatches", "2"), 'write it there, or try it with "placer what-if --micro'),
 ]
 
 

@@ -295,8 +295,11 @@ def test_values_are_told_in_the_words_of_json() -> None:
     assert "true is not a list of layer patterns" in text and 'write ["encoder.*"] or' in text
 
 
-@pytest.mark.parametrize(("kind", "near"), [("rtx3060", "rtx3060-12gb"), ("rtx3070ti", "rtx3070")])
-def test_the_beginning_of_a_kind_suggests_it(kind: str, near: str) -> None:
+@pytest.mark.parametrize(("kind", "near"), [
+    ("rtx3060", "rtx3060-12gb"), ("rtx3070ti", "rtx3070"), (4090, "rtx4090"),
+    ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA A100-SXM4-80GB", "a100"),
+])  # fmt: skip
+def test_the_beginning_of_a_kind_suggests_it(kind: object, near: str) -> None:
     with pytest.raises(SpecError, match=f"did you mean '{near}'"):
         load_spec({"devices": [{"name": "cuda:0", "kind": kind}]})
 
