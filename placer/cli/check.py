@@ -140,12 +140,14 @@ def _check_spec(
 
     from placer.api import check_layers
     from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
+    from placer.cost import find_loss
     from placer.report import plan_table
     from placer.search.auto import plan_of
     from placer.simulation.judge import JudgingPlanner
     from placer.spec import resolve_layers
 
     check_layers(loaded.model, spec)
+    find_loss(spec.loss)
     modules = dict(loaded.model.named_modules(remove_duplicate=False))
     paths = [name for name in modules if name]
     placed = set(resolve_layers(spec.layers, paths)[0])

@@ -17,6 +17,7 @@ from placer.cli.options import ModelOptions
 from placer.cli.progress import progress
 from placer.cli.target import build_model, load_example
 from placer.cli.values import parse_values
+from placer.cost import find_loss
 from placer.inputs import parse_inputs
 from placer.plan.types import Plan
 from placer.program import IgnoreDeviceMoves, Program
@@ -48,6 +49,7 @@ class LoadedModel:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
         if isinstance(wanted, PlacementSpec):
             check_layers(self.model, wanted)  # `lower_call` does it too, after it is said to record
+            find_loss(wanted.loss)
         with progress(console, "recording the operations of the model"):
             given = wanted or PlacementSpec.model_validate({"devices": ["cpu"]})
             return self.captured(given, searched=searched)

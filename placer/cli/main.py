@@ -60,9 +60,8 @@ class _Commands(TyperGroup):
             usage = any(kind.__name__ == "UsageError" for kind in type(error).__mro__)
             option = str(getattr(error, "option_name", ""))
             if option.lstrip("-").replace("-", "_") in PlacementSpec.model_fields:
-                cast(
-                    Any, error
-                ).message += f'. It is a field of the spec: write it there, or try it with "placer what-if {option}"'
+                hint = f'write it there, or try it with "placer what-if {option}"'
+                cast(Any, error).message += f". It is a field of the spec: {hint}"
             if not usage or "--json" not in arguments:
                 raise
             message = cast(Any, error).format_message()

@@ -81,6 +81,7 @@ CASES = [
     (("auto", "net.py:Net", *X, "-d", "cuda:0:16GiB"), "did you mean cuda:0=16GiB?"),
     (("verify", "net.py:Net", "fits.json", *X, "--run-on", "gpu"), "did you mean 'cuda'?"),
     (("check", "net.py:Net", "fits.json", "--memory", "16GB"), "error: --memory: cannot be given"),
+    (("check", "net.py:Net", "fits.json", "--loss", "net.py:no_los"), "has no callable 'no_los'"),
     (("check", "net.py:Net", "fits.json", "--no-training"), "error: --training: cannot be given"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--objective", "fast"), "throughput, memory"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--kind", "h1000"), "did you mean 'h100'?"),
