@@ -38,8 +38,11 @@ def test_plan_json_is_only_json(placer: Run, tmp_path: Path) -> None:
     assert "&#34;reserve&#34;: 0" in text  # the spec
 
 
-def test_a_plan_that_does_not_fit_says_what_would(placer: Run, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_says_what_would(
+    placer: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "plan.html"
+    monkeypatch.setenv("COLUMNS", "80")
     result = placer("plan", "net.py:Net", "tight.json", *X, "--html", str(page))
     assert result.exit_code == 3
     assert "does not fit: cpu:0 is" in result.stdout
@@ -47,6 +50,10 @@ def test_a_plan_that_does_not_fit_says_what_would(placer: Run, tmp_path: Path) -
     assert "what would make it fit:" in result.stdout
     assert "like cpu:1 (cpu:2" in result.stdout
     assert "devices of" in result.stdout
+    _, _, items = result.stdout.partition("what would make it fit:\n")
+    assert "\n    " in items and all(
+        line.startswith(("  ", "tried")) for line in items.splitlines()
+    )
     text = page.read_text(encoding="utf-8")
     assert "What would make it fit" in text and "like cpu:1 (cpu:2" in text
     # Progress is told in lines where nobody watches; on a slow machine, lines with more about each follow.

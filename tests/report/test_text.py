@@ -65,6 +65,9 @@ def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:
         "11.00 GiB), in one process"
     ]
     assert "cuda:0 is 3.00 GiB over" in render(plan)
+    many = dataclasses.replace(plan, devices=plan.devices[:1] * 9)
+    assert len(verdict(many)) == 5
+    assert verdict(many)[-1] == "does not fit: 5 more devices, by no more than these"
 
 
 @pytest.mark.parametrize("processes", [False, True])
