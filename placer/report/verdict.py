@@ -13,7 +13,8 @@ _SHOWN = 4  # devices that do not fit
 def verdict(plan: Plan) -> list[str]:
     """Sentences on whether the plan fits: one per device that overflows, worst first, or that it fits.
 
-    Of many devices, the first few have one of their own. The first says for which runtime. One names the devices whose memory is unknown.
+    Of many devices, the fullest have one of their own. The first says for which runtime. One names the
+    devices whose memory is unknown.
     """
     over = sorted((d for d in plan.devices if not d.fits), key=lambda d: d.headroom or 0)
     limited = [d for d in plan.devices if d.budget is not None]
