@@ -49,14 +49,14 @@ def import_(model_options: ModelOptions, of: Of = None, output: Output = None) -
         model = None
         if of is not None:
             model = replace(model_options, model=of).load(console, inputs_required=False).model
-        spec = _of_file(path, model)
+        spec = _of_file(path, model, console)
     else:
         model_options.check(inputs_required=False)
         spec = _of_model(model_options, console)
     write_or_print(spec.to_json(), output, "spec", console)
 
 
-def _of_file(path: Path, model: nn.Module | None) -> PlacementSpec:
+def _of_file(path: Path, model: nn.Module | None, console: Console) -> PlacementSpec:
     from placer.spec.device_map import from_device_map
     from placer.spec.load import errors_located
     from placer.spec.text import SpecText
@@ -67,7 +67,11 @@ def _of_file(path: Path, model: nn.Module | None) -> PlacementSpec:
         remedy = 'write an object such as {"encoder": 0, "head": 1}'
         raise PlacerError(str(path), "is not a device_map", remedy)
     with errors_located(text):
-        return from_device_map(values, model)
+        spec = from_device_map(values, model)
+    if left := [path for path in values if path and path not in spec.layers]:
+        said = ", ".join(first_few(left, _SHOWN))
+        console.print(f"left out, because parameters are where they are read: {said}", markup=False)
+    return spec
 
 
 def _of_model(options: ModelOptions, console: Console) -> PlacementSpec:

@@ -104,6 +104,7 @@ def test_a_spec_of_a_model_that_is_split_by_hand(placer: Run, folder: Path, tmp_
     assert "b.weight" in placer("import", str(map_file)).stdout
     known = placer("import", str(map_file), "--model", "by_hand.py:ByHand", "-m", "moved=false")
     assert json.loads(known.stdout)["layers"] == {"a": "cuda:0", "free": "cuda:1"}
+    assert "left out, because parameters are where they are read: b.weight\n" in known.stderr
 
 
 def test_what_is_no_device_map_is_refused_with_its_place(placer: Run, folder: Path) -> None:
