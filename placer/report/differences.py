@@ -51,8 +51,9 @@ def differences(before: PlacementSpec | Plan, after: PlacementSpec | Plan) -> li
 def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
     if before.rewrites == after.rewrites:  # which change the fingerprint of the same model
         yield Change("model", before.fingerprint[:12], after.fingerprint[:12])
-    kinds = [", ".join(plan.origin.kinds) if plan.origin else "" for plan in (before, after)]
-    yield Change("kinds of devices", *map(_text, kinds))
+    if before.origin and after.origin:  # which say the kinds
+        kinds = (", ".join(origin.kinds) for origin in (before.origin, after.origin))
+        yield Change("kinds of devices", *map(_text, kinds))
     for name in _FACTS:
         values = getattr(before, name), getattr(after, name)
         yield Change(name, *map(_text, values))

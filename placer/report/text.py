@@ -66,7 +66,10 @@ def _plan(shown: View) -> Iterator[RenderableType]:
             yield f"… and {len(found) - _TRANSFERS_SHOWN} smaller"
         yield ""
     if plan.alternatives:
-        yield Text(f"\nchosen: {plan.strategy}; the best of every other kind of strategy:")
+        yield Text(
+            "\n" * (not found)
+            + f"chosen: {plan.strategy}; the best of every other kind of strategy:"
+        )
         yield _alternatives(plan)
         yield ""
     yield from _verdict(shown)

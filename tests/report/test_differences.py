@@ -53,6 +53,7 @@ def test_the_kinds_of_devices() -> None:
     plan, made = _plan(), {"command": "", "model": "", "options": {}, "inputs": "", "spec": ""}
     one, other = (replace(plan, origin=Origin(**made, kinds=(k,))) for k in ("t4", "a100"))  # type: ignore[arg-type]
     assert differences(one, other) == [Change("kinds of devices", "t4", "a100")]
+    assert differences(plan, other) == []  # made in Python, of nobody knows which
 
 
 def test_the_same_model_in_another_number_of_shards_is_no_other_model() -> None:
