@@ -229,7 +229,9 @@ def _auto(
         over_batch = {} if not whole_batch or "schedule" in options else {"schedule": "GPipe"}
         spec = spec.model_copy(update={"loss": loss.spec, **over_batch})
     with_known_devices(spec)  # `choose_spec` does it too, after the model is recorded
-    program, leaves = lower_call(model, args, kwargs, spec, ignore_device_moves=ignore_device_moves)
+    program, leaves = lower_call(
+        model, args, kwargs, spec, ignore_device_moves=ignore_device_moves, searched=True
+    )
     make = JudgingPlanner(program, leaves, processes=processes, loss=loss)
     return choose_spec(spec, make)
 
@@ -255,7 +257,7 @@ def largest(
     wanted = _wanted(devices, options)
 
     def case_of(size: int) -> Case:
-        program, leaves = lower_call(model, inputs_of(size), None, wanted)
+        program, leaves = lower_call(model, inputs_of(size), None, wanted, searched=True)
         return Case(make=JudgingPlanner(program, leaves, processes=processes), wanted=wanted)
 
     return find_largest(sizes, case_of)
@@ -263,6 +265,8 @@ def largest(
 
 def _wanted(devices: Iterable[Any] | str | None, options: SpecFields) -> PlacementSpec:
     fields: dict[str, Any] = dict(options)
+    if fields.get("offload_overlap"):  # says how to offload, where the search does
+        fields.setdefault("offload", "auto")
     if devices is not None:
         one = isinstance(devices, str | Mapping | DeviceSpec)
         fields["devices"] = [devices] if one else list(devices)
@@ -436,10 +440,12 @@ def lower_call(
     *,
     ignore_device_moves: bool = False,
     rewrites: Sequence[Rewrite] = (),
+    searched: bool = False,
 ) -> tuple[Program, list[Tensor]]:
     """The program of a call, to be placed as ``wanted`` says, and the call's tensors.
 
-    The rewrites are those of a plan, or else ``rewrites``. The tensors are on ``meta`` if ``wanted`` says how
+    The rewrites are those of a plan, or else ``rewrites``. Where the strategy is ``searched``, the batch may
+    be split even if ``wanted`` does not say so. The tensors are on ``meta`` if ``wanted`` says how
     many rows a step has, and the example has others. Raises ``CaptureError``, and ``SpecError``, which for
     other things than ``batch`` comes before anything is recorded.
     """
@@ -454,7 +460,7 @@ def lower_call(
             positional,
             keywords,
             wanted.rewrites if isinstance(wanted, Plan) else rewrites,
-            rules=split_rules(wanted),
+            rules=replace(split_rules(wanted), is_open=searched),
             ignore_device_moves=ignore_device_moves,
         )
     tensors = flatten_call(program.call, positional, keywords)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _SHOWN_COLUMNS = 76  # of the line that an error is about
+_NAMED = 3  # devices; of more, the first and the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,12 @@ class SpecError(PlacerError):
         self.problems = tuple(problems)
         self.locations = tuple(locations) or (None,) * len(self.problems)
         errors = []
-        for problem, location in zip(self.problems, self.locations, strict=True):
-            errors.append(PlacerError(*problem))
+        told: set[tuple[str, str]] = set()
+        for (where, *what), location in zip(self.problems, self.locations, strict=True):
+            errors.append(
+                PlacerError(where, what[0], "as above" if tuple(what) in told else what[1])
+            )
+            told.add((what[0], what[1]))
             errors[-1].location = location
         if len(errors) == 1 and (
             self.locations[0] or source == self.OPTIONS or self.problems[0][0] == source
@@ -220,6 +225,17 @@ def first_few(texts: Sequence[str], most: int) -> list[str]:
     """
     more = len(texts) - most
     return [*texts[:most], f"… and {more} more"] if more > 0 else list(texts)
+
+
+def some_names(names: Sequence[str]) -> str:
+    """A few names, or the first and the last of many.
+
+    >>> some_names(["cuda:0", "cuda:8"]), some_names([f"cuda:{i}" for i in range(4)])
+    ('cuda:0, cuda:8', 'cuda:0 … cuda:3 (4 devices)')
+    """
+    if len(names) <= _NAMED:
+        return ", ".join(names)
+    return f"{names[0]} … {names[-1]} ({len(names)} devices)"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

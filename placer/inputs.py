@@ -30,7 +30,8 @@ _INPUT = re.compile(
 )
 _MOST_DIGITS = 30  # that are read: more than 2**63 has, which is too large in any case
 _FORM = "write [name=]SHAPE[:DTYPE], such as 1x1x128x128x128, 16x64:int64<50257 or mask=4x16:bool"
-_CALLABLE = ", or path/file.py:callable that returns the arguments of forward"
+_CALLABLE = ", or path/file.py:callable that returns "
+_ARGUMENTS = _CALLABLE + "the arguments of forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ def parse_input(text: str, *, option: str = "--input") -> InputSpec:
     ()
     """
     where, of_forward = f"{option} {text}", option == "--input"
-    form = _FORM + _CALLABLE * of_forward
+    form = _FORM + (_ARGUMENTS if of_forward else f"{_CALLABLE}it")
     match = _INPUT.fullmatch(text.strip())
     if match is None:
         raise PlacerError(where, "is not an input" if of_forward else "is not a target", form)
@@ -120,6 +121,6 @@ def parse_inputs(texts: Sequence[str], *, required: bool = True) -> tuple[InputS
             raise PlacerError("--input", f"{name!r} is given twice", "keep one")
     if required and not inputs:
         raise PlacerError(
-            "--input", "an example input is needed to see what forward does", _FORM + _CALLABLE
+            "--input", "an example input is needed to see what forward does", _FORM + _ARGUMENTS
         )
     return inputs

@@ -391,3 +391,23 @@ class ReturnsRows(ReturnsObject):
     def forward(self, x: Tensor) -> Output:
         hidden = self.first(x).tanh()
         return Output(self.last(hidden), hidden)
+
+
+class DeeplySupervised(nn.Module):
+    """Returns several results in train mode, and one in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        inner = self.enc(x)
+        return [self.head(inner), inner] if self.training else self.head(inner)
+
+
+def test_a_loss_of_what_train_mode_returns_is_not_asked_of_eval_mode() -> None:
+    def deep(results: Any) -> Tensor:
+        return results[0].square().mean() + results[1].square().mean()
+
+    result = placer.verify(DeeplySupervised(), HALVES, torch.randn(4, 4), loss_fn=deep)
+    assert result.ok and all(outcome.comparisons for outcome in result.outcomes)

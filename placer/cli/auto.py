@@ -110,7 +110,7 @@ def auto(
 
     with errors_name_options(devices):
         with_known_devices(wanted)  # `choose_spec` does it too, after the model is recorded
-    program, leaves = loaded.record(console, wanted)
+    program, leaves = loaded.record(console, wanted, searched=True)
     make = JudgingPlanner(program, leaves, processes=processes)
     try:
         with (

@@ -14,7 +14,7 @@ from placer.cli.findings import print_error_as, sarif
 from placer.cli.options import REPEATABLE, AsJson, Kind, LossOptions, ModelOptions
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json
 from placer.cli.progress import progress
-from placer.errors import CaptureError, PlacerError, first_few
+from placer.errors import CaptureError, PlacerError, first_few, some_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,10 +116,11 @@ def _check_alone(path: Path, model_options: ModelOptions, form: str) -> None:
         raise PlacerError(str(path), "is a spec, and --input is for a model", remedy)
     spec = load_spec(path)
     console = human_console(as_json=form != "text")
-    devices = [
-        " ".join(filter(None, (d.name, format_bytes(d.memory) if d.memory else "", d.kind or "")))
-        for d in spec.devices
-    ]
+    alike: dict[tuple[str, str], list[str]] = {}  # memory and kind -> the devices
+    for device in spec.devices:
+        size = format_bytes(device.memory) if device.memory else ""
+        alike.setdefault((size, device.kind or ""), []).append(device.name)
+    devices = [" ".join(filter(None, (some_names(each), *of))) for of, each in alike.items()]
     patterns = format_count(len(spec.layers), "pattern")
     console.print(f"{path} is a valid spec for {', '.join(devices)}", markup=False)
     hint = f"to check its {patterns} of layers, name the model: placer check MODEL {path}"
@@ -139,12 +140,14 @@ def _check_spec(
 
     from placer.api import check_layers
     from placer.cli.misfit import find_remedies, report_misfit, with_comparisons
+    from placer.cost import find_loss
     from placer.report import plan_table
     from placer.search.auto import plan_of
     from placer.simulation.judge import JudgingPlanner
     from placer.spec import resolve_layers
 
     check_layers(loaded.model, spec)
+    find_loss(spec.loss)
     modules = dict(loaded.model.named_modules(remove_duplicate=False))
     paths = [name for name in modules if name]
     placed = set(resolve_layers(spec.layers, paths)[0])

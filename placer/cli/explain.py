@@ -9,7 +9,10 @@ EXAMPLE = "placer explain plan.json"
 
 
 def explain(plan: Saved) -> None:
-    """Explain why each stage of a saved plan ends where it does, and what the next best place would cost."""
+    """Explain why each stage of a saved plan ends where it does, and what the next best place would cost.
+
+    For a spec, add --explain to 'placer plan MODEL SPEC …'.
+    """
     from placer.plan.store import load_plan
     from placer.plan.summary import plan_facts, summarize_stage
 

@@ -100,7 +100,8 @@ def fit(
             args, kwargs = make_arguments(loaded.model, options_for(size), allocate=False)
             wanted = wanted_for(size)
             try:
-                program, leaves = replace(loaded, args=args, kwargs=kwargs).captured(wanted)
+                given = replace(loaded, args=args, kwargs=kwargs)
+                program, leaves = given.captured(wanted, searched=True)
             except CaptureError as error:
                 error.remedy += (
                     "; if these sizes are too small, give larger ones in --like or --multiple"
@@ -113,8 +114,11 @@ def fit(
         def _shape(size: int) -> str:
             return "x".join(map(str, sizes_of(unit, multiple, size)))
 
+        bounds: dict[str, str] = {}  # the largest that fits, and the smallest that does not
+
         def hear(tried: SizeTried) -> None:
-            told.found(f"{_shape(tried.size)} {'fits' if tried.fits else 'does not fit'}")
+            bounds["fits" if tried.fits else "does not fit"] = _shape(tried.size)
+            told.found(", ".join(f"{shape} {word}" for word, shape in bounds.items()))
 
         found = find_largest(range(1, most + 1), case_of, hear, _count(like, multiple) - 1)
     rows = [(_shape(tried.size), tried) for tried in found.tried]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from placer.cli.options import ModelOptions, to_file
@@ -12,15 +14,25 @@ from placer.cli.output import human_console, write_or_print
 from placer.errors import PlacerError, first_few
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from placer.spec import PlacementSpec
 
 Output = Annotated[Path | None, to_file("SPEC", "Write the spec here (JSON), not to stdout.")]
+Of = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="The model of a device_map: keys of its parameters, which a spec cannot have, are left out.",
+    ),
+]
 _SHOWN = 6  # how many of the layers without a device are listed
 
 EXAMPLE = "placer import device_map.json -o spec.json"
 
 
-def import_(model_options: ModelOptions, output: Output = None) -> None:
+def import_(model_options: ModelOptions, of: Of = None, output: Output = None) -> None:
     """Write a spec that puts layers where a model that is split by hand, or a device_map, has them.
 
     MODEL may be a JSON, YAML or TOML file with accelerate's device_map: module path -> number or name of a
@@ -34,14 +46,17 @@ def import_(model_options: ModelOptions, output: Output = None) -> None:
     console = human_console(as_json=True)
     path = Path(model_options.model)
     if path.suffix.lower() in FORMATS:
-        spec = _of_file(path)
+        model = None
+        if of is not None:
+            model = replace(model_options, model=of).load(console, inputs_required=False).model
+        spec = _of_file(path, model, console)
     else:
         model_options.check(inputs_required=False)
         spec = _of_model(model_options, console)
     write_or_print(spec.to_json(), output, "spec", console)
 
 
-def _of_file(path: Path) -> PlacementSpec:
+def _of_file(path: Path, model: nn.Module | None, console: Console) -> PlacementSpec:
     from placer.spec.device_map import from_device_map
     from placer.spec.load import errors_located
     from placer.spec.text import SpecText
@@ -52,7 +67,11 @@ def _of_file(path: Path) -> PlacementSpec:
         remedy = 'write an object such as {"encoder": 0, "head": 1}'
         raise PlacerError(str(path), "is not a device_map", remedy)
     with errors_located(text):
-        return from_device_map(values)
+        spec = from_device_map(values, model)
+    if left := [path for path in values if path and path not in spec.layers]:
+        said = ", ".join(first_few(left, _SHOWN))
+        console.print(f"left out, because parameters are where they are read: {said}", markup=False)
+    return spec
 
 
 def _of_model(options: ModelOptions, console: Console) -> PlacementSpec:
@@ -67,7 +86,7 @@ def _of_model(options: ModelOptions, console: Console) -> PlacementSpec:
     loaded = options.load(console, inputs_required=False, moves=notes)
     device_map = getattr(loaded.model, "hf_device_map", None)
     if device_map:
-        return from_device_map(device_map)
+        return from_device_map(device_map, loaded.model)
     layers = notes.layers_of(loaded.model)
     if None in layers.values() and loaded.has_inputs:
         try:

@@ -44,6 +44,12 @@ def _print_devices(console: Console, result: Mapping[str, Any]) -> None:
                 f"does not fit on up to 64 devices of {size}, of which {kept} are kept free"
             )
     if result["devices_needed"]:
+        largest = result["largest_piece"]
+        least = format_count(largest["least_devices"], "device")
+        peak = format_bytes(largest["peak"])
+        console.print(
+            f"on smaller ones: at least {least}, each with {peak} for tensors, as the largest piece needs"
+        )
         choices = ", ".join(f"{name} {value}" for name, value in tried.items())
         hint = (
             f"Tried in one process: {choices}; without recomputing or offloading. This counts tensors, the "
@@ -90,8 +96,6 @@ def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
     peak, least = format_bytes(largest["peak"]), format_bytes(largest["least_bytes"])
     console.print(
         f"largest piece that cannot be split: {', '.join(first_few(layers, 4))}. It needs {peak} on a "
-        f"device of its own, and {least} or more on a device that it shares with other stages. With "
-        f"{peak} of usable memory per device, the model needs at least "
-        f"{format_count(largest['least_devices'], 'device')}.",
+        f"device of its own, and {least} or more on a device that it shares with other stages.",
         markup=False,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from placer.cli.options import ModelOptions
 from placer.cli.progress import progress
 from placer.cli.target import build_model, load_example
 from placer.cli.values import parse_values
+from placer.cost import find_loss
 from placer.inputs import parse_inputs
 from placer.plan.types import Plan
 from placer.program import IgnoreDeviceMoves, Program
@@ -38,15 +40,23 @@ class LoadedModel:
         return bool(self.args or self.kwargs)
 
     def record(
-        self, console: Console, wanted: PlacementSpec | Plan | None = None
+        self,
+        console: Console,
+        wanted: PlacementSpec | Plan | None = None,
+        *,
+        searched: bool = False,
     ) -> tuple[Program, list[Tensor]]:
         """Capture the model, to be placed as ``wanted`` says. Returns the program and its input tensors."""
         if isinstance(wanted, PlacementSpec):
             check_layers(self.model, wanted)  # `lower_call` does it too, after it is said to record
+            find_loss(wanted.loss)
         with progress(console, "recording the operations of the model"):
-            return self.captured(wanted or PlacementSpec.model_validate({"devices": ["cpu"]}))
+            given = wanted or PlacementSpec.model_validate({"devices": ["cpu"]})
+            return self.captured(given, searched=searched)
 
-    def captured(self, wanted: PlacementSpec | Plan) -> tuple[Program, list[Tensor]]:
+    def captured(
+        self, wanted: PlacementSpec | Plan, *, searched: bool
+    ) -> tuple[Program, list[Tensor]]:
         """`record` without telling."""
         return lower_call(
             self.model,
@@ -54,6 +64,7 @@ class LoadedModel:
             dict(self.kwargs),
             wanted,
             ignore_device_moves=self.ignore_device_moves,
+            searched=searched,
         )
 
 
@@ -70,9 +81,9 @@ def load_model(
 
     ``double`` converts all floating-point parameters, buffers and inputs to float64. ``seed`` is for
     weights and inputs, and ``moves`` is told of the model's own choice of devices. Arguments that a callable
-    makes are used as they are, in memory or on ``meta``; a dict is one of them if forward has no arguments
-    with the names of its keys. Raises ``PlacerError`` for invalid options, and if the model's own code raises
-    an exception.
+    makes are used as they are, in memory or on ``meta``; a dict, or several named inputs, are one of them if
+    forward has no arguments with the names of the keys. Raises ``PlacerError`` for invalid options, and if
+    the model's own code raises an exception.
     """
     torch.manual_seed(seed)
     arguments = parse_values("--model-arg", options.model_arguments)
@@ -102,18 +113,20 @@ def make_arguments(
     wanted = parse_inputs(shapes, required=required and not examples)
     kwargs = parse_values("--kwarg", options.keywords)
     args: tuple[Any, ...] = ()
+    made: dict[str, Any] = {}
     for text in examples:
         args, made = load_example(text, values_needed=allocate)
-        if not args and takes_dict(model, made):
-            args, made = (made,), {}
-        kwargs = {**made, **kwargs}
     for item in wanted:
         tensor = item.random() if allocate else item.on_meta()
         if item.name is None:
             args += (tensor,)
         else:
-            kwargs[item.name] = tensor
-    return args, kwargs
+            made[item.name] = tensor
+    # A single wrong name is a mistake; more names than forward has arguments are the keys of a dict.
+    several = len(made) > len(inspect.signature(model.forward).parameters)
+    if not args and (examples or several) and takes_dict(model, made):
+        args, made = (made,), {}
+    return args, {**made, **kwargs}
 
 
 def _to_double(tensor: Tensor) -> Tensor:

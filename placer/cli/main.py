@@ -19,6 +19,7 @@ from placer.cli.findings import print_error_as
 from placer.cli.options import with_option_groups
 from placer.cli.output import EXIT_NO_FIT, EXIT_USAGE, print_error_json
 from placer.errors import BudgetError, PlacerError, PlanError
+from placer.spec import PlacementSpec
 from placer.spec.load import errors_located
 from placer.versions import explain_failed_import
 
@@ -57,6 +58,10 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             usage = any(kind.__name__ == "UsageError" for kind in type(error).__mro__)
+            option = str(getattr(error, "option_name", ""))
+            if option.lstrip("-").replace("-", "_") in PlacementSpec.model_fields:
+                hint = f'write it there, or try it with "placer what-if {option}"'
+                cast(Any, error).message += f". It is a field of the spec: {hint}"
             if not usage or "--json" not in arguments:
                 raise
             message = cast(Any, error).format_message()

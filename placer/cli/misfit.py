@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
@@ -86,13 +87,22 @@ def _print_fitting(console: Console, error: BudgetError, needed: str) -> None:
     console.print("what would make it fit:")
     fitting = [describe_fitting(tried) for tried in error.tried if tried.fits]
     for remedy in (*fitting, needed):
-        console.print(f"  - {remedy}", markup=False)
+        _print_item(console, remedy)
 
 
 def _print_short(console: Console, error: BudgetError, title: str) -> None:
-    short = [f"  - {t.change}: {describe_shortage(t)}" for t in error.tried if not t.fits]
-    for line in (title, *short) if short else ():
-        console.print(line, style="dim", markup=False)
+    short = [f"{t.change}: {describe_shortage(t)}" for t in error.tried if not t.fits]
+    if short:
+        console.print(title, style="dim", markup=False)
+    for line in short:
+        _print_item(console, line, style="dim")
+
+
+def _print_item(console: Console, text: str, *, style: str = "") -> None:
+    """Print an item of a list, whose further lines begin below its text."""
+    item = textwrap.TextWrapper(console.width, break_long_words=False, break_on_hyphens=False)
+    item.initial_indent, item.subsequent_indent = "  - ", "    "
+    console.print(item.fill(text), style=style, markup=False)
 
 
 def _misfit(error: BudgetError, needed: str) -> Mapping[str, Any]:

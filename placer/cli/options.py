@@ -109,7 +109,8 @@ Target = Annotated[
         "--target",
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="The target of the loss for the whole batch, written like --input, such as "
-        "2x128x128:int64<105; several are a tuple, or with names a dict.",
+        "2x128x128:int64<105; several are a tuple, or with names a dict. Or path/file.py:callable that "
+        "returns it.",
         **REPEATABLE,
     ),
 ]

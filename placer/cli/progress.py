@@ -40,8 +40,8 @@ class Progress:
         self._what = f"{self.about}, {what}" if self.about else what
 
     def found(self, what: str) -> None:
-        """Something has been found out."""
-        self._best = (False, 0, False, 0.0), f"{self._best[1]}, {what}" if self._best else what
+        """Say what is known so far."""
+        self._best = (False, 0, False, 0.0), what
 
     def planned(self, spec: PlacementSpec, plan: Plan, *, judged: bool = True) -> None:
         """Count a plan, and keep the best: what fits, then what is over by the fewest bytes, then time.

@@ -118,7 +118,8 @@ def what_if(
         console.print(Table(headers=headers, rows=changes, names=headers, words=headers[1:]))
     else:
         console.print("no difference")
-    console.print("\n".join(["", *verdict(plans[1])]), markup=False, soft_wrap=True)
+    told = [f"note: {note}" for note in plans[1].notes if note not in plans[0].notes]
+    console.print("\n".join(["", *told, *verdict(plans[1])]), markup=False, soft_wrap=True)
     if as_json:
         texts = [change._asdict() for change in changes]
         print_json({"fits": plans[1].fits, "changes": texts})

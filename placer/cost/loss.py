@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from placer._torch import without_modes
 from placer.errors import PlacerError
-from placer.importing import find_callable
+from placer.importing import find_callable, user_failure
 from placer.program import result_tensors
 from placer.spec.loss import MEAN_SQUARE, OF_CLASSES, LossSpec, parse_target
 
@@ -191,8 +191,17 @@ ASSUMED = Loss(
 
 
 def _make_target(spec: LossSpec, *, values: bool) -> Any:
-    """The target of ``spec``: a tensor, a tuple of several, or a dict; None if there is none."""
+    """The target of ``spec``: a tensor, a tuple of several, or a dict; None if there is none.
+
+    Or what the user's callable makes.
+    """
     found = parse_target(spec.target)
+    if spec.target and not found:
+        make = find_callable(spec.target[0])
+        try:
+            return make()
+        except (Exception, SystemExit) as error:
+            raise user_failure(spec.target[0], "the target", error) from error
     tensors = [item.random() if values else item.on_meta() for item in found]
     if found and found[0].name is not None:
         return {item.name: tensor for item, tensor in zip(found, tensors, strict=True)}

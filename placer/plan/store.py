@@ -75,7 +75,7 @@ def _check_version(data: Any, source: str) -> None:
         raise PlanError(
             source,
             "is a placement spec, not a plan",
-            f"make one: placer plan MODEL {source} --input … -o plan.json",
+            f"make one: placer plan MODEL {source} --input … -o plan.json; --explain explains it",
         )
     if data.get("version") != VERSION:
         version = data.get("version", "none")
@@ -109,5 +109,6 @@ def load_plan(path: str | Path) -> Plan:
     try:
         data = read_json(path)
     except JSONError as error:
-        raise PlanError(error.where, error.problem, error.remedy) from None
+        remedy = error.remedy or f"make a plan of a spec: placer plan MODEL {path} … -o plan.json"
+        raise PlanError(error.where, error.problem, remedy) from None
     return plan_from_json(data, source=str(path))

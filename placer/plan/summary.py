@@ -11,6 +11,8 @@ _STAGES_SHOWN = 8
 def summarize_plan(plan: Plan) -> str:
     """A line about the plan, and a line per stage, up to a limit."""
     fits = "fits" if plan.fits else f"does not fit by {format_bytes(plan.overflow_bytes)}"
+    if plan.fits and all(device.budget is None for device in plan.devices):
+        fits = "unknown whether it fits"
     lines = [f"Plan({', '.join([fits, *plan_facts(plan)])})"]
     lines += [f"  {summarize_stage(stage)}" for stage in plan.stages[:_STAGES_SHOWN]]
     if (more := len(plan.stages) - _STAGES_SHOWN) > 0:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from placer.cost import CostTable, Loss
+from placer.errors import some_names
 from placer.partition import Partition, PlanningOptions
 from placer.plan.summary import describe_loss
 from placer.plan.types import DevicePeak, HostPeak, Plan, PlannedLoss, everything_fits
@@ -36,6 +37,8 @@ def assemble_plan(
     counted = planned_loss(loss, costs) if spec.training else None
     index_of = {device.name: i for i, device in enumerate(spec.devices)}
     peaks = _device_peaks(partition, rows, index_of, spec)
+    used = {slot.name for slot in partition.slots}
+    idle = [device.name for device in spec.devices if device.name not in used]
     unknown = unknown_kinds(spec)
     copies = spec.space.number * (len(rows) if options.processes else 1)
     host = _host_peak(choice, spec, options, copies=copies)
@@ -81,6 +84,7 @@ def assemble_plan(
             *([] if counted is None else [describe_loss(counted, partition.slots[-1].name)]),
             *([] if unknown else _policy_notes(spec, choice)),
             *placement_notes(program, spec, options, costs, rows=rows, microbatches=microbatches),
+            *([f"Nothing runs on {some_names(idle)}."] if idle else []),
         ),
         optimality=partition.optimality,
         extra_seconds=choice.extra_seconds,

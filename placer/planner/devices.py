@@ -146,15 +146,19 @@ def profile_problem(kind: DeviceKind, fingerprint: str, precision: str) -> tuple
 def fields_that_need_memory(spec: PlacementSpec) -> tuple[str, ...]:
     """The fields of ``spec``, as JSON, that need devices of known memory.
 
-    If no memory is given and the objective is "memory", "auto" recomputes and offloads for the least peak,
-    which needs no budget; not on CPUs, whose memory is this machine's.
+    The objective "memory" compares shares of it, or bytes if it is known of none. If none is given then,
+    "auto" recomputes and offloads for the least peak, which needs no budget; not on CPUs, whose memory is
+    this machine's.
     """
     given = any(d.memory or d.kind or d.name.startswith("cpu") for d in spec.devices)
     least = spec.objective == "memory" and not given
     fields = ["microbatches"]
     if spec.training and not least:
         fields += ["checkpoint", "offload"]
-    return tuple(f'"{field}": "auto"' for field in fields if getattr(spec, field) == "auto")
+    budgets = [device_slot(device, spec).budget for device in spec.devices]
+    some = spec.objective == "memory" and None in budgets and any(budgets)
+    automatic = [f'"{field}": "auto"' for field in fields if getattr(spec, field) == "auto"]
+    return (*['"objective": "memory"'] * some, *automatic)
 
 
 def likely_kernels(spec: PlacementSpec) -> str:

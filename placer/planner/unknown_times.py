@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from placer.errors import some_names
 from placer.machine.catalogue import kinds_with_memory
 from placer.machine.devices import is_kind_known
 from placer.partition import DeviceSlot
@@ -37,7 +38,7 @@ def without_times(plan: Plan, spec: PlacementSpec, slots: Sequence[DeviceSlot]) 
 
     What its stages were chosen by is a share of this plan's value instead. ``slots`` are the devices.
     """
-    names = ", ".join(unknown_kinds(spec))
+    names = some_names(unknown_kinds(spec))
     note = (
         f"Times are not known, because the kind of {names} is not; what depends on time was chosen by "
         f"reference rates. To know them, {ask_for_kind(spec, slots)}."

@@ -44,7 +44,7 @@ from placer.program.recording.record import RecordedProgram, record_model, repla
 from placer.program.recording.recorder import Setup
 from placer.program.recording.watch import RECORDING
 from placer.program.row_check import RowCheck
-from placer.program.rows.batch import Batch, BatchDim, SplitRules, find_batch, grown, refuse_unsure
+from placer.program.rows.batch import Batch, BatchDim, SplitRules, find_batch, grown, unsure_error
 from placer.program.size_log import reads_rows, varying_reading
 from placer.program.state import state_of
 from placer.program.stored import StateInput
@@ -111,7 +111,10 @@ def capture_model(
         capture.refuse_copies()
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
         unread = [n for n, node in zip(capture.names, inputs, strict=False) if not node.users]
-        refuse_unsure(capture.batch, capture.inputs, capture.names, unread=unread)
+        error = unsure_error(capture.batch, capture.inputs, capture.names, unread=unread)
+        if error is not None and capture.rules.is_split:
+            raise error
+        capture.unsure = "" if error is None else f"{error.where} {error.problem}; {error.remedy}"
         aliasing = capture.check(recording)
     return _assemble(model, recording, aliasing, bound, capture)
 
@@ -131,6 +134,7 @@ class _Capture:
         self.guess = Guess()
         self.fixed_batch_reason = ""
         self.reads_rows = False
+        self.unsure = ""  # why the example cannot tell how the batch is split
 
     def record(self) -> RecordedProgram:
         """Record with as few single-node modules as possible, for every batch size if possible."""
@@ -255,6 +259,8 @@ class _Capture:
             return
         layer, location = found
         reason = SOMETHING_ELSE
+        if any(each.name == "len" and each.layer == layer for each in recording.sizes.readings):
+            reason += "; len(x) is a plain number, x.shape[0] is recorded"
         if not layer or layer in self.whole or self._is_special(other):
             self.fixed_batch_reason = f"{layer or 'the model itself'}: {reason} ({location})"
             return
@@ -401,7 +407,7 @@ def _assemble(
         changing=recording.changing,
         fixed_batch_reason=capture.fixed_batch_reason,
         notes=(note,) if note else (),
-        mixing=mixing,
+        mixing=mixing or capture.unsure,
         stored=recording.stored,
         replaced=recording.replaced,
         state=capture.state(recording),

@@ -51,6 +51,9 @@ def differences(before: PlacementSpec | Plan, after: PlacementSpec | Plan) -> li
 def _of_plans(before: Plan, after: Plan) -> Iterator[Change]:
     if before.rewrites == after.rewrites:  # which change the fingerprint of the same model
         yield Change("model", before.fingerprint[:12], after.fingerprint[:12])
+    if before.origin and after.origin:  # which say the kinds
+        kinds = (", ".join(origin.kinds) for origin in (before.origin, after.origin))
+        yield Change("kinds of devices", *map(_text, kinds))
     for name in _FACTS:
         values = getattr(before, name), getattr(after, name)
         yield Change(name, *map(_text, values))
@@ -107,10 +110,13 @@ def _bytes(what: str, before: int | None, after: int | None) -> Change:
 
 
 def _share(before: float | None, after: float | None) -> str:
-    """`` (+12 %)``; "" for equal numbers, and where there is nothing to compare with."""
-    if not before or after is None or before == after:
+    """`` (+12 %)`` or `` (20 times)``; "" if it rounds to 0 %, and where there is nothing to compare with."""
+    if not before or after is None:
         return ""
-    return f" ({after / before - 1:+.0%})".replace("%", " %")
+    if after >= 10 * before:
+        return f" ({after / before:,.0f} times)"
+    percent = round(100 * (after / before - 1))
+    return f" ({percent:+d} %)" if percent else ""
 
 
 def _moved(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:

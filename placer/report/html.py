@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from placer.errors import PlanError, Tried
+from placer.errors import PlanError, Tried, some_names
 from placer.files import writing
 from placer.plan.explain import describe_change, describe_optimality, in_unit, place_of
 from placer.plan.types import Plan, Transfer
 from placer.quantities import format_bytes, format_seconds
-from placer.report.layers import compact_layers, some_names
+from placer.report.layers import compact_layers
 from placer.report.text import crossing
 from placer.report.view import DeviceGroup, View, span_style, view
 from placer.timeline import MEMORY_KINDS, Span, StepPosition, memory_kind

@@ -1,12 +1,10 @@
-"""List layers and devices briefly."""
+"""List layers briefly."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from placer.plan.types import Plan
-
-_NAMES_SHOWN = 3
 
 
 def stage_layers(plan: Plan) -> list[tuple[str, ...]]:
@@ -61,14 +59,3 @@ def compact_layers(layers: Sequence[str], *, most: int = 4) -> str:
 
 def _parent(layer: str) -> str:
     return layer.rpartition(".")[0]
-
-
-def some_names(names: Sequence[str]) -> str:
-    """A few names, or the first and the last of many.
-
-    >>> some_names(["cuda:0", "cuda:8"]), some_names([f"cuda:{i}" for i in range(4)])
-    ('cuda:0, cuda:8', 'cuda:0 … cuda:3 (4 devices)')
-    """
-    if len(names) <= _NAMES_SHOWN:
-        return ", ".join(names)
-    return f"{names[0]} … {names[-1]} ({len(names)} devices)"

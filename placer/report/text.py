@@ -9,9 +9,10 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
+from placer.errors import some_names
 from placer.plan.types import DevicePeak, Plan
 from placer.quantities import BYTES, SECONDS, format_bytes
-from placer.report.layers import compact_layers, some_names
+from placer.report.layers import compact_layers
 from placer.report.view import DeviceGroup, View, relative_difference, view
 from placer.search.largest import SizeTried
 from placer.tables import Cell, Table
@@ -45,7 +46,12 @@ def _plan(shown: View) -> Iterator[RenderableType]:
     yield Text(f"\n{crossing(shown)}")
     if found := shown.transfers:
         rows = [
-            (f"{t.source} → {t.target}", t.nbytes, t.value, plan.node_layers.get(t.value) or "-")
+            (
+                f"{t.source} → {t.target}",
+                t.nbytes,
+                t.value,
+                plan.node_layers.get(t.value) or "the model",
+            )
             for t in found[:_TRANSFERS_SHOWN]
         ]
         yield Table(
@@ -60,7 +66,10 @@ def _plan(shown: View) -> Iterator[RenderableType]:
             yield f"… and {len(found) - _TRANSFERS_SHOWN} smaller"
         yield ""
     if plan.alternatives:
-        yield Text(f"\nchosen: {plan.strategy}; the best of every other kind of strategy:")
+        yield Text(
+            "\n" * (not found)
+            + f"chosen: {plan.strategy}; the best of every other kind of strategy:"
+        )
         yield _alternatives(plan)
         yield ""
     yield from _verdict(shown)
@@ -125,7 +134,8 @@ def _stages(shown: View) -> Table:
     return Table(
         headers=headers,
         rows=rows,
-        words=("layers", "device"),
+        names=("device",),
+        words=("layers",),
         optional=("backward", "forward", "saved", "parameters", "budget", "peak"),
         units=dict.fromkeys(headers[3:7], BYTES) | dict.fromkeys(headers[7:], SECONDS),
     )
@@ -175,7 +185,8 @@ def _devices(shown: View) -> Table:
     return Table(
         headers=("device", "stages", *figures),
         rows=rows,
-        words=("device", "stages"),
+        names=("device",),
+        words=("stages",),
         optional=_LEFT_OUT,
         units=dict.fromkeys(set(figures) - {"difference", "of budget"}, BYTES),
     )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from placer.errors import some_names
 from placer.plan.summary import describe_host, describe_runtime
 from placer.plan.types import DevicePeak, HostPeak, Plan
 from placer.quantities import format_bytes, format_count
+
+_SHOWN = 4  # devices that do not fit
 
 
 def verdict(plan: Plan) -> list[str]:
     """Sentences on whether the plan fits: one per device that overflows, worst first, or that it fits.
 
-    The first says for which runtime. One names the devices whose memory is unknown.
+    Of many devices, the fullest have one of their own. The first says for which runtime. One names the
+    devices whose memory is unknown.
     """
     over = sorted((d for d in plan.devices if not d.fits), key=lambda d: d.headroom or 0)
     limited = [d for d in plan.devices if d.budget is not None]
@@ -18,8 +22,10 @@ def verdict(plan: Plan) -> list[str]:
     found = [
         f"does not fit: {device.device} is {format_bytes(-(device.headroom or 0))} over "
         f"({needs_text(device)} > {format_bytes(device.budget or 0)})"
-        for device in over
+        for device in over[:_SHOWN]
     ]
+    if (more := len(over) - _SHOWN) > 0:
+        found.append(f"does not fit: {format_count(more, 'more device')}, by no more than these")
     if plan.host is not None and not plan.host.fits:
         over_host = format_bytes(-(plan.host.headroom or 0))
         needed = describe_host(plan.host)
@@ -36,7 +42,7 @@ def verdict(plan: Plan) -> list[str]:
         found.append(_starved_text(plan))
     if unknown:
         whose = "its" if len(unknown) == 1 else "their"
-        found.append(f"unknown whether it fits on {', '.join(unknown)}: give {whose} memory")
+        found.append(f"unknown whether it fits on {some_names(unknown)}: give {whose} memory")
     return found
 
 

@@ -82,7 +82,7 @@ def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     spec = found.best.spec.model_copy(update=layout)
     spec, plan = with_resolved_layers(spec, found.best.plan, make)
     if mixing := make.program.captured.mixing:
-        said = f"The batch is not split, because its rows depend on each other: {mixing}."
+        said = f"The batch is not split, because a slice may not compute what all of it does: {mixing}."
         plan = replace(plan, notes=(*plan.notes, said))
     return Answer(spec=spec, plan=with_alternatives(plan, found, devices))
 

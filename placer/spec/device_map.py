@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from placer.errors import SpecError
 from placer.jsonfile import escape_token, spell
@@ -11,17 +11,22 @@ from placer.spec.check import Problem
 from placer.spec.fields import device_name
 from placer.spec.types import PlacementSpec
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _OFFLOADED = {
     "cpu": "keeps weights in host memory, and computes on a GPU",
     "disk": "keeps weights on disk",
 }
 
 
-def from_device_map(device_map: Mapping[str, Any]) -> PlacementSpec:
+def from_device_map(device_map: Mapping[str, Any], model: nn.Module | None = None) -> PlacementSpec:
     """The spec that puts layers where accelerate's ``device_map`` has them.
 
-    Numbers are CUDA devices, and the key ``""`` is the whole model. Raises ``SpecError`` for "cpu" beside
-    other devices and for "disk", with which accelerate means something else than a device that computes.
+    Numbers are CUDA devices, and the key ``""`` is the whole model. Keys of parameters and buffers of
+    ``model`` are left out: a spec has layers, and these are where they are read. Raises ``SpecError`` for
+    "cpu" beside other devices and for "disk", with which accelerate means something else than a device that
+    computes.
 
     >>> from_device_map({"": 0, "encoder": 1}).layers
     {'**': 'cuda:0', 'encoder': 'cuda:1'}
@@ -29,6 +34,9 @@ def from_device_map(device_map: Mapping[str, Any]) -> PlacementSpec:
     problems: list[Problem] = []
     devices: dict[str, str] = {}
     only_cpu = all(str(value) == "cpu" for value in device_map.values())
+    if model is not None:
+        tensors = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+        device_map = {path: value for path, value in device_map.items() if path not in tensors}
     for path, value in device_map.items():
         where = f"/{escape_token(path)}"
         text = str(value)

@@ -74,7 +74,7 @@ def device_kind_name(value: Any) -> str:
     if isinstance(value, str) and is_kind_file(value):
         return value  # the file is read when a plan is made
     if not isinstance(value, str) or value.lower() not in CATALOGUE:
-        near = _nearest_kind(value.lower()) if isinstance(value, str) else None
+        near = _nearest_kind(str(value).lower().replace(" ", ""))
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
             f"{value!r} is not a device kind in the catalogue; {hint}known are {', '.join(CATALOGUE)}; "
@@ -84,9 +84,13 @@ def device_kind_name(value: Any) -> str:
 
 
 def _nearest_kind(name: str) -> str | None:
-    """The kind whose name begins with ``name``, as rtx3060-12gb with rtx3060; otherwise the most similar."""
-    longer = [kind for kind in CATALOGUE if name and kind.startswith(name)]
-    return min(longer, key=len, default=None) or nearest(name, CATALOGUE)
+    """The kind whose name has ``name`` in it, as rtx3060-12gb has 3060, or is in ``name``.
+
+    Otherwise the most similar.
+    """
+    longer = [kind for kind in CATALOGUE if name and name in kind]
+    shorter = [kind for kind in CATALOGUE if kind in name]
+    return min(longer, key=len, default=max(shorter, key=len, default=nearest(name, CATALOGUE)))
 
 
 def _machine_name(value: Any) -> str:

@@ -18,7 +18,7 @@ from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
 from placer.errors import PlacerError, nearest
-from placer.inputs import InputSpec, parse_input
+from placer.inputs import InputSpec, is_example, parse_input
 
 MEAN_SQUARE = "mean_square"  # the sum of the mean squares of all results; it has no target
 OF_CLASSES = ("cross_entropy", "nll_loss")  # of torch.nn.functional, with a class for each point
@@ -51,7 +51,12 @@ def _target(value: Any) -> tuple[str, ...]:
 
 
 def parse_target(texts: list[str] | tuple[str, ...]) -> list[InputSpec]:
-    """The tensors of a target that is written as inputs are. Raises ``ValueError`` for a wrong text."""
+    """The tensors of a target that is written as inputs are; none of one that a callable makes.
+
+    Raises ``ValueError`` for a wrong text.
+    """
+    if len(texts) == 1 and is_example(texts[0]):
+        return []
     try:
         found = [parse_input(text, option="--target") for text in texts]
     except PlacerError as error:
@@ -85,8 +90,9 @@ class LossSpec(BaseModel):
     ] = Field(
         default=(),
         description="The target of the whole batch, written as inputs are on the command line, such as "
-        "'2x1x128x128x128:int64<105'; several are a tuple, and with names (mask=…) a dict. By default, "
-        "functions of torch get classes, or values like the result.",
+        "'2x1x128x128x128:int64<105'; several are a tuple, and with names (mask=…) a dict. Or "
+        "path/file.py:callable, which makes it. By default, functions of torch get classes, or values "
+        "like the result.",
     )
 
     whole_batch: bool = Field(

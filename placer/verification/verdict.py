@@ -78,7 +78,11 @@ class Verification:
         """The verdict, what differs the most, and what was not compared."""
         off = self.different
         shown = [f"  {line}" for line in first_few([f"{c.situation}: {c}" for c in off], 5)]
-        return "\n".join([f"Verification({self.summary})", *shown, *self.remarks])
+        hint = "if this is rounding, it is gone in float64: verify model.double(), with such inputs"
+        rounded = not self.ok and self.different[0].tolerance > _TOLERANCE[torch.float64]
+        return "\n".join(
+            [f"Verification({self.summary})", *shown, *self.remarks, *[hint] * rounded]
+        )
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -157,7 +161,7 @@ def verify(
     `Verification.remarks` says where that is so, and what was not compared. ``model`` itself is not changed.
     The loss is ``loss_fn(output, target)``, or ``loss_fn(output)`` without a target, for the whole batch; by
     default the spec's ``"loss"`` with a random target, or else the mean square of all results. For another
-    batch size it is the mean square.
+    batch size, and in the other mode, in which results may have another form, it is the mean square.
     On a GPU, fp32 is computed without TF32. A GPU draws other random numbers than a CPU from the same
     seed, so situations in which a model on both draws any are not compared.
     The default of ``tolerance`` (relative) depends on the parameters' dtype. With
@@ -302,7 +306,7 @@ class _Run:
     def _loss_of(self, situation: Situation) -> BatchLoss | None:
         if not situation.gradients:
             return None
-        other = situation.inputs == "another batch size"
+        other = situation.inputs == "another batch size" or situation.modes == "the other"
         return BatchLoss(function=mean_square) if other else self.loss
 
     def _find_inputs(

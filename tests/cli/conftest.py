@@ -78,6 +78,17 @@ class Scenes(nn.Module):
         return self.head(x) * options["scale"]
 
 
+class Towers(nn.Module):
+    """Takes one dict, whose tensors may have other numbers of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, batch):
+        return {"a": self.a(batch["x"]), "b": self.b(batch["y"])}
+
+
 class Picky(nn.Module):
     """Keeps one submodule whole, and fails for a batch of one."""
 

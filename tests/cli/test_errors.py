@@ -69,6 +69,8 @@ CASES = [
     (("plan", "net.py:Net", "wrong.json", *X), "error: wrong.json:1:36: /layers/hed: no layer"),
     (("simulate", "net.py:Net", "nothing.json", *X), "error: nothing.json: no such file"),
     (("report", "fits.json"), "is a placement spec, not a plan"),
+    (("explain", "fits.json"), "-o plan.json; --explain explains it"),
+    (("explain", "not.json"), "make a plan of a spec: placer plan MODEL not.json"),
     ((*PLAN, *X, "-o", "no/where.json"), "cannot be written"),
     (("auto", "net.py:Net", *X, "-d", "cpu:0=1GiB", "-o", "spec.toml"), "write spec.json"),
     # options
@@ -79,6 +81,7 @@ CASES = [
     (("auto", "net.py:Net", *X, "-d", "cuda:0:16GiB"), "did you mean cuda:0=16GiB?"),
     (("verify", "net.py:Net", "fits.json", *X, "--run-on", "gpu"), "did you mean 'cuda'?"),
     (("check", "net.py:Net", "fits.json", "--memory", "16GB"), "error: --memory: cannot be given"),
+    (("check", "net.py:Net", "fits.json", "--loss", "net.py:no_los"), "has no callable 'no_los'"),
     (("check", "net.py:Net", "fits.json", "--no-training"), "error: --training: cannot be given"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--objective", "fast"), "throughput, memory"),
     (("auto", "net.py:Net", *X, "-d", "cuda:0", "--kind", "h1000"), "did you mean 'h100'?"),
@@ -90,6 +93,7 @@ CASES = [
     (("plann",), "Did you mean 'plan'"),
     (("plan", "net.py:Net"), "Missing argument 'SPEC'"),
     (("schema", "--jsn"), "No such option"),
+    ((*PLAN, *X, "--microbatches", "2"), 'write it there, or try it with "placer what-if --micro'),
 ]
 
 

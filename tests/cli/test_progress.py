@@ -41,7 +41,8 @@ def test_it_says_what_size_is_tried() -> None:
     told.doing("looking for stages")
     told.planned(SPEC, make_plan())
     told.found("16x16 fits")
-    assert told.state == "largest: 32x32, looking for stages; tried 1, so far: 16x16 fits"
+    told.found("32x32 fits")
+    assert told.state == "largest: 32x32, looking for stages; tried 1, so far: 32x32 fits"
 
 
 def test_in_a_pipe_it_writes_lines_when_something_is_new(

@@ -100,6 +100,11 @@ def test_a_spec_of_a_model_that_is_split_by_hand(placer: Run, folder: Path, tmp_
     assert json.loads(map_file.read_text()) == {"a": 0, "b": 1, "free": 1}
     again = placer("import", str(map_file))
     assert json.loads(again.stdout) == json.loads(path.read_text())
+    map_file.write_text('{"a": 0, "b.weight": 1, "free": 1}')
+    assert "b.weight" in placer("import", str(map_file)).stdout
+    known = placer("import", str(map_file), "--model", "by_hand.py:ByHand", "-m", "moved=false")
+    assert json.loads(known.stdout)["layers"] == {"a": "cuda:0", "free": "cuda:1"}
+    assert "left out, because parameters are where they are read: b.weight\n" in known.stderr
 
 
 def test_what_is_no_device_map_is_refused_with_its_place(placer: Run, folder: Path) -> None:
@@ -143,6 +148,9 @@ def test_a_changed_spec_is_compared_with_the_spec(placer: Run) -> None:
     tight = placer("what-if", "net.py:Net", "tight.json", *X, "--precision", "fp32")
     assert tight.exit_code == 3
     assert "change nothing" in placer(*given).stderr
+    Path("whole.json").write_text('{"devices": ["cuda:0"], "layers": {"**": "cuda:0"}}')
+    idle = placer("what-if", "net.py:Net", "whole.json", *X, "--devices", "3")
+    assert "note: Nothing runs on cuda:1, cuda:2." in idle.stdout
     assert "did you mean '1F1B'?" in placer(*given, "--schedule", "1f1").stderr
 
 

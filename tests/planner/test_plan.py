@@ -76,8 +76,9 @@ class AroundLayers(nn.Module):
 def test_all_layers_on_one_device_leave_nothing_for_another(layers: dict[str, str]) -> None:
     x = torch.randn(4, 8)
     spec = {"devices": ["cuda:0", "cuda:1"], "layers": layers}
-    (stage,) = placer.make_plan(AroundLayers(), spec, x).stages
-    assert stage.devices == ("cuda:0",)
+    plan = placer.make_plan(AroundLayers(), spec, x)
+    (stage,) = plan.stages
+    assert stage.devices == ("cuda:0",) and "Nothing runs on cuda:1." in plan.notes
     both = placer.make_plan(AroundLayers(), {**spec, "layers": {**layers, "last": "cuda:1"}}, x)
     assert [stage.devices for stage in both.stages] == [("cuda:0",), ("cuda:1",)]
 
@@ -281,6 +282,13 @@ def test_a_plan_of_given_stages_needs_no_memory_and_says_that_its_fit_is_unknown
     plan = _small(**UNKNOWN, layers={"conv1": "cuda:6", "fc*": "cuda:7"})
     assert verdict(plan)[-1] == "unknown whether it fits on cuda:7: give its memory"
     assert [device.budget for device in plan.devices] == [GIB, None]
+    some = [{"name": "cuda:6", "memory": "1GiB"}, "cuda:7", "cuda:8", "cuda:9", "cuda:10"]
+    plan = _small(devices=some, stages=5)
+    assert verdict(plan)[-1].startswith("unknown whether it fits on cuda:7 … cuda:10 (4 devices): ")
+    with pytest.raises(
+        placer.SpecError, match=r'cuda:7 .* and "objective": "memory" depends on it'
+    ):
+        _small(**UNKNOWN, objective="memory")
     least = _small(devices=["cuda:7"], objective="memory", checkpoint="auto")
     assert least.devices[0].budget is None  # down to the least peak: no budget decides
 

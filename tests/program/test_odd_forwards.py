@@ -242,6 +242,24 @@ def test_a_model_that_goes_row_by_row_is_not_cut_and_says_why() -> None:
     assert "test_odd_forwards.py:" in str(error.value)
 
 
+class Token(nn.Module):
+    """Puts a learned row before the others, as many times as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+
+
+def test_a_module_that_stays_whole_for_its_len_says_what_to_write() -> None:
+    notes = placer.make_plan(
+        nn.Sequential(Token(), nn.Linear(8, 2)), SPEC, torch.randn(4, 3, 8)
+    ).notes
+    assert any("len(x) is a plain number, x.shape[0] is recorded" in note for note in notes)
+
+
 class UntilDone(nn.Module):
     """As many steps as the values need: guesses never end the first loop, or never enter the second."""
 

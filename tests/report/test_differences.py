@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import placer
+from placer.plan.types import Origin
 from placer.report.differences import Change, differences
 
 
@@ -43,6 +44,16 @@ def test_devices_and_seconds_that_only_one_plan_has() -> None:
     assert set(found) == {"step", "cpu:1 needs"}
     assert found["step"] == Change("step", "~ 2.00 s", "~ 1.50 s (-25 %)")
     assert found["cpu:1 needs"].after == "—"
+    nearly, other = replace(before, step_seconds=2.001), replace(before, step_seconds=200.0)
+    assert differences(before, nearly) == []
+    assert differences(before, other) == [Change("step", "~ 2.00 s", "~ 200.00 s (100 times)")]
+
+
+def test_the_kinds_of_devices() -> None:
+    plan, made = _plan(), {"command": "", "model": "", "options": {}, "inputs": "", "spec": ""}
+    one, other = (replace(plan, origin=Origin(**made, kinds=(k,))) for k in ("t4", "a100"))  # type: ignore[arg-type]
+    assert differences(one, other) == [Change("kinds of devices", "t4", "a100")]
+    assert differences(plan, other) == []  # made in Python, of nobody knows which
 
 
 def test_the_same_model_in_another_number_of_shards_is_no_other_model() -> None:

@@ -48,6 +48,11 @@ def test_a_simulation_is_a_line_per_device(model: nn.Module) -> None:
     assert all("peak " in line and "predicted " in line for line in devices)
 
 
+def test_a_plan_for_devices_of_unknown_memory_does_not_say_that_it_fits() -> None:
+    plan = placer.make_plan(nn.Linear(8, 2), {"devices": ["cuda:7"]}, X)
+    assert repr(plan).startswith("Plan(unknown whether it fits, 1 stage")
+
+
 def test_a_verification_is_its_verdict_and_what_differs() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
     result = placer.verify(model, {"devices": ["cuda:0", "cuda:1"]}, X, run_on="cpu")
@@ -60,6 +65,9 @@ def test_a_verification_is_its_verdict_and_what_differs() -> None:
     lines = _block(strict, 7)
     assert lines[0].startswith("Verification(DIFFERENT: ")
     assert "… and " in lines[-1] and lines[-1].endswith(" more")
+    halves = {"devices": ["cuda:0"], "microbatches": 2}
+    rounded = placer.verify(model, halves, X, run_on="cpu", tolerance=1e-9)
+    assert "gone in float64" in repr(rounded).splitlines()[-1]
 
 
 def test_a_spec_says_what_was_asked_for() -> None:

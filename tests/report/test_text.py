@@ -65,6 +65,9 @@ def test_a_plan_that_overflows_says_where_and_by_how_much() -> None:
         "11.00 GiB), in one process"
     ]
     assert "cuda:0 is 3.00 GiB over" in render(plan)
+    many = dataclasses.replace(plan, devices=plan.devices[:1] * 9)
+    assert len(verdict(many)) == 5
+    assert verdict(many)[-1] == "does not fit: 5 more devices, by no more than these"
 
 
 @pytest.mark.parametrize("processes", [False, True])
@@ -102,6 +105,10 @@ def test_simulated_peaks_stand_beside_the_predicted_ones() -> None:
 )
 def test_compact_layers(layers: list[str], most: int, text: str) -> None:
     assert compact_layers(layers, most=most) == text
+
+
+def test_a_value_of_the_models_own_code_is_told_like_on_the_page() -> None:
+    assert "the model" in render(dataclasses.replace(make_plan(), node_layers={}))
 
 
 def test_bubble_is_the_idle_share() -> None:

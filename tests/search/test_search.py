@@ -256,6 +256,7 @@ def test_a_batch_whose_rows_depend_on_each_other_is_not_split() -> None:
     assert (plan.replicas, plan.microbatches) == (1, 1)
     assert any("it pairs the rows of the batch" in note for note in plan.notes)
     assert placer.make_plan(model, placer.auto_spec(model, x, devices=_cards(2)), x).fits
+    assert placer.auto_spec(model, x, devices=_cards(2), offload_overlap=True).devices
 
 
 def test_a_given_number_of_replicas_may_leave_one_without_rows() -> None:

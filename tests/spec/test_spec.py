@@ -57,6 +57,10 @@ def test_kinds_of_devices_are_those_of_the_catalogue() -> None:
     assert [where for where, *_ in found] == ["/devices/1/kind", "/replicas"]
     assert found[0][1] == "'h10' is not a device kind in the catalogue"
     assert found[0][2].startswith("did you mean 'h100'? known are")
+    with pytest.raises(SpecError) as caught:
+        load_spec({"devices": [{"name": f"cuda:{i}", "kind": "h10"} for i in range(3)]})
+    assert str(caught.value).count("known are") == 1
+    assert str(caught.value).count("-> as above") == 2
 
 
 def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
@@ -291,9 +295,13 @@ def test_values_are_told_in_the_words_of_json() -> None:
     assert "true is not a list of layer patterns" in text and 'write ["encoder.*"] or' in text
 
 
-def test_the_beginning_of_a_kind_suggests_it() -> None:
-    with pytest.raises(SpecError, match="did you mean 'rtx3060-12gb'"):
-        load_spec({"devices": [{"name": "cuda:0", "kind": "rtx3060"}]})
+@pytest.mark.parametrize(("kind", "near"), [
+    ("rtx3060", "rtx3060-12gb"), ("rtx3070ti", "rtx3070"), (4090, "rtx4090"),
+    ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA A100-SXM4-80GB", "a100"),
+])  # fmt: skip
+def test_the_beginning_of_a_kind_suggests_it(kind: object, near: str) -> None:
+    with pytest.raises(SpecError, match=f"did you mean '{near}'"):
+        load_spec({"devices": [{"name": "cuda:0", "kind": kind}]})
 
 
 def test_a_number_of_replicas_that_divide_nothing() -> None:

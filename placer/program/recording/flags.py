@@ -45,7 +45,7 @@ class GradientFlags:
         return self._grad or self._disabled
 
     def ask_of(self, tensor: Tensor) -> bool:
-        """Note that code asks whether ``tensor``, which requires gradients, does; the answer."""
+        """Note that code asks whether ``tensor`` requires gradients; the answer, if it does."""
         self.asked_of_tensor = True
         return self._grad or self._disabled or tensor.is_leaf
 

@@ -34,7 +34,7 @@ class SizeRecorder:
         tensor = args[0]
         value = func(*executable(args), **executable(kwargs))
         if name == "__len__":  # Python turns it into a plain number
-            self.note_reading("int", (self._dimension(tensor, "size", 0, value),), None)
+            self.note_reading("len", (self._dimension(tensor, "size", 0, value),), None)
             return value
         if isinstance(value, torch.Size):
             return self.shape(tensor, value)

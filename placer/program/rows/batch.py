@@ -32,15 +32,16 @@ class SplitRules:
 
     ``patterns`` are those of a spec, ``names`` are of inputs whose dimension is known. ``stored``: pattern of
     a stored value or a result -> how those of slices give that of the batch. ``is_split``: there
-    will be several slices, so an input for which the example cannot tell is an error. ``in_turn``: a replica
-    will have several. ``is_copied``: there will be several replicas. ``is_checked``: the patterns were those
-    of another call, so one that matches no input is no mistake.
+    will be several slices, so an input for which the example cannot tell is an error. ``is_open``: there may
+    be several. ``in_turn``: a replica will have several. ``is_copied``: there will be several replicas.
+    ``is_checked``: the patterns were those of another call, so one that matches no input is no mistake.
     """
 
     patterns: Mapping[str, BatchDim] = field(default_factory=dict)
     names: Mapping[str, BatchDim] = field(default_factory=dict)
     stored: Mapping[str, StoredRule] = field(default_factory=dict)
     is_split: bool = False
+    is_open: bool = False
     in_turn: bool = False
     is_copied: bool = False
     is_checked: bool = False
@@ -166,7 +167,7 @@ def find_batch(
             break
     dims, recording = best or (_likely(inputs, given, free), None)
     unsure: list[int] = []
-    if rules.is_split and recording is not None:
+    if (rules.is_split or rules.is_open) and recording is not None:
         others = {i: o[0] for i in free if i not in dims and (o := _options(inputs, dims, i))}
         unsure = [i for i, dim in others.items() if run({**dims, i: dim}) is not None]
         for i in [i for i in list(dims)[1:] if i not in given]:
@@ -179,25 +180,25 @@ def find_batch(
     )
 
 
-def refuse_unsure(
+def unsure_error(
     batch: Batch, inputs: Sequence[Tensor], names: Sequence[str], *, unread: Collection[str]
-) -> None:
-    """Raise ``CaptureError`` if the example cannot tell how an input is split, unless forward ignores it."""
+) -> CaptureError | None:
+    """An error if the example cannot tell how an input is split, unless forward ignores it."""
     unsure = [name for name in batch.unsure if name in names and name not in unread]
     if not unsure:
-        return
+        return None
     sizes = zip(inputs, batch.dims, strict=False)  # tensors of the state come after the inputs
     rows = next(x.size(dim) for x, dim in sizes if dim is not None)
     name = unsure[0]
     tensor = inputs[names.index(name)]
     dim = list(tensor.shape).index(rows)
-    raise CaptureError(
+    return CaptureError(
         f"input {name}",
         f"has the size of the batch ({rows}) in its shape {list(tensor.shape)}, but forward also takes it in "
         "another size, so the example cannot tell whether it is split with the batch",
         f'write in the spec "inputs": {{"{name}": "whole"}} if every slice needs all of it, or '
-        f'{{"{name}": {{"batch_dim": {dim}}}}} if it has a row per sample (in Python, placer.Whole(x) or '
-        f"placer.Batched(x, {dim}) around the example says the same)"
+        f'{{"{name}": {{"batch_dim": {dim}}}}} if it has a row per sample (where Python makes the example, '
+        f"placer.Whole(x) or placer.Batched(x, {dim}) around it says the same)"
         + (f"; the same for {', '.join(unsure[1:])}" if unsure[1:] else ""),
     )
 
