@@ -15,8 +15,17 @@ from placer.operands import tensors_of_tree
 def nodes_of(value: Any) -> list[Node]:
     """The autograd nodes that made the tensors in ``value``, which may be any pytree; leaves have none."""
     with without_torch_function():  # otherwise torch-function modes would see every access
-        made_by = [tensor.grad_fn for tensor in tensors_of_tree(value)]
-    return [node for node in made_by if node is not None]
+        made_by = map(_maker, tensors_of_tree(value))
+        return [node for node in made_by if node is not None]
+
+
+def _maker(tensor: Tensor) -> Node | None:
+    try:
+        return tensor.grad_fn
+    except (
+        RuntimeError
+    ):  # a view made under no_grad and written since, which torch does not differentiate
+        return None
 
 
 def nodes_behind(start: Iterable[Node], *, stops: Container[Node] = ()) -> list[Node]:

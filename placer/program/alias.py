@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from placer._torch import storage_key, without_torch_function
 from placer.operands import tensors_of_tree
 from placer.program.fake.converter import FakeConverter, Guess
+from placer.program.state import StateNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +63,6 @@ def analyze_aliasing(
     """
     converter = FakeConverter()
     fake_model = converter.module(model, arguments)
-    state = {
-        storage_key(tensor): name
-        for name, tensor in (*fake_model.named_parameters(), *fake_model.named_buffers())
-    }
     interpreter = _AliasInterpreter(
         fake_model, graph, {name: converter.tensor(t) for name, t in constants.items()}
     )
@@ -73,14 +70,10 @@ def analyze_aliasing(
     observed = converter.mode.observed_by(interpreter.writes)
     with torch.enable_grad(), converter.running(guess), observed:
         interpreter.run(*fakes)
-    mutated = {
-        name: tuple(sorted({state[key] for key in keys if key in state}))
-        for name, keys in interpreter.written.items()
-    }
     return Aliasing(
-        mutated_state_of={name: names for name, names in mutated.items() if names},
+        mutated_state_of=interpreter.written_state,
         mutated_values_of=interpreter.written_values,
-        colocated=_groups(interpreter, set(state)),
+        colocated=_groups(interpreter, interpreter.state),
         rng_nodes=tuple(interpreter.rng_nodes),
     )
 
@@ -88,15 +81,19 @@ def analyze_aliasing(
 class _WriteLog:
     """Records which storages operators write, by their schemas, and which operators draw random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: StateNames) -> None:
         self.written: set[int] = set()
+        self.state: set[str] = set()  # the names of parameters and buffers among them
         self.drew = False
+        self._names = names
 
     def __call__(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         for index, name in written_arguments(func):
             value = args[index] if index < len(args) else kwargs.get(name)
             self.written.update(_storages(value))
+            with without_torch_function():
+                self.state.update(n for x in tensors_of_tree(value) for n in self._names.of(x))
         return run()
 
 
@@ -121,9 +118,12 @@ class _AliasInterpreter(fx.Interpreter):
         # All values stay alive, because storages are identified by address and addresses are reused.
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.constants = constants
-        self.writes = _WriteLog()
+        self.writes = _WriteLog(StateNames([*model.named_buffers(), *model.named_parameters()]))
         self.touched: dict[str, set[int]] = {}  # node -> storages that it reads or returns
         self.written: dict[str, set[int]] = {}  # node -> earlier storages that it writes
+        self.written_state: dict[
+            str, tuple[str, ...]
+        ] = {}  # node -> names of what it writes of these
         self.rng_nodes: list[str] = []
         self.known: set[int] = set()  # storages so far
         self.given: set[int] = set()  # storages of inputs and constants
@@ -151,6 +151,7 @@ class _AliasInterpreter(fx.Interpreter):
         for module in (x for x in args if isinstance(x, nn.Module)):  # of `targets.call_module`
             reads.update(_storages([*module.parameters(), *module.buffers()]))
         self.writes.written.clear()
+        self.writes.state.clear()
         self.writes.drew = False
         try:
             value = getattr(self, n.op)(n.target, args, kwargs)
@@ -164,6 +165,8 @@ class _AliasInterpreter(fx.Interpreter):
         if n.op not in ("placeholder", "output"):
             self.touched[n.name] = reads | gives
             self.written[n.name] = self.writes.written & self.known
+            if self.writes.state:
+                self.written_state[n.name] = tuple(sorted(self.writes.state))
             values = {x for key in self.written[n.name] for x in self.values.get(key, ())}
             if values:
                 self.written_values[n.name] = tuple(sorted(values))

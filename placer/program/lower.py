@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from pydantic import JsonValue
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from placer.errors import CaptureError, PlanError, first_line
 from placer.program.alias import Aliasing, NodeFailure, analyze_aliasing
 from placer.program.call import objects_of
 from placer.program.capture import capture_model
-from placer.program.state import state_of
-from placer.program.types import Captured, NodeInfo, Program, read_state
+from placer.program.objects.paths import spell
+from placer.program.state import StateNames, state_of
+from placer.program.types import Captured, NodeInfo, Program, example_numbers, read_state
 from placer.spec.rewrite import Rewrite
 
 Pass: TypeAlias = Callable[[Program, Mapping[str, JsonValue]], Program]
@@ -47,7 +48,33 @@ def lower(
     """
     captured = capture_model(model, args, kwargs, **options)
     program = make_program(captured, captured.graph, captured.layer_of, captured.aliasing)
+    _check_memory(program)
     return rewritten(program, rewrites)
+
+
+def _check_memory(program: Program) -> None:
+    """Raise ``CaptureError`` if a tensor that is written shares memory with another, as no copies do."""
+    captured, model = program.captured, program.model
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    written = {name for name, tensor in named.items() if tensor.requires_grad}
+    written.update(name for node in program.nodes.values() for name in node.writes)
+    for name, path in captured.constant_paths.items():
+        named[spell(path)] = captured.constants[name]
+    stored = {each.path for each in captured.stored if each.kind == "write"}
+    for each in captured.state:
+        if isinstance(tensor := each.read(model, example_numbers(captured.call)), Tensor):
+            named[each.name] = tensor
+            written.update([each.name] * (each.path in stored))
+    shared = StateNames(named.items())
+    for name in sorted(written & named.keys()):
+        for other in shared.of(named[name]):
+            if named[other] is not named[name]:
+                raise CaptureError(
+                    name,
+                    f"shares memory with {other}; in a placed model each has its own, and what is written to "
+                    "one is not seen in the other",
+                    "assign the same tensor to both, or compute one from the other in forward",
+                )
 
 
 def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:

@@ -58,8 +58,15 @@ def other_default_dtype(net: Net, x: Tensor) -> Tensor:
     return net.inner(x) * rounded
 
 
+def view_written_without_gradients(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x[:, 0] *= 0.5
+    return net.inner(x)
+
+
 CASES = {
     second_try: True,
+    view_written_without_gradients: True,
     other_default_dtype: False,
     caught_read: False,
     transformed: False,

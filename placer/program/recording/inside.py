@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from placer.program.alias import written_arguments
 from placer.program.failure import locate_caller
 from placer.program.objects.restore import Change
 from placer.program.rows.dependence import Mixing, counting_nodes, find_rows
+from placer.program.state import StateNames
 
 SOMETHING_ELSE = "it computes something else for another batch size"
 
@@ -26,11 +27,10 @@ class Inside:
     """A graph of the operators of one run, with the shape of each node's tensor and its source line.
 
     Other views of what an operator writes are computed from what it has written. ``flags`` are the flags and
-    other plain values that the run has set, as text. ``state`` has the names of parameters and buffers by
-    their storages.
+    other plain values that the run has set, as text. ``state`` has the names of parameters and buffers.
     """
 
-    def __init__(self, inputs: Any, state: Mapping[int, str]) -> None:
+    def __init__(self, inputs: Any, state: StateNames) -> None:
         self.graph = fx.Graph()
         self.shapes: list[Any] = []
         self.locations: list[str] = []
@@ -119,7 +119,7 @@ class Inside:
     def _read(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self._node_of:
             last = self._last.get(storage_key(tensor))
-            name = self._state.get(storage_key(tensor), "a constant")
+            name = next(iter(self._state.of(tensor)), "a constant")
             op, target = ("get_attr", name) if last is None else ("call_function", _view)
             args = () if last is None else (last,)
             node = self._node(op, target, args, shape=tensor.shape)

@@ -13,6 +13,7 @@ from placer.operands import tensors_in, tensors_of_tree
 from placer.program.alias import written_arguments
 from placer.program.objects.originals import uses_original
 from placer.program.recording.inside import Inside
+from placer.program.state import StateNames
 
 
 class Reached:
@@ -29,10 +30,10 @@ class Reached:
         self.written: dict[str, bool] = {}
         self.flags: dict[str, bool] = {}
         self.inside: Inside | None = None
-        self._state = {
-            storage_key(tensor): name
-            for name, tensor in (*model.named_buffers(), *model.named_parameters())
-        }
+        state = [*model.named_buffers(), *model.named_parameters()]
+        self._state = StateNames(state)
+        self._parameters = {id(tensor): name for name, tensor in model.named_parameters()}
+        self._storages = {storage_key(tensor) for _, tensor in state}
         self._tensors = WeakTensorKeyDictionary()
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -64,8 +65,8 @@ class Reached:
         for tensor in given:
             if id(tensor) in self._originals:
                 raise uses_original(self._originals[id(tensor)][0])
-            if isinstance(tensor, nn.Parameter) and storage_key(tensor) in self._state:
-                self.flags.setdefault(self._state[storage_key(tensor)], tensor.requires_grad)
+            if id(tensor) in self._parameters:
+                self.flags.setdefault(self._parameters[id(tensor)], tensor.requires_grad)
         if depends:
             for tensor in tensors_in(value):
                 self._tensors[tensor] = True
@@ -74,14 +75,13 @@ class Reached:
             for tensor in tensors_in(target):
                 if depends:
                     self._tensors[tensor] = True
-                state = self._state.get(storage_key(tensor))
-                if state is not None:
+                for state in self._state.of(tensor):
                     self.written[state] = self.written.get(state, False) or depends
 
     def note_replaced(self, module: nn.Module, path: str = "") -> None:
         """Note the state of ``module``, at ``path``, whose data is another tensor's now (``x.data = y``)."""
         for name, tensor in (*module.named_buffers(path), *module.named_parameters(path)):
-            if storage_key(tensor) not in self._state:
+            if storage_key(tensor) not in self._storages:
                 self.written[name] = True
 
     def end(self, value: Any) -> Inside | None:
