@@ -428,6 +428,22 @@ def hook_gradients(spec: placer.PlacementSpec) -> None:
     for name, found in seen["placed"].items():
         wanted = seen["plain"].get(name, seen["plain"]["tokens.weight"])  # tied: one of two names
         assert_close(found, wanted, f"what the hook of {name} saw")
+    with pytest.raises(placer.PlacerError), placed.accumulate():  # would see a part of the sum
+        placed.step(ids, target=ids, loss_fn=token_loss, reduction="mean")
+
+
+def load_tied_weights(spec: placer.PlacementSpec) -> None:
+    """A tied weight is loaded on every rank that has it from whichever of its names the state has."""
+    plain = models.TiedTransformer().double()
+    placed = placer.compile(plain, spec, torch.randint(0, 17, (8, 6)))
+    for left_out in ("out.weight", "tokens.weight"):
+        state = {n: x * 1.1 for n, x in plain.state_dict().items() if n != left_out}
+        for module in (plain, placed):
+            module.load_state_dict(state, strict=False)
+        for name, found in placed.named_parameters():
+            assert_close(found, plain.get_parameter(name), f"{name} without {left_out}")
+    with pytest.raises(placer.PlacerError, match="assign=True"):
+        placed.load_state_dict(plain.state_dict(), assign=True)
 
 
 def connect_in_a_step(spec: placer.PlacementSpec) -> list[tuple[Any, ...]]:

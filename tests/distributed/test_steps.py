@@ -84,6 +84,7 @@ def runs(case: Callable[..., Any], *variants: Any, ranks: int = 2) -> Iterator[A
         # What a training script does besides steps
         *runs(cases.accumulate_and_clip, make_spec(2, 1, 2, "1F1B"), make_spec(2, 2, 2, "1F1B")),
         *runs(cases.hook_gradients, make_spec(1, 2, 2, "1F1B"), make_spec(2, 2, 2, "1F1B")),
+        *runs(cases.load_tied_weights, make_spec(2, 1, 1)),
         *runs(cases.step_on_own_rows, make_spec(1, 2, 2), make_spec(2, 2, 2)),
         *runs(cases.train_bf16, make_spec(2, 2, 2, "1F1B", precision="bf16")),
         *runs(cases.step_in_and_out_of_autocast, make_spec(2, 1, 2), make_spec(2, 2, 2, "1F1B")),

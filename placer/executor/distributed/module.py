@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -122,7 +123,16 @@ class DistributedModule(PlacedModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Calls the original's ``load_state_dict``; entries of other ranks' tensors are ignored."""
+        """Calls the original's ``load_state_dict``; entries of other ranks' tensors are ignored.
+
+        Raises ``PlacerError`` if it would ``assign`` to a tensor that ranks share, which then had two.
+        """
+        if assign and (shared := self._given_once(state_dict)):
+            raise PlacerError(
+                next(iter(shared)),
+                "is shared by several ranks, and load_state_dict(assign=True) makes a tensor of each name",
+                "load it without assign=True",
+            )
         with self.register_load_state_dict_pre_hook(self._leave_others):
             return super().load_state_dict(state_dict, strict, assign)
 
@@ -134,11 +144,27 @@ class DistributedModule(PlacedModule):
         """Delete other ranks' entries from ``state``, after the model's own pre-hooks have run."""
         elsewhere = self._names_elsewhere()
         modules = dict(part.named_modules(remove_duplicate=False)).keys()
+        given = {entry[len(prefix) :]: x for entry, x in state.items() if entry.startswith(prefix)}
+        once = self._given_once(given)
+        for name in dict(part.named_parameters(remove_duplicate=False)):
+            first = runtime_of_rank(self).tensor_names.get(name, name)
+            if first in once:
+                state[prefix + name] = once[first]
         for entry in [entry for entry in state if entry.startswith(prefix)]:
             name = entry[len(prefix) :]
             path, _, leaf = name.rpartition(".")
             if name in elsewhere or (leaf == _EXTRA_STATE and path not in modules):
                 del state[entry]
+
+    def _given_once(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What tensors that ranks share under several names are loaded from: the last of their names."""
+        ownership = runtime_of_rank(self).ownership
+        names = Counter(ownership.first_name.values())
+        return {
+            first: given[name]
+            for name, first in ownership.first_name.items()
+            if name in given and names[first] > 1 and len(ownership.holders[first]) > 1
+        }
 
     def _names_elsewhere(self) -> Collection[str]:
         return (

@@ -247,6 +247,7 @@ class DistributedRuntime(Runtime):
         with self._connection.told():
             parameters = dict(self.tree.named_parameters())
             trained = check_parameters(parameters, self.ownership.first_name, self._frozen)
+            self.gradients.refuse_hooks(trained)
             check_target(target, rows)
             count = loss_of.count if self._has_losses and is_sliced else None
             counted = None if count is None else count([unmarked(target)])[0]

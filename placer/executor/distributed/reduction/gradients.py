@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from placer._torch import storage_key
+from placer._torch import gradient_hook_tables, storage_key
 from placer.emit import StagedModel
 from placer.executor.distributed.job.groups import sendable
 from placer.executor.distributed.job.ownership import Ownership
@@ -190,6 +190,12 @@ class GradientReducer:
         ]
         # The ids of the hooks by which this learns of gradients.
         self.hook_ids = frozenset(hook.id for hook in self._hooks)
+
+    def hooked(self) -> str:
+        """The name of a parameter with hooks of the user's on its gradient, or ""."""
+        members = (member for bucket in self._buckets for member in bucket.members)
+        tables = ((each.name, gradient_hook_tables(each.parameter)) for each in members)
+        return next((n for n, both in tables if any(t.keys() - self.hook_ids for t in both)), "")
 
     def prepare(self, microbatches: int, *, sums: bool = True) -> None:
         """Prepare a step of ``microbatches`` backwards; unless it ``sums``, a later one sums its gradients.

@@ -106,6 +106,17 @@ class RankGradients:
         finally:
             self.are_accumulated = False
 
+    def refuse_hooks(self, trained: tuple[int, ...]) -> None:
+        """Raise ``PlacerError`` if a step's gradients have hooks, but will be summed over ranks later."""
+        reducer = self.reducer(trained)
+        later = self.are_accumulated or reducer.is_unsummed
+        if later and (name := reducer.hooked()):
+            raise PlacerError(
+                name,
+                "has a hook on its gradient, which is not summed over ranks in every step",
+                "call placed.step outside of placed.accumulate(), or remove the hook",
+            )
+
     def require_sums(self, what: str) -> None:
         """Raise ``PlacerError`` for the call ``what`` if gradients are not summed over replicas yet."""
         if self._reducer is not None and self._reducer.is_unsummed:
