@@ -82,6 +82,13 @@ CASES: dict[str, Callable[[int], Case]] = {
     ),
     "in place": lambda rows: (models.InPlace(), (torch.randn(rows, 2, 5, 5, dtype=D),), {}),
     "recurrent": lambda rows: (models.Recurrent(), (torch.randn(rows, 4, 3, dtype=D),), {}),
+    "positions": lambda rows: (  # classified, without statistics over rows
+        nn.Sequential(
+            nn.Conv1d(3, 5, 3, padding=1), nn.GroupNorm(1, 5), nn.Tanh(), nn.Conv1d(5, 4, 1)
+        ),
+        (torch.randn(rows, 3, 6, dtype=D),),
+        {},
+    ),
 }
 
 
@@ -100,10 +107,17 @@ def capture_case(name: str, rows: int) -> Program:
 
 def compile_case(name: str, spec: placer.PlacementSpec) -> placer.PlacedModule:
     """A case of 8 rows, placed by this rank. It is not captured again."""
-    model, args, kwargs = make_case(name, 8)
-    captured = capture_case(name, 8), tree_leaves((args, kwargs))
+    _, args, kwargs = make_case(name, 8)
+    return compile_captured(capture_case(name, 8), spec, *args, **kwargs)
+
+
+def compile_captured(
+    program: Program, spec: placer.PlacementSpec, *args: Any, **kwargs: Any
+) -> placer.PlacedModule:
+    """``placer.compile`` of the model of ``program``, which was captured with these arguments."""
+    captured = program, tree_leaves((args, kwargs))
     with mock.patch.object(api, "lower_call", lambda *_, **__: captured):
-        return placer.compile(model, spec, args, kwargs)
+        return placer.compile(program.model, spec, args, kwargs)
 
 
 def _no_dropout(model: nn.Module) -> nn.Module:
@@ -250,7 +264,8 @@ def _given(program: Program, plan: placer.Plan) -> tuple[Program, placer.Plan]:
 def step_over_the_whole_batch(name: str, plan: placer.Plan) -> None:
     """A step whose loss compares rows equals the plain model's."""
     model, args, kwargs = make_case(name, 8)
-    placed, plain = placer.compile(model, plan, args, kwargs), copy.deepcopy(model)
+    (placed,) = compile_all(model, [plan], capture_case(name, 8))
+    plain = copy.deepcopy(model)
 
     def spread(output: Any) -> torch.Tensor:
         return sum(x.var(0).mean() + x.amax() for x in tree_leaves(output))  # type: ignore[return-value]
@@ -585,7 +600,7 @@ def read_from_file(spec: placer.PlacementSpec, path: str) -> dict[str, float]:
 def use_other_modes_and_sizes(spec: placer.PlacementSpec) -> None:
     """Equal to eager for inputs of another size, in train and eval mode, with hooks on the whole module."""
     torch.manual_seed(0)
-    model = unet3d(width=2, depth=2, norm="batch").double()
+    model = unet3d(width=2, depth=1, norm="batch").double()
     plain = copy.deepcopy(model)
     placed = placer.compile(model, spec, torch.randn(8, 1, 4, 4, 4, dtype=D))
 

@@ -24,7 +24,7 @@ from placer import garbage
 
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 # Imported by the process that the others are forked from, which so have what is in there.
-_PRELOAD = ["torch.distributed.pipelining", "placer.checkpoint", "sklearn.datasets"]
+_PRELOAD = ["placer.checkpoint", "sklearn.datasets"]
 _PRELOAD += ["captured_cases"]
 TIMEOUT_SECONDS = 120
 

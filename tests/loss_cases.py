@@ -10,7 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from captured import captured_once
-from distributed_cases import compare_state, make_spec
+from distributed_cases import (
+    capture_case,
+    compare_state,
+    compile_captured,
+    make_case,
+    make_spec,
+)
 from oracle import assert_close, gradient_noise
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,15 +28,6 @@ from placer.schedule import split_batch
 D = torch.float64
 CLASSES, LENGTH = 4, 6
 WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.1], dtype=D)
-
-
-class Net(nn.Sequential):
-    """Classifies positions, without statistics over rows."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv1d(3, 5, 3, padding=1), nn.GroupNorm(1, 5), nn.Tanh(), nn.Conv1d(5, CLASSES, 1)
-        )
 
 
 def labels(rows: int, ignored: int = -100) -> Tensor:
@@ -60,9 +57,9 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
 
 
 def _pair(spec: placer.PlacementSpec, rows: int = 8) -> tuple[Any, nn.Module, Tensor]:
-    torch.manual_seed(0)
-    model, x = Net().double(), torch.randn(rows, 3, LENGTH, dtype=D)
-    return placer.compile(model, spec, x), copy.deepcopy(model), x
+    model, (x,), _ = make_case("positions", rows)
+    placed = compile_captured(capture_case("positions", rows), spec, x)
+    return placed, copy.deepcopy(model), x
 
 
 def step_with_losses(spec: placer.PlacementSpec, rows: int) -> None:
