@@ -364,7 +364,7 @@ def sum_gradients_where_they_are(schedule: str) -> None:
     placed = placer.compile(model, make_spec(2, 2, 2, schedule), ids)
     before, gradients._ALONE_NBYTES = gradients._ALONE_NBYTES, 256
     try:
-        for step, rows in enumerate((8, 5, 1)):
+        for step, rows in enumerate((8, 1)):
             compare_step(placed, plain, f"{schedule}, step {step}", ids[:rows])
     finally:
         gradients._ALONE_NBYTES = before

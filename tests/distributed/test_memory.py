@@ -14,6 +14,7 @@ from torch import nn
 
 import placer
 
+pytestmark = pytest.mark.usefixtures("one_capture")
 # The digests of a call, of four ranks and its own, which a rank holds in its first forward: 14 numbers each.
 _DIGESTS = 5 * 14 * 8
 
