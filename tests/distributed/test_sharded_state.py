@@ -68,7 +68,7 @@ def test_weights_equal_the_plain_models(
         assert max(elements) <= whole / len(elements) + values
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])
 @pytest.mark.parametrize(
     ("name", "shape", "over"),

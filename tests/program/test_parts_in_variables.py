@@ -74,7 +74,7 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.matrix(11)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("use", USES)
 def test_in_every_form_of_call(use: str, way: str) -> None:
@@ -159,6 +159,7 @@ class Tables:
         self.table = {"scale": torch.randn(4, dtype=D)}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", ["part", "torch's", "own", "object"])
 def test_another_one_in_the_variable(kind: str) -> None:
     uses: dict[str, Any] = {"object": lambda self, x: x * HELD["list"][0].table["scale"]}
