@@ -960,13 +960,8 @@ def count_bytes(plan: placer.Plan, case: str = "memory_case", *, boxes: bool = F
         x = placer.Box(x[placed.boxes["x"]].clone(), x.shape)  # type: ignore[assignment]
     if not plan.training:
         return _count_forward(placed, x)
-    placed.step(x, loss_fn=placer.cost.mean_square)  # finds what crosses, on fake tensors
-    # gloo's thread may hold what has arrived for a moment
-    return min(_count_steps(placed, x) for _ in range(3))
-
-
-def _count_steps(placed: placer.PlacedModule, x: Any) -> int:
     optimizer = torch.optim.Adam(placed.parameters())
+    placed.step(x, loss_fn=placer.cost.mean_square)  # finds what crosses, on fake tensors
     optimizer.zero_grad()
     optimizer.step()  # with sharded state it is tried whether it can update pieces
     with _ledger(placed, x) as ledger:

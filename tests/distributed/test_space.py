@@ -83,10 +83,10 @@ def test_what_is_no_box_of_the_rank_is_refused(job_of: Callable[[int], Job]) -> 
 
 def test_a_loss_over_the_whole_batch(job_of: Callable[[int], Job]) -> None:
     """Each shard of the first replica computes it, from the results of the same shard of the others."""
-    model, args, kwargs = cases.make_case("3D U-Net", 8)
+    model, args, kwargs = cases.make_case("2D U-Net", 8)
     spec = cases.make_spec(2, 2, 2, space=2, chunks=2)
     plan = placer.make_plan(model, spec, args, kwargs)
-    job_of(4).run(cases.step_over_the_whole_batch, "3D U-Net", plan)
+    job_of(4).run(cases.step_over_the_whole_batch, "2D U-Net", plan)
 
 
 def test_what_is_sent_is_what_the_plan_says(job_of: Callable[[int], Job]) -> None:
