@@ -58,6 +58,7 @@ LARGE: dict[str, Callable[[], Case]] = {
 
 CUTS = [(4, 1, 1), (2, 2, 1), (3, 1, 2)]  # stages, replicas, micro-batches; two rows per cut
 
+
 def _video(build: Callable[[], nn.Module]) -> Case:
     return thin_video_model(build, classes=4), (torch.randn(4, 3, 4, 24, 24, dtype=D),), {}
 
