@@ -74,7 +74,7 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(11)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("use", USES)
 def test_in_every_form_of_call(use: str, way: str) -> None:

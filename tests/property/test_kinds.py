@@ -24,7 +24,7 @@ def make(kind: str, seed: int) -> Case:
     return KINDS[kind](Random(seed))
 
 
-@pytest.mark.matrix(14)
+@pytest.mark.matrix(28)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("kind", KINDS)
