@@ -13,20 +13,18 @@ import models
 import pytest
 import torch
 from distributed_cases import make_spec
-from jobs import TIMEOUT_SECONDS, Job, start_by_hand
+from jobs import Job, start_by_hand
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import placer
-
-PATIENT = 10 * TIMEOUT_SECONDS  # groups that outwait the test: it is the connection that tells
 
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, rank: int) -> None:
     """Rank 0 holds the job's store too; rank 3 is no neighbour of rank 0."""
-    with closing(Job(4, PATIENT)) as job:
+    with closing(Job(4)) as job:
         answers = job.ask(cases.lose_a_rank, tmp_path, rank, signal.SIGKILL)
     assert answers.pop(rank) is None  # it is gone
     assert sorted(answers) == sorted({0, 1, 2, 3} - {rank})
@@ -39,7 +37,7 @@ def test_a_rank_killed_in_a_step_ends_the_others_with_one_error(tmp_path: Path, 
 
 
 def test_a_rank_killed_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    with closing(Job(2, PATIENT)) as job:
+    with closing(Job(2)) as job:
         answers = job.ask(cases.die_in_save, tmp_path)
     assert answers[1] is None and answers[0] is not None
     ok, found = answers[0]
