@@ -6,17 +6,19 @@ import copy
 import os
 import shutil
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import models
 import torch
-from distributed_cases import make_spec
+from distributed_cases import compile_captured, make_spec
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 import placer
+from placer.program import Program, lower
 
 IDS = torch.randint(0, 17, (8, 6), generator=torch.Generator().manual_seed(0))
 Layout = tuple[int, int]  # stages, replicas
@@ -33,9 +35,16 @@ def make_plain(seed: int = 0) -> nn.Module:
 
 def make_placed(layout: Layout, *, seed: int) -> placer.PlacedModule:
     stages, replicas = layout
-    placed = placer.compile(make_plain(seed), make_spec(stages, replicas, 2), (IDS,))
-    assert isinstance(placed, placer.PlacedModule)
-    return placed
+    return place_plain(seed, make_spec(stages, replicas, 2), train=True)
+
+
+@cache
+def capture_plain(seed: int, *, train: bool) -> Program:
+    return lower(make_plain(seed).train(train), (IDS,))
+
+
+def place_plain(seed: int, spec: placer.PlacementSpec, *, train: bool) -> placer.PlacedModule:
+    return compile_captured(capture_plain(seed, train=train), spec, IDS)
 
 
 def make_optimizer(module: nn.Module) -> Optimizer:

@@ -24,15 +24,18 @@ from placer import garbage
 
 _TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
 # Imported by the process that the others are forked from, which so have what is in there.
-_PRELOAD = ["torch.distributed.pipelining", "placer.checkpoint", "sklearn.datasets"]
+_PRELOAD = ["placer.checkpoint", "sklearn.datasets"]
 _PRELOAD += ["captured_cases"]
 TIMEOUT_SECONDS = 120
 
 
 class Job:
-    """``world_size`` processes with a gloo process group, waiting for functions to run."""
+    """``world_size`` processes with a gloo process group, waiting for functions to run.
 
-    def __init__(self, world_size: int, timeout_seconds: float = TIMEOUT_SECONDS / 2) -> None:
+    Groups outwait a test: a rank that is left waiting fails it.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 10 * TIMEOUT_SECONDS) -> None:
         context = _fork_server()
         # As an agent of torchrun, this process hosts the store, which so outlives the ranks.
         self._store = _TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from captured import captured_once
-from distributed_cases import compare_state, make_spec
-from oracle import assert_close, gradient_noise
+from distributed_cases import (
+    capture_case,
+    compare_state,
+    compile_captured,
+    make_case,
+    make_spec,
+)
+from oracle import assert_close, gradient_noise, refusal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,15 +28,6 @@ from placer.schedule import split_batch
 D = torch.float64
 CLASSES, LENGTH = 4, 6
 WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.1], dtype=D)
-
-
-class Net(nn.Sequential):
-    """Classifies positions, without statistics over rows."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv1d(3, 5, 3, padding=1), nn.GroupNorm(1, 5), nn.Tanh(), nn.Conv1d(5, CLASSES, 1)
-        )
 
 
 def labels(rows: int, ignored: int = -100) -> Tensor:
@@ -60,9 +57,9 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
 
 
 def _pair(spec: placer.PlacementSpec, rows: int = 8) -> tuple[Any, nn.Module, Tensor]:
-    torch.manual_seed(0)
-    model, x = Net().double(), torch.randn(rows, 3, LENGTH, dtype=D)
-    return placer.compile(model, spec, x), copy.deepcopy(model), x
+    model, (x,), _ = make_case("positions", rows)
+    placed = compile_captured(capture_case("positions", rows), spec, x)
+    return placed, copy.deepcopy(model), x
 
 
 def step_with_losses(spec: placer.PlacementSpec, rows: int) -> None:
@@ -154,12 +151,8 @@ def step_once(spec: placer.PlacementSpec, kind: str) -> str:
             return output.mul_(2).square_().mean()
         raise AssertionError(kind)
 
-    try:
-        reduction = "auto" if kind == "no mean" else "mean"
-        placed.step(x, target=target, loss_fn=loss_fn, reduction=reduction)
-    except placer.PlacerError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    reduction = "auto" if kind == "no mean" else "mean"
+    return refusal(placed.step, x, target=target, loss_fn=loss_fn, reduction=reduction)
 
 
 def train_a_target(spec: placer.PlacementSpec) -> None:
@@ -198,7 +191,7 @@ def wrap() -> list[str]:
     placed, _, _ = _pair(make_spec(2, 1, 2))
     nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # of others it is none of our business
     return [
-        _message(lambda module=module: nn.parallel.DistributedDataParallel(module))  # type: ignore[misc]
+        refusal(lambda module=module: nn.parallel.DistributedDataParallel(module))  # type: ignore[misc]
         for module in (placed, nn.Sequential(placed))
     ]
 
@@ -212,8 +205,8 @@ def shard() -> list[str]:
     for layer in placed.children():
         fully_shard(layer)
     return [
-        _message(lambda: fully_shard(whole)),
-        _message(lambda: placed.step(x, target=labels(8, 0), loss_fn=flat)),
+        refusal(lambda: fully_shard(whole)),
+        refusal(lambda: placed.step(x, target=labels(8, 0), loss_fn=flat)),
     ]
 
 
@@ -231,7 +224,7 @@ def clip_a_part(spec: placer.PlacementSpec) -> dict[str, str]:
         "of a module around it": lambda: nn.Sequential(placed, nn.Linear(2, 2)).parameters(),
     }
     found = {
-        name: _message(lambda way=way: nn.utils.clip_grad_norm_(way(), 0.01))  # type: ignore[misc]
+        name: refusal(lambda way=way: nn.utils.clip_grad_norm_(way(), 0.01))  # type: ignore[misc]
         for name, way in ways.items()
     }
     compare_state(placed, plain, "refused")
@@ -244,14 +237,6 @@ def clip_a_part(spec: placer.PlacementSpec) -> dict[str, str]:
     assert_close(placed.clip_grad_norm_(0.01), expected, "norm")
     compare_state(placed, plain, "clipped")
     return found
-
-
-def _message(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except placer.PlacerError as error:
-        return str(error)
-    return "no error"
 
 
 def clip_a_whole_model() -> None:
@@ -383,7 +368,7 @@ def fail_over_whole_batches() -> dict[str, str]:
     }
     for name, (schedule, options) in cases.items():
         placed = placer.compile(model, make_spec(1, 2, 2, schedule, **fields), (image, text))
-        found[name] = _message(
+        found[name] = refusal(
             lambda o=options, p=placed: p.step(image, text, whole_batch=True, **o)
         )  # type: ignore[misc]
     return found
@@ -406,7 +391,7 @@ def measure_on_one_rank(spec: placer.PlacementSpec) -> str:
     """The error of a step that only rank 0 measures."""
     placed, _, x = _pair(spec)
     first = dist.get_rank() == 0
-    return _message(lambda: placed.step(x, target=labels(8, 0), loss_fn=flat, profile=first))
+    return refusal(lambda: placed.step(x, target=labels(8, 0), loss_fn=flat, profile=first))
 
 
 def accumulate(spec: placer.PlacementSpec) -> list[str]:
@@ -418,7 +403,7 @@ def accumulate(spec: placer.PlacementSpec) -> list[str]:
         with placed.accumulate():
             for rows in (8, 3):
                 placed.step(x[:rows], target=labels(rows, 0), loss_fn=flat)
-        said += [_message(optimizers[0].step), _message(lambda: placed.clip_grad_norm_(1.0))]
+        said += [refusal(optimizers[0].step), refusal(lambda: placed.clip_grad_norm_(1.0))]
         placed.step(x, target=labels(8, 0), loss_fn=flat)
         for rows in (8, 3, 8):
             flat(plain(x[:rows]), labels(rows, 0)).backward()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed_cases import make_spec
-from oracle import assert_close, gradient_noise, mean_square, reference_step
+from oracle import assert_close, gradient_noise, mean_square, reference_step, refusal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -174,11 +174,8 @@ def train_with_deferred_statistics(
 def compile_synchronised() -> str:
     """The error message for a model that has a `SyncBatchNorm`."""
     model = nn.Sequential(nn.SyncBatchNorm(3).eval())
-    try:
-        placer.compile(model, make_spec(1, 2, 1, batch_norm="deferred"), torch.randn(4, 3))
-    except placer.PlacerError as error:
-        return str(error)
-    return "no error"
+    spec = make_spec(1, 2, 1, batch_norm="deferred")
+    return refusal(placer.compile, model, spec, torch.randn(4, 3))
 
 
 def _step_both(

@@ -68,6 +68,15 @@ def _mean_noise(buffers: Mapping[str, Tensor], name: str) -> float:
     return 1e-15 * variance.max().sqrt().item()
 
 
+def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    """The kind and the text of placer's error of a call, or "no error"."""
+    try:
+        call(*args, **kwargs)
+    except placer.PlacerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def mean_square(output: Any) -> Tensor:
     """A loss that is a mean over rows and weights every floating-point result differently."""
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_cases import CASES, SkippingChain, compare_state, compare_step, make_spec
-from oracle import assert_close, mean_square, reference_step
+from oracle import assert_close, mean_square, reference_step, refusal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -127,11 +127,7 @@ def step_with_shapes_of_the_data() -> str:
     model = nn.Sequential(nn.Linear(4, 4), Selects(), nn.Linear(1, 2))
     layers = {"0": "cpu:0", "1": "cpu:0", "2": "cpu:1"}
     placed = placer.compile(model, make_spec(2, 1, 1, layers=layers), torch.randn(6, 4))
-    try:
-        placed.step(torch.randn(6, 4), loss_fn=mean_square)
-    except placer.PlacerError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return refusal(placed.step, torch.randn(6, 4), loss_fn=mean_square)
 
 
 class SideBranch(nn.Module):
@@ -345,10 +341,7 @@ def want_gradients_on_one_rank(spec: placer.PlacementSpec, frozen: bool) -> list
         placed = placer.compile(model, spec.model_copy(update={"layers": layers}), tuple(inputs))
         wanted = [x.clone() for x in inputs]
         wanted[0].requires_grad_(dist.get_rank() == 1)
-        try:
-            placed.step(*wanted, loss_fn=mean_square, own_rows=own_rows)
-        except placer.PlacerError as error:
-            found.append(f"{type(error).__name__}: {error}")
+        found.append(refusal(placed.step, *wanted, loss_fn=mean_square, own_rows=own_rows))
     return found
 
 
@@ -364,7 +357,7 @@ def sum_gradients_where_they_are(schedule: str) -> None:
     placed = placer.compile(model, make_spec(2, 2, 2, schedule), ids)
     before, gradients._ALONE_NBYTES = gradients._ALONE_NBYTES, 256
     try:
-        for step, rows in enumerate((8, 5, 1)):
+        for step, rows in enumerate((8, 1)):
             compare_step(placed, plain, f"{schedule}, step {step}", ids[:rows])
     finally:
         gradients._ALONE_NBYTES = before

@@ -9,10 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from checkpoint_cases import IDS, make_optimizer, make_plain
+from checkpoint_cases import make_optimizer, place_plain
 from checkpoint_cases import train as train_steps
-from distributed_cases import CASES, capture_case, compare_state, compile_all, make_case, make_spec
-from oracle import assert_close, mean_square, reference_step
+from distributed_cases import (
+    CASES,
+    capture_case,
+    compare_state,
+    compile_all,
+    compile_case,
+    make_case,
+    make_spec,
+)
+from oracle import assert_close, mean_square, reference_step, refusal
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
@@ -85,9 +93,7 @@ def make_placed(layout: Layout, *, seed: int) -> placer.PlacedModule:
     stages, replicas, *_ = layout
     fields = {name: value for name, value in layout._asdict().items() if name in FIELDS}
     spec = make_spec(stages, replicas, 2, **fields)
-    placed = placer.compile(make_plain(seed).eval(), spec, (IDS,))
-    assert isinstance(placed, placer.PlacedModule)
-    return placed
+    return place_plain(seed, spec, train=False)
 
 
 def save_and_go_on(layout: Layout, path: Path) -> dict[str, Any]:
@@ -126,8 +132,8 @@ class Muon(torch.optim.SGD):
 
 def refused(spec: placer.PlacementSpec) -> list[str]:
     """The errors of optimizers that cannot update pieces, and whether one that can still works."""
-    _, (x,), _ = CASES["convnet"](8)
-    placed = placer.compile(make_case("convnet", 8)[0], spec, x)
+    _, (x,), _ = make_case("convnet", 8)
+    placed = compile_case("convnet", spec)
     placed.step(x, loss_fn=mean_square)
     before = [p.detach().clone() for p in placed.parameters()]
     found = []
@@ -138,10 +144,7 @@ def refused(spec: placer.PlacementSpec) -> list[str]:
         torch.optim.LBFGS(placed.parameters()),
         torch.optim.SGD(mine, lr=0.1),
     ):
-        try:
-            optimizer.step(lambda: 0.0)
-        except placer.PlacerError as error:
-            found.append(str(error))
+        found.append(refusal(optimizer.step, lambda: 0.0))
     assert all(map(torch.equal, before, placed.parameters()))
     return found
 
@@ -149,8 +152,7 @@ def refused(spec: placer.PlacementSpec) -> list[str]:
 def read_divided_gradients(spec: placer.PlacementSpec) -> list[str]:
     """Does with pieces of gradients what a rank can do; returns the errors of what it cannot."""
     model, (x,), _ = make_case("convnet", 8)
-    plain = copy.deepcopy(model)
-    placed = placer.compile(model, spec, x)
+    plain, placed = copy.deepcopy(model), compile_case("convnet", spec)
     for module in (placed, plain):
         next(module.parameters()).register_hook(lambda gradient: gradient * 2)
     reference_step(plain, (x,), {}, spec.replicas, int(spec.microbatches))
@@ -176,10 +178,7 @@ def read_divided_gradients(spec: placer.PlacementSpec) -> list[str]:
         lambda: torch.mul(pairs[0][0].grad, 2, out=torch.zeros_like(pairs[0][1])),
         lambda: torch.equal(pairs[0][0].grad, pairs[0][0].grad),
     ):
-        try:
-            read()
-        except placer.PlacerError as error:
-            found.append(str(error))
+        found.append(refusal(read))
     placed.zero_grad(set_to_none=False)
     for p, _ in pairs:
         assert not p.grad.piece.any()
@@ -189,8 +188,7 @@ def read_divided_gradients(spec: placer.PlacementSpec) -> list[str]:
 def step_with_a_scaler(spec: placer.PlacementSpec, overflows: bool) -> None:
     """A GradScaler unscales pieces; an infinite number in one rank's piece skips the step on all ranks."""
     model, (x,), _ = make_case("convnet", 8)
-    plain = copy.deepcopy(model)
-    placed = placer.compile(model, spec, x)
+    plain, placed = copy.deepcopy(model), compile_case("convnet", spec)
     scaler = placed.grad_scaler(init_scale=8.0, enabled=True)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (placed, plain))
     placed.step(x, loss_fn=mean_square, scaler=scaler)
@@ -212,8 +210,8 @@ def step_with_a_scaler(spec: placer.PlacementSpec, overflows: bool) -> None:
 
 def step_with_hooks_and_a_closure(spec: placer.PlacementSpec) -> None:
     """The optimizer's own hooks, its closure, and hooks on gradients see whole tensors."""
-    model, (x,), _ = make_case("convnet", 8)
-    placed = placer.compile(model, spec, x)
+    _, (x,), _ = make_case("convnet", 8)
+    placed = compile_case("convnet", spec)
     shapes = [p.shape for p in placed.parameters()]
     seen = []
 
@@ -238,8 +236,8 @@ def step_with_hooks_and_a_closure(spec: placer.PlacementSpec) -> None:
 
 def fail_in_a_step(spec: placer.PlacementSpec) -> list[str]:
     """What is said after a step of the optimizer that failed halfway."""
-    model, (x,), _ = make_case("convnet", 8)
-    placed = placer.compile(model, spec, x)
+    _, (x,), _ = make_case("convnet", 8)
+    placed = compile_case("convnet", spec)
     placed.step(x, loss_fn=mean_square)
     optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
     for p in placed.parameters():
@@ -295,8 +293,7 @@ def train_odd_parameters(spec: placer.PlacementSpec, make: str) -> None:
 def divide_whole_parameters(spec: placer.PlacementSpec) -> tuple[int, int]:
     """Adafactor looks at whole matrices; torch's own optimizer divides whole parameters over replicas."""
     model, (x,), _ = make_case("convnet", 8)
-    plain = copy.deepcopy(model)
-    placed = placer.compile(model, spec, x)
+    plain, placed = copy.deepcopy(model), compile_case("convnet", spec)
     group = placed.mesh.get_group("dp")
     kind = torch.optim.Adafactor
     ours = ZeroRedundancyOptimizer(placed.parameters(), kind, process_group=group, lr=0.1)

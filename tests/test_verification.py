@@ -36,9 +36,8 @@ class ReturnsObject(nn.Module):
         return Output(self.last(hidden), hidden.mean())
 
 
-@pytest.mark.parametrize("spec", [{"devices": ["cpu:0", "cpu:1"]}, HALVES])
-def test_tensors_of_an_object_are_outputs(spec: dict[str, object]) -> None:
-    result = placer.verify(ReturnsObject(), spec, X)
+def test_tensors_of_an_object_are_outputs() -> None:
+    result = placer.verify(ReturnsObject(), HALVES, X)
     assert result.ok
     found = {c.name for c in result.comparisons if c.kind == "output"}
     assert {"logits", "score"} <= found
@@ -59,11 +58,9 @@ class DropsLayers(nn.Module):
         return x
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("spec", [{"devices": ["cpu:0"]}, HALVES])
-def test_random_numbers_of_python_and_numpy_are_the_same_for_both(spec: dict[str, object]) -> None:
+def test_random_numbers_of_python_and_numpy_are_the_same_for_both() -> None:
     for seed in range(2):
-        assert placer.verify(DropsLayers(), spec, X, seed=seed).ok
+        assert placer.verify(DropsLayers(), HALVES, X, seed=seed).ok
 
 
 def test_the_callers_random_numbers_are_left_as_they_were() -> None:
@@ -104,10 +101,9 @@ def test_a_plain_model_that_cannot_run_on_a_slice_is_said() -> None:
     assert "1 micro-batch" in str(error.value)
 
 
-@pytest.mark.parametrize("spec", [{"devices": ["cpu:0", "cpu:1"]}, HALVES])
-def test_both_run_under_the_same_autocast(spec: dict[str, object]) -> None:
+def test_both_run_under_the_same_autocast() -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4))
-    result = placer.verify(model, {**spec, "precision": "bf16"}, X)
+    result = placer.verify(model, {**HALVES, "precision": "bf16"}, X)
     assert result.ok, result
     # Gradients of slices are rounded to bf16 before they are summed, outputs are not.
     first = result.outcomes[0].comparisons
@@ -224,18 +220,17 @@ class Noisy(nn.Module):
         return self.last(self.off(self.drop(self.first(x))))
 
 
-@pytest.mark.parametrize("spec", [{"devices": ["cpu:0"]}, HALVES])
 def test_what_draws_other_numbers_on_a_gpu_is_not_compared_and_named(
-    spec: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verdict, "draws_alike", lambda plain, placed: False)
-    result = placer.verify(Noisy(), spec, X)
+    result = placer.verify(Noisy(), HALVES, X)
     assert result.ok
     assert [bool(outcome.comparisons) for outcome in result.outcomes] == [False] * 5 + [True] * 2
     assert result.random_layers == ("drop",)
     (remark,) = result.remarks
     assert "not compared: drop drew random numbers" in remark and "--run-on cpu" in remark
-    still = placer.verify(nn.Linear(4, 4), spec, X)
+    still = placer.verify(nn.Linear(4, 4), HALVES, X)
     assert still.ok and still.random_layers == still.remarks == ()
 
 

@@ -378,7 +378,7 @@ CUT = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("mend", "named"), sorted(MENDS, key=lambda each: each[0].__name__))
 def test_verify_finds(mend: Callable[[Patch], Case], named: str) -> None:
     torch.manual_seed(0)

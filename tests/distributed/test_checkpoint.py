@@ -64,7 +64,7 @@ def test_copies_that_have_gone_apart_are_named(
 
 
 def test_errors_are_the_same_on_all_ranks(job_of: Callable[[int], Job], tmp_path: Path) -> None:
-    results = job_of(4).run(cases.errors, (2, 2), tmp_path)
+    results = job_of(2).run(cases.errors, (2, 1), tmp_path)
     assert all(messages == results[0] for messages in results)
     wrong, missing, code = results[0]
     assert "weight is not in the model" in wrong and "blocks.0.mlp.0.bias is missing" in wrong

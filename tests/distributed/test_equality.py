@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_capture")
 
 SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]  # stages, replicas
 SPLIT = "InterleavedZeroBubble"
-OTHERS = ["3D U-Net, batch norm", "keywords and dict results", "in place", "recurrent"]
+OTHERS = ["keywords and dict results", "3D U-Net, batch norm", "in place", "recurrent"]
 
 
 def check(

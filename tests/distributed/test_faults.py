@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import distributed_cases as cases
 import fault_cases
 import pipeline_cases
 import pytest
-from jobs import TIMEOUT_SECONDS, Job
+from jobs import Job
 
 from placer.executor.distributed.job.assignment import find_job
 
@@ -82,22 +82,14 @@ def test_the_error_crosses_to_other_replicas(job_of: Callable[[int], Job]) -> No
     assert all("blocks.2.mlp.0" in rank[1] for rank in found)
 
 
-@pytest.fixture(scope="module")
-def patient_job() -> Iterator[Job]:
-    """Four processes whose groups outwait the test: a rank that is left waiting fails it."""
-    job = Job(4, timeout_seconds=10 * TIMEOUT_SECONDS)
-    yield job
-    job.close()
-
-
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("rank", "fault"), [(1, "loss"), (2, "layer"), (3, "norm")])
 def test_a_failed_rank_keeps_none_waiting_while_its_program_goes_on(
-    patient_job: Job, rank: int, fault: str, *, keep: bool
+    job_of: Callable[[int], Job], rank: int, fault: str, *, keep: bool
 ) -> None:
     """Also where the program keeps what would hold the connections open: the module, the traceback."""
-    for found in patient_job.run(fault_cases.fail_and_go_on, rank, fault, keep=keep):
+    for found in job_of(4).run(fault_cases.fail_and_go_on, rank, fault, keep=keep):
         expected = ["StageError" if i == rank else "PeerError" for i in range(4)]
         assert [said.partition(":")[0] for said in found] == expected
         assert all(f"rank {rank}" in said for said in found), found

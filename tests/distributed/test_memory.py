@@ -14,6 +14,7 @@ from torch import nn
 
 import placer
 
+pytestmark = pytest.mark.usefixtures("one_capture")
 # The digests of a call, of four ranks and its own, which a rank holds in its first forward: 14 numbers each.
 _DIGESTS = 5 * 14 * 8
 
@@ -93,10 +94,14 @@ def test_sharded_state_takes_what_the_plan_says(
         assert other.memory.gradients == one.memory.gradients / share
     predicted = [device.peak for device in plan.devices]
     found = job_of(4).run(cases.count_bytes, plan, case)
-    assert found == pytest.approx(predicted, rel=0.001, abs=_DIGESTS)
+    weight = 2**20  # of the wide case; a rank has six
+    # A thread of gloo that gets no core may hold a weight's gradient for a while after it has arrived.
+    held = weight if state == "gradients" and case == "wide_case" else 0
+    for nbytes, wanted in zip(found, predicted, strict=True):
+        more = 0.001 * wanted + _DIGESTS
+        assert wanted - more <= nbytes <= wanted + more + held
     if case == "wide_case":
         most = [max(d.peak for d in each.devices) for each in (none, optimizer, gradients)]
-        weight = 2**20  # a rank has six
         assert (
             most[0] - most[1] > 5 * weight
         )  # twice its state, and half of a step's temporary tensors

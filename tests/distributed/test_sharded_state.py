@@ -68,7 +68,7 @@ def test_weights_equal_the_plain_models(
         assert max(elements) <= whole / len(elements) + values
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("state", ["optimizer", "gradients"])
 @pytest.mark.parametrize(
     ("name", "shape", "over"),
@@ -162,7 +162,7 @@ def test_optimizers_that_cannot_update_pieces_are_refused(job_of: Callable[[int]
     for messages in job_of(2).run(sharded_cases.refused, spec):
         kinds = ("Muon", "Adafactor", "LBFGS")
         for message, kind in zip(messages, kinds, strict=False):
-            assert message.startswith(f"{kind}: does not update each number by itself"), message
+            assert f"{kind}: does not update each number by itself" in message
         assert "is in the optimizer on some of the ranks that have it" in messages[3]
 
 

@@ -18,7 +18,7 @@ SHAPES = [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2)]  # stages, replicas, shard
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"pp{s[0]}dp{s[1]}sp{s[2]}")
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble"])
-@pytest.mark.parametrize("name", ["3D U-Net", "3D U-Net, batch norm", "2D U-Net"])
+@pytest.mark.parametrize("name", ["2D U-Net", "3D U-Net", "3D U-Net, batch norm"])
 def test_three_steps_equal_the_plain_model(
     job_of: Callable[[int], Job], name: str, shape: tuple[int, int, int], schedule: str
 ) -> None:
@@ -38,7 +38,7 @@ def test_inputs_that_say_which_dims_are_space(job_of: Callable[[int], Job]) -> N
     name = "volume, mask and coarse volume"
     model, args, kwargs = cases.make_case(name, 8)
     plan = placer.make_plan(model, cases.make_spec(3, 1, 2, space=3, inputs=INPUTS), args, kwargs)
-    job_of(3).run(cases.check_equality, name, plan, ("GPipe",), (8, 5))
+    job_of(3).run(cases.check_equality, name, plan, ("GPipe",), (8,))
 
 
 def test_a_padding_that_wraps_around(job_of: Callable[[int], Job]) -> None:
@@ -46,7 +46,7 @@ def test_a_padding_that_wraps_around(job_of: Callable[[int], Job]) -> None:
     model, args, kwargs = cases.make_case("padding modes", 8)
     plan = placer.make_plan(model, cases.make_spec(3, 1, 1, space=3), args, kwargs)
     assert not any("Gathered" in note for note in plan.notes)
-    job_of(3).run(cases.check_equality, "padding modes", plan, ("GPipe",), (8, 5))
+    job_of(3).run(cases.check_equality, "padding modes", plan, ("GPipe",), (8,))
 
 
 @pytest.mark.matrix(1)
@@ -83,10 +83,10 @@ def test_what_is_no_box_of_the_rank_is_refused(job_of: Callable[[int], Job]) -> 
 
 def test_a_loss_over_the_whole_batch(job_of: Callable[[int], Job]) -> None:
     """Each shard of the first replica computes it, from the results of the same shard of the others."""
-    model, args, kwargs = cases.make_case("3D U-Net", 8)
+    model, args, kwargs = cases.make_case("2D U-Net", 8)
     spec = cases.make_spec(2, 2, 2, space=2, chunks=2)
     plan = placer.make_plan(model, spec, args, kwargs)
-    job_of(4).run(cases.step_over_the_whole_batch, "3D U-Net", plan)
+    job_of(4).run(cases.step_over_the_whole_batch, "2D U-Net", plan)
 
 
 def test_what_is_sent_is_what_the_plan_says(job_of: Callable[[int], Job]) -> None:

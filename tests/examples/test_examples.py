@@ -37,8 +37,6 @@ def _example(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("replicas", "full", "last"),
     [
-        (1, [30], [10]),
-        (2, [15, 15], [5, 5]),
         (3, [10, 10, 10], [4, 4, 2]),
         (8, [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
     ],
@@ -112,9 +110,9 @@ def test_unet_shapes() -> None:
 
 
 def test_digits_losses_fall_on_every_replica(capsys: pytest.CaptureFixture[str]) -> None:
-    history = _example("digits_data_parallel").train(epochs=4)
+    history = _example("digits_data_parallel").train(epochs=2)
     assert all(last < first for first, last in zip(history[0], history[-1], strict=True))
-    assert "Replica 3, epoch 3:" in capsys.readouterr().out
+    assert "Replica 3, epoch 1:" in capsys.readouterr().out
 
 
 def test_digits_gradients_are_the_hand_averaged_ones() -> None:

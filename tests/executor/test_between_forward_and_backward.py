@@ -65,6 +65,7 @@ def placed_network(policy: str, microbatches: int = 1) -> nn.Module:
     return placer.compile(network(), spec, x, run_on="cpu")
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("policy", ["checkpoint", "offload"])
 @pytest.mark.parametrize("change", [new_weight, new_layer, new_setting, assigned, frozen])

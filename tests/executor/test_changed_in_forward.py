@@ -120,7 +120,7 @@ def doubling(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapper
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("in_buffer", [False, True])
 def test_steps_of_weights_that_the_first_batch_sets(way: str, *, in_buffer: bool) -> None:

@@ -101,7 +101,7 @@ def _loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     return (output.flatten(1).mean(1) * rows * whole.sum()).mean()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_no_operation_reads_from_two_devices(name: str, how: str) -> None:
     build, shaped = MODELS[name]

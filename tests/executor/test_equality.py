@@ -13,6 +13,7 @@ import torchvision
 from oracle import assert_same
 from thin import thin_resnet18, thin_video_model
 from torch import nn
+from torchvision.models import video
 from unet3d import unet3d
 
 from placer import PlacementSpec
@@ -50,20 +51,15 @@ LARGE: dict[str, Callable[[], Case]] = {
         (torch.randn(4, 3, 64, 64, dtype=D),),
         {},
     ),
+    "r3d_18": lambda: _video(video.r3d_18),
+    "mc3_18": lambda: _video(video.mc3_18),
+    "r2plus1d_18": lambda: _video(video.r2plus1d_18),
 }
 
 CUTS = [(4, 1, 1), (2, 2, 1), (3, 1, 2)]  # stages, replicas, micro-batches; two rows per cut
 
-# One cut per model.
-VIDEO: dict[str, tuple[int, int, int]] = {
-    "r3d_18": CUTS[0],
-    "mc3_18": CUTS[1],
-    "r2plus1d_18": CUTS[2],
-}
 
-
-def _video(name: str) -> Case:
-    build = getattr(torchvision.models.video, name)
+def _video(build: Callable[[], nn.Module]) -> Case:
     return thin_video_model(build, classes=4), (torch.randn(4, 3, 4, 24, 24, dtype=D),), {}
 
 
@@ -89,7 +85,7 @@ def _spec(stages: int, replicas: int, microbatches: int, schedule: str = "GPipe"
     )
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -103,25 +99,14 @@ def test_small_models_over_all_cuts(
     assert len(placed.plan.stages) == stages
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", LARGE)
 def test_larger_models(name: str, cut: tuple[int, int, int]) -> None:
-    _train_alike(_case(name), cut)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("name", VIDEO)
-def test_video_models(name: str) -> None:
-    torch.manual_seed(0)
-    _train_alike(_video(name), VIDEO[name])
-
-
-def _train_alike(case: Case, cut: tuple[int, int, int]) -> None:
-    model, args, kwargs = case
+    model, args, kwargs = _case(name)
     # A second step adds that replicas see the new weights.
     steps = 2 if cut[1] > 1 else 1
-    placed = assert_same(model.double(), _spec(*cut), args, kwargs, steps=steps)
+    placed = assert_same(model, _spec(*cut), args, kwargs, steps=steps)
     assert len(placed.plan.stages) == cut[0]
     assert all(stage.nodes for stage in placed.plan.stages)
 

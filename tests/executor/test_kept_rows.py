@@ -62,6 +62,7 @@ class ReadsSome(Layers):
 KINDS = [KeepsState, KeepsPair, ReadsSome]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("make", KINDS)
 def test_the_next_call_reads_them(make: type[nn.Module]) -> None:
     model = make()

@@ -335,7 +335,7 @@ def _input() -> Tensor:
     return torch.randn(ROWS, WIDTH, dtype=D, requires_grad=True)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("cut", [(2, 1, 1), (3, 2, 2)])
 def test_kept(name: str, cut: tuple[int, int, int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import loss_cases
 import pytest
 import torch
+from loss_cases import CLASSES, LENGTH, WEIGHTS, kept, labels
 from oracle import assert_close, gradient_noise
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +20,6 @@ from placer import PlacedModule, PlacerError
 from placer.program import unmarked
 
 D = torch.float64
-CLASSES, LENGTH = 4, 6
 
 
 class Tokens(nn.Module):
@@ -57,21 +57,8 @@ def _input(rows: int) -> Tensor:
     return torch.randn(rows, LENGTH, 3, dtype=D, generator=torch.Generator().manual_seed(rows))
 
 
-def _labels(rows: int, ignored: int = -100) -> Tensor:
-    """Labels of which the first row keeps all, the next one label less and so on; the last none."""
-    found = torch.randint(0, CLASSES, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
-    for row in range(rows):
-        found[row, LENGTH - row :] = ignored
-    found[-1] = ignored
-    return found
-
-
 def _flat(output: Tensor, target: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), **options)
-
-
-def _kept(target: Tensor) -> Tensor:
-    return (target != -100).sum()
 
 
 def _masked_mean(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
@@ -91,23 +78,21 @@ def _assert_equal(
         assert_close(ours.grad, theirs.grad, name, floor=floor)
 
 
-WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.1], dtype=D)
-
 Case = tuple[Callable[..., Tensor], Callable[[int], Any], dict[str, Any]]
 
 
 CASES: dict[str, Case] = {
     "mean": (F.mse_loss, lambda n: torch.randn(n, LENGTH, CLASSES, dtype=D), {}),
-    "mean of labels": (_flat, lambda n: _labels(n, 0), {}),
+    "mean of labels": (_flat, lambda n: labels(n, 0), {}),
     "no target": (lambda output: output.square().mean(), lambda n: None, {}),
     "sum": (
         functools.partial(_flat, reduction="sum"),
-        _labels,
+        labels,
         {},
     ),
     "sum over a fixed number": (
         lambda output, target: _flat(output, target, reduction="sum") / 32,
-        _labels,
+        labels,
         {},
     ),
     "sum of a module": (
@@ -115,7 +100,7 @@ CASES: dict[str, Case] = {
         lambda n: torch.randn(n, LENGTH, CLASSES, dtype=D),
         {},
     ),
-    "kept labels": (_flat, _labels, {"normalizer": _kept}),
+    "kept labels": (_flat, labels, {"normalizer": kept}),
     "said to be a mean": (
         lambda output: output.square().mean(),
         lambda n: None,
@@ -170,14 +155,14 @@ def test_torchs_losses_of_labels_are_known(name: str, replicas: int) -> None:
     model, x = ByClass().double(), torch.randn(5, 3, LENGTH, dtype=D)
     spec = {"devices": ["cpu:0", "cpu:1"], "replicas": replicas, "microbatches": 4}
     placed = placer.compile(model, spec, x)
-    _assert_equal(placed, model, x, _labels(5), LABEL_LOSSES[name])
+    _assert_equal(placed, model, x, labels(5), LABEL_LOSSES[name])
 
 
 def test_labels_ignored_under_another_number_and_probabilities_of_classes() -> None:
     torch.manual_seed(0)
     model, x = ByClass().double(), torch.randn(5, 3, LENGTH, dtype=D)
     placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 4}, x)
-    _assert_equal(placed, model, x, _labels(5, 2), nn.CrossEntropyLoss(ignore_index=2))
+    _assert_equal(placed, model, x, labels(5, 2), nn.CrossEntropyLoss(ignore_index=2))
     chances = torch.rand(5, CLASSES, LENGTH, dtype=D).softmax(1)
     placed.zero_grad()
     model.zero_grad()
@@ -188,7 +173,7 @@ def test_nothing_counts_in_the_whole_batch() -> None:
     """The mean over nothing is NaN, as it is uncut."""
     placed, plain = _pair()
     target = torch.full((8, LENGTH), -100)
-    loss = placed.step(_input(8), target=target, loss_fn=_flat, normalizer=_kept)
+    loss = placed.step(_input(8), target=target, loss_fn=_flat, normalizer=kept)
     _flat(plain(_input(8)), target).backward()
     assert loss.isnan()
     for ours, theirs in zip(placed.parameters(), plain.parameters(), strict=True):
@@ -201,7 +186,7 @@ def _numbers(rows: int) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], Any]] = {
-    "ignored labels": (_flat, _labels(8)),
+    "ignored labels": (_flat, labels(8)),
     "one ignored label": (_flat, torch.where(torch.arange(48).view(8, 6) == 40, -100, 1)),
     "an ignored label, and a first token that the loss leaves out": (
         lambda output, target: _flat(output[:, :-1], target[:, 1:]),
@@ -211,7 +196,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Any]] = {
         lambda output, target: _flat(output[:, 2:-2] * 1e-2, target[:, 2:-2], ignore_index=0),
         torch.where(torch.arange(48).view(8, 6) == 45, 0, 2),
     ),
-    "class weights": (functools.partial(_flat, weight=WEIGHTS), _labels(8, 0)),
+    "class weights": (functools.partial(_flat, weight=WEIGHTS), labels(8, 0)),
     "a mask": (
         _masked_mean,
         (torch.randn(8, LENGTH, CLASSES, dtype=D), torch.arange(48).view(8, LENGTH) % 5 > 1),
@@ -282,12 +267,12 @@ def test_a_loss_that_is_nothing_on_a_few_rows_is_refused() -> None:
 
 def test_a_label_that_comes_later_is_tried_when_it_comes() -> None:
     placed, plain = _pair()
-    target = _labels(8, 0)
+    target = labels(8, 0)
     _assert_equal(placed, plain, _input(8), target, _flat)
     target[3, 2] = -100
     with pytest.raises(PlacerError, match="is neither a mean nor a sum"):
         placed.step(_input(8), target=target, loss_fn=_flat)
-    placed.step(_input(8), target=target, loss_fn=_flat, normalizer=_kept)
+    placed.step(_input(8), target=target, loss_fn=_flat, normalizer=kept)
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan")])
@@ -298,10 +283,10 @@ def test_losses_that_show_nothing_are_tried_again(scale: float) -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return _flat(output, target, weight=WEIGHTS) * factor
 
-    placed.step(_input(8), target=_labels(8, 0), loss_fn=loss_fn)
+    placed.step(_input(8), target=labels(8, 0), loss_fn=loss_fn)
     factor.fill_(1.0)
     with pytest.raises(PlacerError, match="neither a mean nor a sum"):
-        placed.step(_input(8), target=_labels(8, 0), loss_fn=loss_fn)
+        placed.step(_input(8), target=labels(8, 0), loss_fn=loss_fn)
 
 
 def test_weights_of_rows_that_are_all_alike_at_first() -> None:
@@ -336,7 +321,7 @@ def test_functions_of_the_same_code_that_hold_other_things_are_others() -> None:
         reduced = functools.partial(_flat, reduction="mean" if sign > 0 else "sum")
         placed.zero_grad()
         plain.zero_grad()
-        _assert_equal(placed, plain, _input(8), _labels(8, 0), reduced)
+        _assert_equal(placed, plain, _input(8), labels(8, 0), reduced)
 
 
 ELEMENTS: dict[str, Callable[..., Tensor]] = {
@@ -422,9 +407,9 @@ def test_an_output_with_several_entries_for_every_row() -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target.flatten())
 
-    _assert_equal(placed, model, x, _labels(5, 0), loss_fn)
+    _assert_equal(placed, model, x, labels(5, 0), loss_fn)
     with pytest.raises(PlacerError, match="neither a mean nor a sum"):
-        placed.step(x, target=_labels(5), loss_fn=loss_fn)
+        placed.step(x, target=labels(5), loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
@@ -433,9 +418,9 @@ def test_losses_of_16_bit_outputs(microbatches: int) -> None:
     torch.manual_seed(0)
     model, x = Tokens().bfloat16(), _input(4).bfloat16()
     placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": microbatches}, x)
-    placed.step(x, target=_labels(4, 0), loss_fn=_flat)
+    placed.step(x, target=labels(4, 0), loss_fn=_flat)
     with pytest.raises(PlacerError, match="neither a mean nor a sum"):
-        placed.step(x, target=_labels(4), loss_fn=_flat)
+        placed.step(x, target=labels(4), loss_fn=_flat)
 
 
 @pytest.mark.parametrize("rows", [7, 16, 48])
@@ -503,7 +488,7 @@ def test_a_graph_that_slices_share_is_an_error_with_a_remedy() -> None:
 def test_a_target_in_a_numpy_array_is_told_to_be_a_tensor() -> None:
     placed, _ = _pair()
     with pytest.raises(PlacerError, match=r"target\['y'\]: is a numpy array(.|\n)*from_numpy"):
-        placed.step(_input(8), target={"y": _labels(8).numpy()}, loss_fn=F.cross_entropy)
+        placed.step(_input(8), target={"y": labels(8).numpy()}, loss_fn=F.cross_entropy)
 
 
 def test_a_scaled_loss_that_16_bits_cannot_hold() -> None:
@@ -528,26 +513,26 @@ class OwnLoss(Tokens):
 
 def test_a_loss_that_the_model_computes() -> None:
     torch.manual_seed(0)
-    model, x, labels = OwnLoss().double(), _input(8), _labels(8)
-    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 3}, (x, labels))
+    model, x, given = OwnLoss().double(), _input(8), labels(8)
+    placed = placer.compile(model, {"devices": ["cpu:0"], "microbatches": 3}, (x, given))
 
     def loss_fn(output: dict[str, Tensor], *_: Any) -> Tensor:
         return output["loss"]
 
     with pytest.raises(PlacerError, match="a loss that the model computed") as error:
-        placed.step(x, labels, loss_fn=loss_fn)
+        placed.step(x, given, loss_fn=loss_fn)
     assert "normalizer=" in str(error.value)
-    loss = placed.step(x, labels, target=labels, loss_fn=loss_fn, normalizer=_kept)
-    expected = model(x, labels)["loss"]
+    loss = placed.step(x, given, target=given, loss_fn=loss_fn, normalizer=kept)
+    expected = model(x, given)["loss"]
     expected.backward()
     assert_close(loss, expected.detach(), "loss")
     assert_close(placed.head.weight.grad, model.head.weight.grad, "gradient")  # type: ignore[union-attr]
-    placed.step(x, labels, loss_fn=lambda output: output["logits"].square().sum(), reduction="sum")
+    placed.step(x, given, loss_fn=lambda output: output["logits"].square().sum(), reduction="sum")
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"reduction": "none"}, "use 'auto', 'mean' or 'sum'"),
-    "both": ({"reduction": "sum", "normalizer": _kept}, "leave one of them out"),
+    "both": ({"reduction": "sum", "normalizer": kept}, "leave one of them out"),
     "raises": ({"normalizer": lambda t: t["x"]}, "normalizer: raised"),
     "no count": ({"normalizer": lambda t: -1.0}, "normalizer: counts -1.0"),
     "a share": ({"normalizer": lambda t: (t != 0).double().mean()}, "normalizer: counts .* together"),
@@ -559,7 +544,7 @@ def test_wrong_options_are_said(name: str) -> None:
     placed, _ = _pair()
     options, said = OPTIONS[name]
     with pytest.raises(PlacerError, match=said):
-        placed.step(_input(8), target=_labels(8, 0), loss_fn=_flat, **options)
+        placed.step(_input(8), target=labels(8, 0), loss_fn=_flat, **options)
 
 
 def _clip_target(rows: int) -> dict[str, Any]:
@@ -646,7 +631,7 @@ def test_what_a_loss_over_the_whole_batch_cannot_have() -> None:
     with pytest.raises(PlacerError, match=r"1F1B begins with backwards(.|\n)*GPipe"):
         placed.step(_input(8), loss_fn=lambda output: output.max(), whole_batch=True)
     with pytest.raises(PlacerError, match="there is one loss"):
-        placed.step(_input(8), loss_fn=F.mse_loss, normalizer=_kept, whole_batch=True)
+        placed.step(_input(8), loss_fn=F.mse_loss, normalizer=kept, whole_batch=True)
 
 
 def test_a_failing_loss_says_what_it_was_called_with() -> None:

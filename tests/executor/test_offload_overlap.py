@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("name", "checkpoint"), [*((n, []) for n in CASES), ("U-Net", ["**"])])
 def test_results_equal_eager_on_the_latest_stream(
     stream: LateStream, name: str, checkpoint: list[str]

@@ -162,6 +162,7 @@ def test_the_same_operations_in_another_structure() -> None:
         _same(placed, model, x)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_other_lengths(replicas: int) -> None:
     torch.manual_seed(0)

@@ -72,7 +72,7 @@ def _spec(devices: int, microbatches: int, schedule: str = "GPipe") -> dict[str,
     return {"devices": names, "microbatches": microbatches, "schedule": schedule}
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize(
     ("devices", "microbatches", "schedule"),

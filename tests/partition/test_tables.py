@@ -14,7 +14,7 @@ from placer.planner.resolve import planning_options
 from placer.program import lower
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_stages_cost_what_they_did_when_they_were_chosen(

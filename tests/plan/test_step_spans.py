@@ -210,6 +210,7 @@ def test_inference_has_forwards_only_and_an_optimizer_comes_last() -> None:
     assert last.on == ("cuda:0", "cuda:1")
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_plans_step_is_its_spans(processes: bool) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))

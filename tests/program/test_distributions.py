@@ -61,6 +61,7 @@ def placed_and_plain(fields: dict[str, Any], *, sampled: bool = False) -> list[n
     return [placer.compile(copy.deepcopy(plain), fields, example, run_on="cpu"), plain]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS)
 def test_what_is_computed_and_kept_equals_the_plain_model(fields: dict[str, Any]) -> None:
     nets = placed_and_plain(fields)

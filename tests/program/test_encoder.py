@@ -63,7 +63,7 @@ def padded(*lengths: int, left: bool = False) -> Callable[[], Arguments]:
 CALLS = [padded(6, 4, 3, 5), padded(3, 6, 2, 1), padded(3, 4, 2, 1), padded(2, 6, 5, 4, 1, 2)]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)

@@ -68,6 +68,7 @@ def calls(model: nn.Module, before: Callable[[int], None]) -> list[Any]:
     return seen
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize(
     "spec", [{"devices": ["cpu:0"]}, {"devices": ["cpu:0"], "microbatches": 2}]
 )

@@ -89,7 +89,7 @@ def tokens_and(lengths: Any) -> Callable[[], Arguments]:
     return lambda: (torch.randint(20, (len(lengths), 9)), lengths)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("name", MODELS)
 def test_lengths_may_change_with_every_call(name: str, way: str) -> None:
@@ -161,7 +161,7 @@ class Around(nn.Module):
         return self.last(self.inside(tokens, lengths))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("way", UNCUT)
 @pytest.mark.parametrize("inside", [Fills, Walks])
 def test_code_that_depends_on_the_lengths_keeps_its_module_whole(
@@ -193,7 +193,7 @@ def packed_of(*lengths: int, is_sorted: bool) -> Callable[[], Arguments]:
     return make
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("way", UNCUT)

@@ -159,6 +159,7 @@ class Tables:
         self.table = {"scale": torch.randn(4, dtype=D)}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", ["part", "torch's", "own", "object"])
 def test_another_one_in_the_variable(kind: str) -> None:
     uses: dict[str, Any] = {"object": lambda self, x: x * HELD["list"][0].table["scale"]}

@@ -186,7 +186,7 @@ def test_bags_by_offsets_are_not_split() -> None:
         placer.compile(Words("bags"), SPEC, (words, offsets), run_on="cpu")
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", MIXING)
 def test_a_model_that_mixes_rows_is_not_split(kind: str) -> None:
     function, reason = MIXING[kind]

@@ -28,6 +28,7 @@ class Windows(Branches):
         return y
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("way", UNCUT[:2])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", [Branches, Windows])

@@ -18,7 +18,7 @@ POOL = [DeviceSpec(name=f"cpu:{i}") for i in range(8)]
 FAMILIES = list(itertools.product((1, 2), (1, 2), (1, 2), (False, True), (False, True)))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("replicas", "stages", "shards", "recompute", "chunks"), FAMILIES)
 def test_a_step_of_every_family_is_the_plain_step(
     replicas: int, stages: int, shards: int, recompute: bool, chunks: bool

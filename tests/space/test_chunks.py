@@ -54,7 +54,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("chunks", [2, 3, 16])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_unet_in_chunks_computes_what_it_does_in_one(name: str, chunks: int) -> None:
