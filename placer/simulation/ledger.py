@@ -85,8 +85,10 @@ class Ledger(TimelineMode):
 
         A copy to another place, and a tensor made outside the model's nodes, gets the name of its source,
         which is the first input of the same shape: the value or gradient that was copied, or the
-        parameter to which an optimizer's state belongs.
+        parameter to which an optimizer's state belongs. One on ``meta`` takes no memory.
         """
+        if tensor.device.type == "meta":
+            return
         known = (self._entry(x) for x in inputs if x.shape == tensor.shape)
         source = next((entry for entry in known if entry is not None), None)
         if source is None or (self._here.node and source.device == place):
