@@ -25,7 +25,7 @@ Shapes = list[tuple[int, ...]]  # of the inputs, or of the tensors in a single l
 
 
 class Case(NamedTuple):
-    """A model, the shapes of its inputs, and the spec's fields."""
+    """A model, the shapes of its inputs, and the spec's fields; those of ``auto`` if no devices are given."""
 
     build: Callable[[], nn.Module]
     shapes: Shapes
@@ -33,6 +33,7 @@ class Case(NamedTuple):
     fields: dict[str, Any]
     needs: str = ""  # the package that it needs
     as_list: bool = False  # the inputs are one list of tensors
+    dtype: str = "float32"
 
 
 def _unet(width: int, depth: int) -> nn.Module:
@@ -61,6 +62,26 @@ def _ddpm() -> nn.Module:
     return model
 
 
+def _gpt3() -> nn.Module:
+    import torch
+
+    from examples.gpt3_ten_thousand import GPT
+
+    with torch.device("meta"):
+        return GPT()
+
+
+def _auto(name: str) -> Case:
+    """``auto`` for 64 images on eight cards, with a process each."""
+    cards = [{"name": f"cuda:{i}", "kind": "rtx3090"} for i in range(8)]
+    return Case(lambda: _torchvision(name), [(64, 3, 224, 224)], 0, {"devices": cards})
+
+
+def _auto_gpt3(sequences: int) -> Case:
+    machine = {"machine": "dgx-a100:1250", "precision": "bf16"}
+    return Case(_gpt3, [(sequences, 2048)], 0, machine, dtype="int64")
+
+
 _MEMORY, _TIME = {"objective": "memory"}, {"objective": "throughput", "microbatches": 2}
 _CLIP = [(2, 3, 16, 224, 224)]
 # The full MNI152 volume has 197 x 233 x 189 voxels, padded to multiples of 16.
@@ -78,6 +99,12 @@ CASES = {
         _slowfast, [(2, 3, 8, 224, 224), (2, 3, 32, 224, 224)], 2, _TIME, "pytorchvideo", True
     ),
     "DDPM U-Net": Case(_ddpm, [(4, 3, 64, 64), (4,)], 2, _TIME, "denoising_diffusion_pytorch"),
+    "`auto`: ResNet-152 on 8 devices": _auto("resnet152"),
+    "`auto`: DenseNet-201 on 8 devices": _auto("densenet201"),
+    "`auto`: EfficientNetV2-L on 8 devices": _auto("efficientnet_v2_l"),
+    "`auto`: GPT-3, 1,536 sequences, 10,000 devices": _auto_gpt3(1536),
+    "`auto`: GPT-3, 6,144 sequences, 10,000 devices": _auto_gpt3(6144),
+    "`auto`: GPT-3, 12,288 sequences, 10,000 devices": _auto_gpt3(12288),
 }
 
 
@@ -92,17 +119,19 @@ def measure(name: str) -> dict[str, float]:
     imports = time.process_time() - start
     case = CASES[name]
     model = case.build().to("meta")
-    inputs = [torch.empty(shape, device="meta") for shape in case.shapes]
+    dtype = getattr(torch, case.dtype)
+    inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in case.shapes]
     devices = [{"name": f"cuda:{i}", "memory": 16 * GIB} for i in range(case.devices)]
     before = begin_peak()
     start, cpu = time.perf_counter(), time.process_time()
     import placer
 
-    plan = placer.make_plan(
-        model,
-        {"devices": devices, "loss": "mean_square", **case.fields},
-        (inputs,) if case.as_list else tuple(inputs),
-    )
+    given = (inputs,) if case.as_list else tuple(inputs)
+    if devices:
+        spec = {"devices": devices, "loss": "mean_square", **case.fields}
+        plan = placer.make_plan(model, spec, given)
+    else:
+        plan = placer.auto_plan(model, given, processes=True, **case.fields)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "nodes": sum(len(stage.nodes) for stage in plan.stages),

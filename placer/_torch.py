@@ -477,6 +477,22 @@ def function_modes() -> list[TorchFunctionMode]:
     return modes
 
 
+def all_gather_single(
+    whole: Tensor, part: Tensor, group: Any, *, async_op: bool = False
+) -> dist.Work | None:
+    """``torch.distributed.all_gather_single``, whose name in releases before 2.14 that release deprecates."""
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    found: dist.Work | None = run(whole, part, group=group, async_op=async_op)
+    return found
+
+
+def reduce_scatter_single(part: Tensor, whole: Tensor, group: Any) -> dist.Work | None:
+    """Begin ``torch.distributed.reduce_scatter_single``, as `all_gather_single`."""
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    found: dist.Work | None = run(part, whole, group=group, async_op=True)
+    return found
+
+
 def abort_group(group: dist.ProcessGroup) -> None:
     """Abort and remove ``group`` without waiting for its other ranks.
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from placer._torch import all_gather_single
 from placer.errors import PlacerError
 from placer.executor.distributed.job.groups import gather_objects, wait_function
 from placer.executor.distributed.job.join import name_ranks
@@ -115,9 +116,7 @@ class CallCheck:
         ]
         mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         numbers_of_all = mine.new_empty(len(self._everyone), len(mine))
-        work = dist.all_gather_into_tensor(
-            numbers_of_all.view(-1), mine, group=world, async_op=True
-        )
+        work = all_gather_single(numbers_of_all.view(-1), mine, world, async_op=True)
         # None when the messages have been compared, which frees them.
         self._exchange: tuple[Tensor, Callable[[], object]] | None
         self._exchange = numbers_of_all, wait_function(work)

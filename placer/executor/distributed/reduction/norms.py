@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from placer._torch import all_gather_single
 from placer.executor.distributed.job.groups import gather_objects
 from placer.executor.distributed.messages.exchange import GroupExchange
 from placer.executor.places.place import Place
@@ -35,7 +36,7 @@ def moments_of_replicas(
         values = torch.cat([value for x in own.values() for value in (x.mean, x.deviations)])
         message[: len(values)] = values
     messages = message.new_empty(len(calls_of), len(message))
-    dist.all_gather_into_tensor(messages.view(-1), message, group=group)
+    all_gather_single(messages.view(-1), message, group)
     found: dict[NormCall, list[Moments]] = {}
     for calls, size, sent in list(zip(calls_of, sizes, messages, strict=True))[::copies]:
         parts = sent[:size].split([width for *_, width in calls for _ in range(2)])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from placer._torch import all_gather_single, reduce_scatter_single
 from placer.executor.distributed.job.groups import wait_function
 from placer.state_layout import piece_length
 
@@ -56,8 +57,7 @@ class GroupSum:
 
     def start_scatter(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         if "gloo" not in dist.get_backend(self._group):
-            work = dist.reduce_scatter_tensor(part, whole, group=self._group, async_op=True)
-            return wait_function(work)
+            return wait_function(reduce_scatter_single(part, whole, self._group))
         # Gloo sums a copy of the whole, so this takes less memory than its own reduce-scatter.
         wait = self.start_sum(whole)
 
@@ -68,8 +68,7 @@ class GroupSum:
         return finish
 
     def start_gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
-        work = dist.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
-        return wait_function(work)
+        return wait_function(all_gather_single(whole, part, self._group, async_op=True))
 
 
 def gather_pieces(piece: Tensor, shape: torch.Size, group: SummingGroup) -> Tensor:
