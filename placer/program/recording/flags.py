@@ -44,10 +44,10 @@ class GradientFlags:
         self.asked = True
         return self._grad or self._disabled
 
-    def ask_of(self, tensor: Tensor) -> bool:
-        """Note that code asks whether ``tensor`` requires gradients; the answer, if it does."""
+    def ask_of(self, tensor: Tensor, *, found: bool) -> bool:
+        """Note that code asks whether ``tensor`` requires gradients, as was ``found``; the answer."""
         self.asked_of_tensor = True
-        return self._grad or self._disabled or tensor.is_leaf
+        return found and (self._grad or self._disabled or tensor.is_leaf)
 
     def answers(self, tensors: Iterable[Tensor]) -> Answers:
         """What forward asked; ``tensors`` are the caller's inputs and the parameters."""

@@ -606,7 +606,7 @@ class Recorder(TorchFunctionMode):
         """Read a property of a tensor, such as ``x.shape`` or ``x.T``."""
         value, name = func(tensor), func.__self__.__name__
         if name == "requires_grad" and not runs_library(sys._getframe(3)):
-            return self.flags.ask_of(tensor) and value  # noted, whatever the value
+            return self.flags.ask_of(tensor, found=value)
         if name in _OF_EARLIER_STEPS and tensor.is_leaf and not runs_library(sys._getframe(3)):
             raise CaptureError(
                 type(self.model).__name__,
