@@ -14,7 +14,8 @@ from placer.program.fake.converter import GuessData
 from placer.program.recording.inside import Inside
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_OPERATORS = "torch._subclasses", "placer.program.fake.converter"  # run operators on fake tensors
+# They run operators on fake tensors.
+_OPERATORS = "torch._subclasses", "placer.program.fake.converter", "placer.program.fake.mode"
 
 
 def reading_of_inputs(
