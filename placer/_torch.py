@@ -480,14 +480,14 @@ def function_modes() -> list[TorchFunctionMode]:
 def all_gather_single(
     whole: Tensor, part: Tensor, group: Any, *, async_op: bool = False
 ) -> dist.Work | None:
-    """``torch.distributed.all_gather_single``, whose name in releases before 2.14 that release deprecates."""
+    """Gather a part of every rank; torch before 2.14 has another name for it, which 2.14 deprecates."""
     run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     found: dist.Work | None = run(whole, part, group=group, async_op=async_op)
     return found
 
 
 def reduce_scatter_single(part: Tensor, whole: Tensor, group: Any) -> dist.Work | None:
-    """Begin ``torch.distributed.reduce_scatter_single``, as `all_gather_single`."""
+    """Begin a reduce-scatter, which has two names for the same reason as `all_gather_single`."""
     run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     found: dist.Work | None = run(part, whole, group=group, async_op=True)
     return found

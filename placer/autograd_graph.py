@@ -22,9 +22,8 @@ def nodes_of(value: Any) -> list[Node]:
 def _maker(tensor: Tensor) -> Node | None:
     try:
         return tensor.grad_fn
-    except (
-        RuntimeError
-    ):  # a view made under no_grad and written since, which torch does not differentiate
+    except RuntimeError:
+        # It is a view that was made under no_grad and written since, which torch does not differentiate.
         return None
 
 

@@ -101,11 +101,10 @@ class SpecError(PlacerError):
         self.locations = tuple(locations) or (None,) * len(self.problems)
         errors = []
         told: set[tuple[str, str]] = set()
-        for (where, *what), location in zip(self.problems, self.locations, strict=True):
-            errors.append(
-                PlacerError(where, what[0], "as above" if tuple(what) in told else what[1])
-            )
-            told.add((what[0], what[1]))
+        for (where, problem, remedy), location in zip(self.problems, self.locations, strict=True):
+            is_told = remedy and (problem, remedy) in told
+            errors.append(PlacerError(where, problem, "as above" if is_told else remedy))
+            told.add((problem, remedy))
             errors[-1].location = location
         if len(errors) == 1 and (
             self.locations[0] or source == self.OPTIONS or self.problems[0][0] == source

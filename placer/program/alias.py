@@ -121,16 +121,14 @@ class _AliasInterpreter(fx.Interpreter):
         self.writes = _WriteLog(StateNames([*model.named_buffers(), *model.named_parameters()]))
         self.touched: dict[str, set[int]] = {}  # node -> storages that it reads or returns
         self.written: dict[str, set[int]] = {}  # node -> earlier storages that it writes
-        self.written_state: dict[
-            str, tuple[str, ...]
-        ] = {}  # node -> names of what it writes of these
+        # Node -> names of what it writes of parameters and buffers
+        self.written_state: dict[str, tuple[str, ...]] = {}
         self.rng_nodes: list[str] = []
         self.known: set[int] = set()  # storages so far
         self.given: set[int] = set()  # storages of inputs and constants
         self.values: dict[int, list[str]] = defaultdict(list)  # storage -> nodes that return it
-        self.written_values: dict[
-            str, tuple[str, ...]
-        ] = {}  # node -> earlier nodes with what it writes
+        # Node -> earlier nodes with what it writes
+        self.written_values: dict[str, tuple[str, ...]] = {}
         self.state = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self.known |= self.state
 

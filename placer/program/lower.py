@@ -48,12 +48,15 @@ def lower(
     """
     captured = capture_model(model, args, kwargs, **options)
     program = make_program(captured, captured.graph, captured.layer_of, captured.aliasing)
-    _check_memory(program)
+    _refuse_shared_memory(program)
     return rewritten(program, rewrites)
 
 
-def _check_memory(program: Program) -> None:
-    """Raise ``CaptureError`` if a tensor that is written shares memory with another, as no copies do."""
+def _refuse_shared_memory(program: Program) -> None:
+    """Raise ``CaptureError`` if a tensor that is trained or written shares memory with another.
+
+    A placed model has copies, each with memory of its own.
+    """
     captured, model = program.captured, program.model
     named = dict([*model.named_parameters(), *model.named_buffers()])
     written = {name for name, tensor in named.items() if tensor.requires_grad}

@@ -45,7 +45,10 @@ class GradientFlags:
         return self._grad or self._disabled
 
     def ask_of(self, tensor: Tensor, *, found: bool) -> bool:
-        """Note that code asks whether ``tensor`` requires gradients, as was ``found``; the answer."""
+        """Note that code asks whether ``tensor`` requires gradients. Returns what it is told.
+
+        ``found`` is what is true of the fake tensor.
+        """
         self.asked_of_tensor = True
         return found and (self._grad or self._disabled or tensor.is_leaf)
 
