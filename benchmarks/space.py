@@ -241,18 +241,9 @@ def measure_ranks() -> list[dict[str, Any]]:
 
 
 def _run(ranks: int, edge: int, width: int) -> list[dict[str, Any]]:
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, edge, width, results))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    found = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return sorted(found, key=lambda row: row["rank"])
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (ranks, edge, width, results), nprocs=ranks)
+    return sorted((results.get() for _ in range(ranks)), key=lambda row: row["rank"])
 
 
 def _rank(rank: int, ranks: int, edge: int, width: int, results: Any) -> None:
@@ -287,7 +278,7 @@ def _rank(rank: int, ranks: int, edge: int, width: int, results: Any) -> None:
         with ledger:
             step()
         found["sent"] = exchange.sent_nbytes - before  # type: ignore[union-attr]
-        found["peak"] = ledger.peak.nbytes
+        found["peak"] = ledger.timeline().peaks()["rank"].nbytes
         dist.destroy_process_group()
     results.put(found)
 
