@@ -39,7 +39,7 @@ from placer.plan.types import Plan
 from placer.search.strategy import Strategy
 
 DEVICES = 2  # for ``auto``
-BATCHES = (2, 4, 8, 16)
+BATCHES = (8, 16, 32, 64)
 ROUNDS = 7
 NEAR = 1.05  # of the best seconds
 _THREAD = {**os.environ, "OMP_NUM_THREADS": "1", **KEEP_FREED_MEMORY}
@@ -76,6 +76,7 @@ class Model:
     target: tuple[int, ...] = ()
     classes: int = 10
     tokens: bool = False
+    batches: tuple[int, ...] = BATCHES
 
     def example(self, rows: int) -> tuple[nn.Module, Tensor, Tensor]:
         torch.manual_seed(0)
@@ -87,11 +88,13 @@ class Model:
 MODELS = {
     "ResNet-18, 64 x 64": Model(torchvision.models.resnet18, (3, 64, 64)),
     "MobileNet-V3 small, 96 x 96": Model(torchvision.models.mobilenet_v3_small, (3, 96, 96)),
-    "3D U-Net, width 8, 32 x 32 x 32": Model(
-        lambda: unet3d(width=8, depth=3, out_channels=3), (1, 32, 32, 32), (32, 32, 32), 3
+    "3D U-Net, width 16, 24 x 24 x 24": Model(
+        lambda: unet3d(width=16, depth=3, out_channels=3), (1, 24, 24, 24), (24, 24, 24), 3
     ),
     "vision transformer, 6 x 192": Model(vision_transformer, (3, 64, 64)),
-    "GPT, 4 x 256, 128 tokens": Model(Words, (128,), (128,), 4096, tokens=True),
+    "GPT, 4 x 256, 128 tokens": Model(
+        Words, (128,), (128,), 4096, tokens=True, batches=(4, 8, 16, 32)
+    ),
     "MLP, 25 million weights": Model(wide, (2048,)),
 }
 
@@ -315,7 +318,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         machine = describe_machine(Path(folder))
         for name, case in MODELS.items():
-            for batch in BATCHES:
+            for batch in case.batches:
                 if options.batch not in (None, batch) or (options.model or "") not in name:
                     continue
                 plans = all_plans(case, batch, machine, options.processes)

@@ -38,11 +38,24 @@ class Samples:
         side = round(28 * self.scale**0.5) if large else 4
         channels = (128 if self.scale > 1 else 64) if large else 8
         x, w = self._x(4, channels, side, side), self._x(channels, channels, 3, 3)
-        rest = ([1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1)
-        if part == "forward":
-            return lambda: aten.convolution.default(x, w, None, *rest)
-        mask = [part == "input", part == "weight", False]
-        return lambda: aten.convolution_backward.default(x, x, w, None, *rest, mask)
+        return lambda: _convolve(x, w, part)
+
+    def large_weights(self, name: str, *, large: bool) -> Call:
+        """Products of few rows, or convolutions of small images as `convolution` has them, in turn.
+
+        Their weights are together larger than the caches of a CPU.
+        """
+        count = 8 if large else 1
+        factor = min(self.scale, 1) ** 0.5
+        if name == "product":
+            side = 8 * round(256 * factor) if large else 16
+            rows, weights = self._x(8, side), [self._x(side, side) for _ in range(count)]
+            return lambda: [(rows @ weight, rows.t() @ rows) for weight in weights]
+        channels = 8 * round(64 * factor) if large else 8
+        x = self._x(2, channels, 2, 2)
+        kernels = [self._x(channels, channels, 3, 3) for _ in range(count)]
+        _, _, part = name.partition("_")
+        return lambda: [_convolve(x, kernel, part) for kernel in kernels]
 
     def transposed(self, part: str, *, large: bool) -> Call:
         """A transposed convolution with kernels of 2 and a stride of 2, or one of its gradients."""
@@ -129,6 +142,15 @@ class Samples:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         return torch.optim.Adam(parameters).step
+
+
+def _convolve(x: Tensor, weight: Tensor, part: str) -> Any:
+    """A padded 3x3 convolution, or, if ``part`` is "input" or "weight", that gradient of it."""
+    rest = ([1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1)
+    if part not in ("input", "weight"):
+        return aten.convolution.default(x, weight, None, *rest)
+    mask = [part == "input", part == "weight", False]
+    return aten.convolution_backward.default(x, x, weight, None, *rest, mask)
 
 
 _PARAMETERS = 4

@@ -113,6 +113,19 @@ def test_heavy_classes_do_not_read_as_fast_as_a_sum_in_the_cache(
     assert kind.host_bandwidth == pytest.approx(BANDWIDTH / 2, rel=0.05)
 
 
+def test_large_weights_are_read_at_a_rate_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placer.profiling.calibration._CPU_SCALE", 1 / 8)
+    names = ("convolution", "convolution_input", "convolution_weight", "product")
+    for name in names:
+        monkeypatch.setitem(SLOWER, name, 1000.0)
+    with Known() as known:
+        kind = calibrate("cpu", clock=HostClock(lambda: known.now), seconds=1e-9)
+    for name in names:
+        rate, truth = kind.rates[name, "float32"], _rate((name, "float32"))
+        assert rate.bandwidth == pytest.approx(truth.bandwidth, rel=0.15)
+        assert rate.flops == pytest.approx(truth.flops, rel=0.35)
+
+
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(DeviceError, match="cuda:77: is not on this machine"):
         calibrate("cuda:77")
