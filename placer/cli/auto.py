@@ -51,6 +51,16 @@ Machine = Annotated[
         help="Instead of --device: all devices of this machine, with its links.",
     ),
 ]
+Split = Annotated[
+    list[str],
+    typer.Option(
+        "--split",
+        metavar="NAME=whole|DIM",
+        help='How an input is split with the batch, as in a spec\'s "inputs": prior=whole, or state=1 for '
+        "the dimension of its rows; repeatable.",
+        **REPEATABLE,
+    ),
+]
 Alternatives = Annotated[
     int, typer.Option("--alternatives", min=0, help="How many other kinds of strategy to show.")
 ]
@@ -59,7 +69,7 @@ Fields = Annotated[
     spec_fields(
         *("objective", "replicas", "stages", "space", "microbatches", "schedule", "checkpoint"),
         *("offload", "chunks", "precision", "optimizer", "training", "reserve", "host_memory"),
-        *("shard_state", "shard_over", "node_layout", "batch"),
+        *("shard_state", "shard_over", "node_layout", "batch", "offload_overlap"),
         chosen=(
             *("replicas", "stages", "space", "microbatches", "schedule", "chunks", "shard_state"),
             "node_layout",
@@ -76,6 +86,7 @@ def auto(
     devices: Devices,
     loss_options: LossOptions,
     fields: Fields,
+    split: Split,
     machine: Machine = None,
     output: Output = None,
     plan_output: PlanOutput = None,
@@ -94,7 +105,7 @@ def auto(
     """
     from placer.files import check_spec_path, check_writable
 
-    wanted = wanted_spec(devices, machine, kind, fields, loss_options)
+    wanted = wanted_spec(devices, machine, kind, fields, loss_options, split)
     model_options.check()
     check_spec_path(output)
     check_writable(plan_output, html)
@@ -144,12 +155,23 @@ def wanted_spec(
     kind: str | None,
     fields: Mapping[str, Any],
     loss_options: LossOptions,
+    split: Sequence[str],
 ) -> PlacementSpec:
     """The spec of all devices that may be used, with the fields that options give. Raises ``PlacerError``."""
     if machine and (devices or kind):
         raise PlacerError("--machine", "is given, and devices too", "leave out --device and --kind")
     where = {"machine": machine} if machine else {"devices": written_devices(devices, kind)}
-    return spec_of_options(devices, **fields, **where, loss=loss_options.spec())
+    inputs = dict(map(_how_split, split)) or None
+    return spec_of_options(devices, **fields, **where, loss=loss_options.spec(), inputs=inputs)
+
+
+def _how_split(text: str) -> tuple[str, Any]:
+    """How an input is split, as a spec has it, from a text such as ``state=1``."""
+    name, equals, how = text.rpartition("=")
+    if not equals:
+        remedy = f"write {text}=whole, or the dimension of its rows, as in {text}=1"
+        raise PlacerError(f"--split {text}", "does not say how the input is split", remedy)
+    return name, {"batch_dim": int(how)} if how.isdecimal() else how
 
 
 def written_devices(texts: Sequence[str], kind: str | None) -> list[dict[str, Any]]:

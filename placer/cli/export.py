@@ -14,15 +14,15 @@ Output = Annotated[Path | None, to_file("FILE", "Write the map here (JSON), not 
 EXAMPLE = "placer export net.py:Net plan.json -o device_map.json"
 
 
-def export(model_options: ModelOptions, spec: SpecOrPlan, output: Output = None) -> None:
+def export(model_options: ModelOptions, spec: SpecOrPlan = None, output: Output = None) -> None:
     """Write accelerate's device_map of a plan, or of a spec that places every layer.
 
     It has the devices of the first replica; CUDA devices are numbers.
     """
-    from placer.cli.sources import load_spec_or_plan
+    from placer.cli.sources import given_placement
     from placer.files import check_writable
 
-    placement = load_spec_or_plan(spec)
+    model_options, placement = given_placement(model_options, spec)
     model_options.check(inputs_required=False)
     check_writable(output)
     console = human_console(as_json=True)

@@ -118,7 +118,7 @@ def _as_option(
 ) -> tuple[str, str, str]:
     """A problem with a field of a spec, rewritten for the option that set the field."""
     _, field, *path = pointer.split("/")
-    option = f"--{field.replace('_', '-')}"
+    option = f"--{'split' if field == 'inputs' else field.replace('_', '-')}"
     if field == "devices" and path[-1:] == ["kind"]:
         option = "--kind"
         remedy = remedy.replace('"objective": "devices"', "--objective devices")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placer.cli.auto import Devices, Fields, Machine, Output, wanted_spec
+from placer.cli.auto import Devices, Fields, Machine, Output, Split, wanted_spec
 from placer.cli.fields import errors_name_options
 from placer.cli.options import AsJson, Kind, LossOptions, ModelOptions, Processes
 from placer.cli.output import EXIT_NO_FIT, human_console, print_json, write_or_print
@@ -46,6 +46,7 @@ def fit(
     devices: Devices,
     loss_options: LossOptions,
     fields: Fields,
+    split: Split,
     multiple: Multiple = 1,
     like: Like = None,
     most: Most = 64,
@@ -75,7 +76,7 @@ def fit(
 
     def wanted_for(size: int) -> PlacementSpec:
         loss = replace(loss_options, target=filled(loss_options.target, size))
-        return wanted_spec(devices, machine, kind, fields, loss)
+        return wanted_spec(devices, machine, kind, fields, loss, split)
 
     wanted_for(1)
     options_for(1).check()

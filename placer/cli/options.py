@@ -36,7 +36,11 @@ Model = Annotated[
 ]
 Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON, YAML or TOML).")]
 SpecOrPlan = Annotated[
-    Path, typer.Argument(metavar="SPEC", help="Placement spec (JSON, YAML or TOML) or saved plan.")
+    Path | None,
+    typer.Argument(
+        metavar="[SPEC]",
+        help="Placement spec (JSON, YAML or TOML) or saved plan. Without it, MODEL is a saved plan.",
+    ),
 ]
 Inputs = Annotated[
     list[str],

@@ -25,18 +25,20 @@ EXAMPLE = "placer simulate net.py:Net spec.json --input 8x64"
 
 def simulate(
     model_options: ModelOptions,
-    spec: SpecOrPlan,
     loss_options: LossOptions,
+    spec: SpecOrPlan = None,
     processes: Processes = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a training step on simulated devices and show their peaks; nothing is allocated."""
-    from placer.cli.sources import load_spec_or_plan
+    from placer.cli.sources import given_placement
     from placer.plan.summary import describe_loss
     from placer.plan.types import Plan
     from placer.report import simulation_table, with_simulation
 
-    given = load_spec_or_plan(spec, layer_paths=model_options.layer_paths)
+    model_options, given = given_placement(model_options, spec)
+    if isinstance(given, Plan):
+        processes |= given.processes
     wanted = loss_options.added_to(given)
     model_options.check()
     console = human_console(as_json=as_json)
@@ -57,7 +59,7 @@ def simulate(
     if plan.loss is not None:
         notes.append(describe_loss(plan.loss, plan.stages[-1].devices[0]))
     if isinstance(wanted, Plan) and _far_off(report):
-        notes.append(_OTHER_INPUTS.format(spec))
+        notes.append(_OTHER_INPUTS.format(spec or "the plan"))
     plan = replace(plan, processes=processes, notes=tuple(notes))
     console.print(simulation_table(plan, report))
     if as_json:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from placer.cli.options import ModelOptions
 from placer.errors import PlacerError
-from placer.plan.store import plan_from_json
+from placer.plan.store import load_plan, plan_from_json
 from placer.plan.types import Origin, Plan
 from placer.spec import PlacementSpec
 from placer.spec.load import LayerPaths, spec_in
@@ -23,6 +23,26 @@ def load_spec_or_plan(path: Path, *, layer_paths: LayerPaths | None = None) -> P
     if isinstance(data, dict) and isinstance(data.get("stages"), list):
         return plan_from_json(data, source=str(path))
     return spec_in(text, data, layer_paths)
+
+
+def given_placement(
+    options: ModelOptions, path: Path | None
+) -> tuple[ModelOptions, PlacementSpec | Plan]:
+    """The options of the model, and the spec or plan in the file ``path``.
+
+    Without a file, both are from the plan that ``options`` have as their model. Raises ``PlacerError``.
+    """
+    if path is not None:
+        return options, load_spec_or_plan(path, layer_paths=options.layer_paths)
+    plan = saved_plan(options)
+    return made_of(plan, options)[0], plan
+
+
+def saved_plan(options: ModelOptions) -> Plan:
+    """The plan in the file that ``options`` have as their model. Raises ``PlacerError`` if it is no file."""
+    if not options.model.endswith(".json"):
+        raise PlacerError("SPEC", "is missing", "give MODEL and SPEC, or only a saved plan (.json)")
+    return load_plan(options.model)
 
 
 def with_origin(plan: Plan, options: ModelOptions, inputs: str, spec: PlacementSpec) -> Plan:

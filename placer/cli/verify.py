@@ -49,8 +49,8 @@ EXAMPLE = "placer verify net.py:Net spec.json --input 8x64 --double"
 
 def verify(
     model_options: ModelOptions,
-    spec: SpecOrPlan,
     loss_options: LossOptions,
+    spec: SpecOrPlan = None,
     double: Double = False,
     run_on: RunOn = None,
     seed: Seed = 0,
@@ -67,9 +67,9 @@ def verify(
     random numbers than on the CPU, so that nothing with dropout is compared: set its probability to 0, or use
     --run-on cpu.
     """
-    from placer.cli.sources import load_spec_or_plan
+    from placer.cli.sources import given_placement
 
-    given = load_spec_or_plan(spec, layer_paths=model_options.layer_paths)
+    model_options, given = given_placement(model_options, spec)
     wanted = loss_options.added_to(given)
     _check_run_on(run_on)
     model_options.check()

@@ -73,13 +73,10 @@ def what_if(
 
     if spec is not None:
         before = load_spec(spec, layer_paths=model_options.layer_paths)
-    elif not model_options.model.endswith(".json"):
-        raise PlacerError("SPEC", "is missing", "give MODEL and SPEC, or only a saved plan (.json)")
     else:
-        from placer.cli.sources import made_of
-        from placer.plan.store import load_plan
+        from placer.cli.sources import made_of, saved_plan
 
-        saved = load_plan(model_options.model)
+        saved = saved_plan(model_options)
         model_options, before = made_of(saved, model_options)
         processes |= saved.processes
     new_kind = kind if all(each.kind for each in before.devices) else None

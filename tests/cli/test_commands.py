@@ -244,6 +244,28 @@ def test_auto_writes_a_spec_that_fits(placer: Run, tmp_path: Path) -> None:
     assert placer("plan", "net.py:Net", str(spec), *X).exit_code == 0
 
 
+def test_auto_splits_inputs_as_it_is_told(placer: Run) -> None:
+    command = (
+        "auto",
+        "net.py:Net",
+        *X,
+        "--input",
+        "scale=8x1",
+        "-d",
+        "cuda:0=1GiB",
+        "--kind",
+        "h100",
+    )
+    result = placer(*command, "--split", "scale=whole")
+    assert result.exit_code == 0 and json.loads(result.stdout)["inputs"] == {"scale": "whole"}
+    for given, told in (
+        ("scale", "--split scale: does not say how"),
+        ("scale=hole", "--split: 'hole'"),
+    ):
+        wrong = placer(*command, "--split", given)
+        assert wrong.exit_code == 2 and told in wrong.stderr
+
+
 def test_auto_prints_the_spec_without_a_file(placer: Run) -> None:
     result = placer(
         "auto",

@@ -203,6 +203,17 @@ def test_a_plan_file_is_enough_to_ask_what_if(placer: Run) -> None:
     assert placer("what-if", "asked.json", "--microbatches", "2").stdout.startswith("no diff")
 
 
+@pytest.mark.parametrize("command", ["simulate", "verify", "export"])
+def test_a_plan_file_is_enough_to_run_it(command: str, placer: Run) -> None:
+    assert placer("plan", "net.py:Net", "pinned.json", *X, "-o", "run.json").exit_code == 0
+    inputs = () if command == "export" else X
+    whole = placer(command, "net.py:Net", "run.json", *inputs)
+    alone = placer(command, "run.json")
+    assert (alone.exit_code, alone.stdout) == (whole.exit_code, whole.stdout) != (0, "")
+    no_spec = placer(command, "net.py:Net", *inputs)
+    assert no_spec.exit_code == 2 and "SPEC: is missing" in no_spec.stderr
+
+
 def test_one_run_shows_misspelt_layers_beside_other_errors(placer: Run, wrong: str) -> None:
     result = placer("plan", "net.py:Net", wrong, *X)
     assert result.exit_code == 2 and "error: wrong.yaml: 3 problems" in result.stderr
