@@ -81,7 +81,8 @@ class UnderModes:
             )
         pairs = zip(inside.settings, outside.settings, strict=True)
         self.settings = {i: now for i, (now, was) in enumerate(pairs) if now != was}
-        self.__name__ = self.__qualname__ = f"{getattr(function, '__name__', 'call')}_under_modes"
+        name = getattr(function, "__name__", "call").strip("_")  # of the node, which users see
+        self.__name__ = self.__qualname__ = name
         self.__module__ = __name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -377,10 +377,7 @@ class _Flow:
         if state_mixes:
             self._note(node, "it reads a buffer or parameter that was set from the batch")
         elif statistic is not None:
-            self._note(
-                node,
-                f"it uses a statistic of the batch ({statistic.name.removesuffix('_under_modes')})",
-            )
+            self._note(node, f"it uses a statistic of the batch ({statistic.name})")
         elif len(grown) > 1 or len(self._numbers_of_blocks(node, shape[dim])) > 1:
             self._note(node, "it pairs the rows of the batch with each other")
         elif (
