@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 import placer
 from benchmarks.capacity import SUBJECTS
+from benchmarks.distributed.timing import KEEP_FREED_MEMORY
 from benchmarks.record import RESULTS, table, write_page
 from examples.unet3d import unet3d
 from placer.executor.distributed.runtime import runtime_of_rank
@@ -50,7 +51,7 @@ NETWORKS = {
     "DynUNet": {2: 256, 4: 320, 8: 384},
 }  # first edges
 _STEP = 16
-RANKS = ((64, 32), (96, 16), (96, 24))  # edge, width
+RANKS = ((96, 16, 1), (96, 16, 4), (96, 24, 1), (96, 24, 4))  # edge, width, chunks
 _ROUNDS = 5
 
 
@@ -217,17 +218,19 @@ class _Largest:
 
 def measure_ranks() -> list[dict[str, Any]]:
     """CPU and wall seconds of a step in one process and in two, bytes sent, and each rank's peak."""
+    os.environ |= KEEP_FREED_MEMORY
     rows = []
-    for edge, width in RANKS:
-        alone = _run(1, edge, width)[0]
-        both = _run(2, edge, width)
+    for edge, width, chunks in RANKS:
+        alone = _run(1, edge, width, 1)[0]
+        both = _run(2, edge, width, chunks)
         model, inputs = _case(edge, width)
-        spec = {"devices": ["cpu:0", "cpu:1"], "space": 2, "chunks": 4}
+        spec = {"devices": ["cpu:0", "cpu:1"], "space": 2, "chunks": chunks}
         plan = placer.make_plan(model, spec, inputs, loss_fn=is_itself, processes=True)
         rows.append(
             {
                 "edge": edge,
                 "width": width,
+                "chunks": chunks,
                 "cpu": [alone["cpu"], max(rank["cpu"] for rank in both)],
                 "wall": [alone["wall"], max(rank["wall"] for rank in both)],
                 "sent": [rank["sent"] for rank in both],
@@ -240,13 +243,13 @@ def measure_ranks() -> list[dict[str, Any]]:
     return rows
 
 
-def _run(ranks: int, edge: int, width: int) -> list[dict[str, Any]]:
+def _run(ranks: int, edge: int, width: int, chunks: int) -> list[dict[str, Any]]:
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (ranks, edge, width, results), nprocs=ranks)
+    mp.spawn(_rank, (ranks, edge, width, chunks, results), nprocs=ranks)
     return sorted((results.get() for _ in range(ranks)), key=lambda row: row["rank"])
 
 
-def _rank(rank: int, ranks: int, edge: int, width: int, results: Any) -> None:
+def _rank(rank: int, ranks: int, edge: int, width: int, chunks: int, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "LOCAL_RANK": str(rank)}
     torch.manual_seed(0)
@@ -255,7 +258,7 @@ def _rank(rank: int, ranks: int, edge: int, width: int, results: Any) -> None:
     spec: dict[str, Any] = {"devices": ["cpu:0"]}
     if ranks > 1:
         dist.init_process_group("gloo", rank=rank, world_size=ranks)
-        spec = {"devices": ["cpu:0", "cpu:1"], "space": 2, "chunks": 4}
+        spec = {"devices": ["cpu:0", "cpu:1"], "space": 2, "chunks": chunks}
     placed = placer.compile(model, spec, inputs)
     optimizer = torch.optim.Adam(placed.parameters())
 
@@ -380,6 +383,7 @@ def _page(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines += table(
         [
             "volume, width",
+            "chunks",
             "CPU s",
             "ratio",
             "wall s",
@@ -390,6 +394,7 @@ def _page(found: dict[str, list[dict[str, Any]]]) -> list[str]:
         [
             (
                 f"{row['edge']}³, {row['width']}",
+                row["chunks"],
                 f"{row['cpu'][0]:.2f}, {row['cpu'][1]:.2f}",
                 f"{row['cpu'][0] / row['cpu'][1]:.2f}",
                 f"{row['wall'][0]:.2f}, {row['wall'][1]:.2f}",
@@ -401,7 +406,10 @@ def _page(found: dict[str, list[dict[str, Any]]]) -> list[str]:
             for row in found.get("ranks", [])
         ],
     )
-    lines += ["CPU seconds of one process, and of a rank; the least of five steps.", ""]
+    lines += [
+        "CPU seconds of one process without chunks, and of a rank; the least of five steps.",
+        "",
+    ]
     return lines
 
 

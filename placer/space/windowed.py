@@ -189,8 +189,7 @@ class _Run:
                 if dx is not None and alone and storage_key(dx) != storage_key(dy):
                     own = [dx]  # neither padded nor cut: no neighbour reads, or is read
                 elif dx is not None:
-                    own = self._or_zeros(own, at, of_inputs)
-                    self._scatter(dx, at, part, own, back)
+                    self._scatter(dx, at, part, own, back, of_inputs)
                 del dx, others
             found.append([*sums, *self._or_zeros(own, at, of_inputs)])
         for number, window in enumerate(given.windows):
@@ -212,18 +211,29 @@ class _Run:
         return self.given.operator.source(part) == self.given.inputs[0].boxes[shard][FIRST:]
 
     def _scatter(
-        self, dx: Tensor, at: int, part: Box, own: Sequence[Tensor | None], back: Sequence[Pieces]
+        self,
+        dx: Tensor,
+        at: int,
+        part: Box,
+        own: list[Tensor | None],
+        back: Sequence[Pieces],
+        wanted: Sequence[bool],
     ) -> None:
         """Add the gradient of what a chunk read to the shard's own part, and to the pieces of others."""
         shard, source = self.exchange.local[at], self.given.operator.source(part)
         channels = [layout.shape[1] for layout in self.given.inputs]
         for number, of_input in enumerate(dx.split(channels, 1)):
-            total = own[number]
-            if total is None:
+            if not wanted[number]:
                 continue
-            window = self.given.windows[number]
+            x, window = self.inputs[at][number], self.given.windows[number]
             box = window.layout.boxes[shard][FIRST:]
-            if not is_empty(mine := meet(source, box)):
+            mine = meet(source, box)
+            if own[number] is None and mine == box:  # a copy is faster than a sum with zeros
+                made = torch.empty_like(x, memory_format=torch.contiguous_format)
+                own[number] = made.copy_(cut_spatial(of_input, box, source))
+            elif not is_empty(mine):
+                if (total := own[number]) is None:
+                    total = own[number] = torch.zeros_like(x)
                 cut_spatial(total, mine, box).add_(cut_spatial(of_input, mine, source))
             for (sender, target), piece in window.images.items():
                 there = meet(source, piece[FIRST:])
@@ -231,8 +241,7 @@ class _Run:
                     continue
                 key = (shard, sender)
                 if key not in back[number]:
-                    shape = _shape(piece, total)
-                    back[number][key] = total.new_zeros(shape)
+                    back[number][key] = x.new_zeros(_shape(piece, x))
                 cut_spatial(back[number][key], there, piece[FIRST:]).add_(
                     cut_spatial(of_input, there, source)
                 )
