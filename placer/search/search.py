@@ -116,6 +116,7 @@ class _Search:
         self._excess: dict[Family, float] = {}
         # The share that estimates along program order may fill
         self._room: dict[Family, float] = {}
+        self._listed: set[Strategy] = set()  # those that may fit by their bounds
         self._too_large: set[Strategy] = set()  # by their bounds
         # As if with one micro-batch: more of them would need as much memory as what did not fit
         self._exhausted: set[Strategy] = set()
@@ -181,6 +182,7 @@ class _Search:
             if nbytes <= self._bounds.room:
                 pair = strategy, self._bounds(strategy)
                 self._left.setdefault(strategy.family, []).append(pair)
+                self._listed.add(strategy)
                 continue
             self._too_large.add(strategy)
             _, least = smallest.setdefault(strategy.family, (strategy, nbytes))
@@ -247,7 +249,7 @@ class _Search:
             if least is not None and value * margin >= least and (known or costly):
                 members.clear()  # all others are worse
                 return
-            if not self._needs_help(strategy):
+            if not self._needs_help(strategy) or self._may_be_replicas(strategy):
                 continue
             members.remove((strategy, bound))
             if strategy.stages > MANY_STAGES:  # it would take too long
@@ -266,6 +268,17 @@ class _Search:
             less in self._too_large or (less in self._rated and not self._rated[less].fits)
             for less in strategy.with_less_help()
         )
+
+    def _may_be_replicas(self, strategy: Strategy) -> bool:
+        """Whether replicas in the place of shards may fit. Then the step takes no longer with them.
+
+        A process has as much to compute and the same gradients to sum, and no pieces to exchange.
+        """
+        if self._wanted.objective in ("memory", "devices") or not self._make.processes:
+            return False
+        others = replace(strategy, replicas=strategy.replicas * strategy.shards, shards=1)
+        rated = self._rated.get(others)
+        return others != strategy and others in self._listed and (rated is None or rated.fits)
 
     def _estimate(self, strategy: Strategy, bound: Bound) -> bool:
         """Estimate a strategy; False if the model cannot be placed so."""
