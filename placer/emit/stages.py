@@ -283,13 +283,14 @@ def _reads_written(program: Program, own: Sequence[fx.Node]) -> bool:
     for module in (program.model.get_submodule(str(layer.target)) for layer in layers):
         if not (is_torch_leaf(module) and type(module).__module__.startswith("torch.nn.modules.")):
             return True
-    for name in {name for node in writers for name in infos[node.name].writes}:
-        values = [n for n in own if n.op == "get_attr" and name in infos[n.name].reads]
-        values += [n for n in writers if n not in layers and name in infos[n.name].writes]
-        users = {user for value in values for user in value.users}
-        if any(user.name in here and name not in infos[user.name].writes for user in users):
-            return True
-    return False
+    written = {name for node in writers for name in infos[node.name].writes}
+    values = [(node, infos[node.name].reads) for node in own if node.op == "get_attr"]
+    values += [(node, infos[node.name].writes) for node in writers if node not in layers]
+    return any(
+        user.name in here and not written.intersection(names).issubset(infos[user.name].writes)
+        for value, names in values
+        for user in value.users
+    )
 
 
 def _copy(
