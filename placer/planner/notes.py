@@ -201,6 +201,8 @@ def _memory_notes(spec: PlacementSpec) -> list[str]:
 
 def _shared_notes(program: Program, spec: PlacementSpec) -> list[str]:
     """Notes on modules with several names, where the spec places these names on different devices."""
+    if len(set(spec.layers.values())) < 2:
+        return []
     placed, _ = resolve_layers(spec.layers, layer_paths(program))
     told: set[str] = set()
     notes = []
