@@ -121,9 +121,9 @@ class Bounds:
         kept = self._keeps_casts  # of many stages few micro-batches are no worse a bound
         if not self._many:
             kept = keeps_casts(precision, count, own_weights=own_weights)
-        return self._sums(self._rows_of(strategy), kept=kept)
+        return self._sums(self.rows_of(strategy), kept=kept)
 
-    def _rows_of(self, strategy: Strategy) -> int:
+    def rows_of(self, strategy: Strategy) -> int:
         """The rows of its largest micro-batch."""
         of_replica = -(-self._rows // strategy.replicas)
         return -(-of_replica // strategy.microbatches)
@@ -196,7 +196,7 @@ class Bounds:
             updating=kept + memory.together,
             recomputes=strategy.recompute,
         )
-        chain = self._chain(self._rows_of(strategy))
+        chain = self._chain(self.rows_of(strategy))
         backward = chain.both[-1] - chain.forward[-1]
         sums = replace(sums, forward=chain.forward[-1], backward=backward)
         slowest = chain.slowest_seconds(limits)

@@ -270,15 +270,17 @@ class _Search:
         )
 
     def _may_be_replicas(self, strategy: Strategy) -> bool:
-        """Whether replicas in the place of shards may fit. Then the step takes no longer with them.
+        """Whether replicas in the place of shards may fit, and divide the work as evenly.
 
-        A process has as much to compute and the same gradients to sum, and no pieces to exchange.
+        Then the step takes no longer: there are the same gradients to sum, and no pieces to exchange.
         """
         if self._wanted.objective in ("memory", "devices") or not self._make.processes:
             return False
         others = replace(strategy, replicas=strategy.replicas * strategy.shards, shards=1)
-        rated = self._rated.get(others)
-        return others != strategy and others in self._listed and (rated is None or rated.fits)
+        if others == strategy or others not in self._listed:
+            return False
+        is_even = self._bounds.rows_of(others) * strategy.shards <= self._bounds.rows_of(strategy)
+        return is_even and (others not in self._rated or self._rated[others].fits)
 
     def _estimate(self, strategy: Strategy, bound: Bound) -> bool:
         """Estimate a strategy; False if the model cannot be placed so."""

@@ -182,6 +182,22 @@ def test_the_first_that_fits_in_a_dry_run_ends_a_search_that_asks_for_any() -> N
 
 
 @captured_once()
+@pytest.mark.parametrize(("rows", "is_cut"), [(4, False), (3, True), (1, True)])
+def test_space_is_cut_only_where_rows_cannot_be_divided(
+    rows: int, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        model, x = unet3d(width=16, depth=2), torch.empty(rows, 1, 96, 96, 96)
+    spec = PlacementSpec.model_validate({"devices": _cards(2, "20GiB"), "microbatches": 1})
+    _, make = _planner(model, x, spec, processes=True)
+    estimated = list[PlacementSpec]()
+    rough = make.rough_estimate
+    monkeypatch.setattr(make, "rough_estimate", lambda s: estimated.append(s) or rough(s))
+    find_strategy(spec, make)
+    assert any(each.space.number > 1 for each in estimated) == is_cut
+
+
+@captured_once()
 def test_where_no_number_of_devices_fits_the_most_that_were_tried_are_named() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()), torch.empty(1, 4096)
