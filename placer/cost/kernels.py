@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from placer._torch import call_composite
 from placer._torch_patches import override_operators
 from placer.cost.autocast import autocast_kernels
+from placer.cost.operations import note_kernel, recurrent_flops
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -229,13 +230,15 @@ class _FusedGruCell(torch.autograd.Function):
         rows, units = hx.shape
         workspace = hx.new_empty(rows, 5 * units)
         ctx.save_for_backward(input_gates, hidden_gates, hx, b_ih, b_hh, workspace)
+        note_kernel("_thnn_fused_gru_cell", [input_gates, hidden_gates, hx, hx, workspace], 0)
         return torch.empty_like(hx, memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # in a variable, so that all stay alive until the kernel is done
-        input_gates, hidden_gates, _, b_ih, _, _ = saved
+        input_gates, hidden_gates, _, b_ih, _, workspace = saved
         gates = [torch.empty_like(g) for g in (input_gates, hidden_gates)]
+        note_kernel("_thnn_fused_gru_cell_backward", [grads[0], grads[0], workspace, *gates], 0)
         biases = [None if b_ih is None else gate.sum(0) for gate in gates]
         return *gates, torch.empty_like(grads[0]), *biases
 
@@ -299,13 +302,16 @@ class _CudnnRnn(torch.autograd.Function):
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, hx, cx, output, buffer, reserve, *params)
+        note_kernel("_cudnn_rnn", [x, output, *params], recurrent_flops(x, params))
         hy, cy = torch.empty_like(hx), torch.empty_like(hx if cx is None else cx)
         return output, hy, cy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # in a variable, so that all stay alive until the kernel is done
-        x, hx, cx, _, _, _, *params = saved
+        x, hx, cx, output, _, reserve, *params = saved
+        read = [x, output, grads[0], reserve, *params]
+        note_kernel("_cudnn_rnn_backward", [*read, *params], 2 * recurrent_flops(x, params))
         flat = x.new_empty(sum(p.numel() for p in params))  # cuDNN's gradients are in one buffer
         pieces = flat.split([p.numel() for p in params])
         views = [v.view_as(p) for v, p in zip(pieces, params, strict=True)]
@@ -322,12 +328,14 @@ class _FusedRmsNorm(torch.autograd.Function):
         accumulated = torch.float32 if x.dtype in _HALF else x.dtype
         rstd = x.new_empty(*outer, *[1] * dims, dtype=accumulated)
         ctx.save_for_backward(x, weight, rstd)
+        note_kernel("_fused_rms_norm", [x, x], 0)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         x, weight, _ = saved
+        note_kernel("_fused_rms_norm_backward", [x, grad, x], 0)
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 

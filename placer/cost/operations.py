@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,13 @@ _GATHERS = ("embedding", "gather", "index", "index_select", "take")
 _SCATTERS = ("embedding_dense_backward", "index_put", "index_put_", "_index_put_impl_",
              "scatter_add", "scatter_add_", "scatter", "index_add", "index_add_")  # fmt: skip
 
+# A fake kernel that is written in Python makes empty tensors, which cost nothing. It calls this operator to
+# say what the real kernel is: its name, the tensors that it reads and writes, and its FLOPs.
+_LIBRARY = torch.library.Library("placer", "FRAGMENT")
+_LIBRARY.define("kernel(str name, Tensor[] operands, int flops) -> ()")
+_LIBRARY.impl("kernel", lambda name, operands, flops: None, "CompositeExplicitAutograd")
+note_kernel: Callable[[str, Sequence[Tensor], int], None] = torch.ops.placer.kernel.default
+
 
 class Operation(NamedTuple):
     """The properties that determine the time of one operation."""
@@ -68,6 +75,9 @@ def operations_of(
 
     ``inputs`` and ``outputs`` are the tensors in its arguments and in ``result``.
     """
+    if op is note_kernel:
+        name, operands, flops = args
+        return (Operation(_class_of(name), _dtype(operands, ()), flops, nbytes_of(*operands), 0),)
     name, count = _name_and_count(op)
     if not name:
         return ()
@@ -94,7 +104,21 @@ def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
     name = op._schema.name.partition("::")[2]
     if getattr(op, "is_view", False) or name in _NO_KERNEL:
         return "", None
-    return name, flop_registry.get(op.overloadpacket)
+    count = _RNN_FLOPS.get(name) or flop_registry.get(op.overloadpacket)
+    return name, count
+
+
+def recurrent_flops(x: Tensor, params: Iterable[Tensor]) -> int:
+    """FLOPs of a recurrent layer's forward: products of all steps' rows with its matrices of weights."""
+    rows = x.numel() // x.size(-1)
+    return 2 * rows * sum(p.numel() for p in params if p.dim() == 2)
+
+
+# oneDNN's LSTM of one layer and direction, for which torch has no formulas. Operands are x, then weights.
+_RNN_FLOPS: dict[str, Callable[..., int]] = {
+    "mkldnn_rnn_layer": lambda *args, **_: recurrent_flops(args[0], args[1:3]),
+    "mkldnn_rnn_layer_backward": lambda *args, **_: 2 * recurrent_flops(args[0], args[1:3]),
+}
 
 
 def _dtype(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:

@@ -36,6 +36,16 @@ def _x(*shape: int) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
+@pytest.mark.parametrize("kernels", ["cuda", "cpu"])
+def test_a_recurrent_layer_has_the_flops_of_its_products(kernels: str) -> None:
+    program = lower(nn.LSTM(8, 16), (_x(5, 3, 8),))
+    leaves = flatten_call(program.call, (_x(5, 3, 8),), {})
+    costs = estimate_costs(program, leaves, kernels=kernels)
+    forward = sum(node.forward_flops for node in costs.nodes)
+    assert forward == 5 * 3 * 2 * (4 * 16) * (8 + 16)
+    assert sum(node.backward_flops for node in costs.nodes) == 2 * forward
+
+
 @pytest.mark.parametrize(
     ("layer", "x", "forward", "backward"),
     [
@@ -49,6 +59,8 @@ def _x(*shape: int) -> Tensor:
         (nn.InstanceNorm3d(8, affine=True), _x(2, 8, 4, 4, 4), "batch_norm", ["batch_norm_backward"]),
         (nn.GroupNorm(2, 8), _x(3, 8, 4, 4), "group_norm", ["group_norm_backward"]),
         (nn.LayerNorm(8), _x(2, 8), "layer_norm", ["layer_norm_backward"]),
+        (nn.RMSNorm(8), _x(2, 8), "layer_norm", ["layer_norm_backward"]),
+        (nn.GRUCell(8, 8), _x(2, 8), "recurrent", ["recurrent"]),
         (nn.Embedding(9, 4), torch.empty(2, 3, dtype=torch.long, device="meta"), "gather", ["gather"]),
         (nn.PReLU(), _x(2, 4), "pointwise", ["pointwise"]),
     ],
