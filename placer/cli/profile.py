@@ -239,10 +239,16 @@ def _layers_table(
         part = sum(row[column] for column in summed)
         return [name, *(row[column] for column in figures), f"{part / whole:.1%}" if whole else ""]
 
+    def shown(layer: str) -> str:
+        if not layer:
+            return "(the model itself)"
+        parts = any(other.startswith(f"{layer}.") for other in rows)
+        return f"{layer} (itself)" if parts else layer  # without what its parts have
+
     return Table(
         headers=("layer", *(text for text, _ in figures.values()), header),
         names=("layer",),
-        rows=[cells(layer or "(the model itself)", row) for layer, row in rows.items()],
+        rows=[cells(shown(layer), row) for layer, row in rows.items()],
         optional=optional,
         footer=cells("all", total),
         units=dict(figures.values()),

@@ -194,8 +194,8 @@ def unsure_error(
     dim = list(tensor.shape).index(rows)
     return CaptureError(
         f"input {name}",
-        f"has the size of the batch ({rows}) in its shape {list(tensor.shape)}, but forward also takes it in "
-        "another size, so the example cannot tell whether it is split with the batch",
+        f"has shape {list(tensor.shape)}, and the batch has {rows} rows, but forward also runs where the two "
+        "sizes differ, so the example cannot tell whether it is split with the batch",
         f'write in the spec "inputs": {{"{name}": "whole"}} if every slice needs all of it, or '
         f'{{"{name}": {{"batch_dim": {dim}}}}} if it has a row per sample (where Python makes the example, '
         f"placer.Whole(x) or placer.Batched(x, {dim}) around it says the same)"
