@@ -425,7 +425,7 @@ def test_profile(placer: Run) -> None:
     assert rows["head"]["forward_flops"] == 2 * 8 * 64 * 2
     assert data["total"]["parameters"] == sum(row["parameters"] for row in rows.values())
     deep = placer("profile", "net.py:Net", *X)
-    assert "blocks.2.b" in deep.stdout
+    assert "blocks.2.b" in deep.stdout and "blocks.2 (itself)" in deep.stdout
 
 
 def test_what_profile_measures_is_what_plan_reads(placer: Run, tmp_path: Path) -> None:
