@@ -116,6 +116,9 @@ def _reasons(plan: Plan, best: Plan, *, judged: bool) -> Iterator[str]:
         device = plan.tightest
         yield f"{format_bytes(plan.overflow_bytes)} too much on {device.device}"
         return
+    if plan.starved and not best.starved:  # its time is not known
+        yield f"{format_count(plan.starved, 'kernel')} without workspace"
+        return
     if best.objective == "memory" and plan.tightest.peak > best.tightest.peak:
         yield f"peak {format_bytes(plan.tightest.peak)}, not {format_bytes(best.tightest.peak)}"
         return
