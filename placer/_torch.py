@@ -369,9 +369,8 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def stop_recomputing() -> Exception:
-    """What a function under non-reentrant ``torch.utils.checkpoint`` raises if it need not run again."""
-    return torch.utils.checkpoint._StopRecomputationError()
+STOP_RECOMPUTING: type[Exception] = torch.utils.checkpoint._StopRecomputationError
+"""What a function under non-reentrant ``torch.utils.checkpoint`` raises if it need not run (on)."""
 
 
 REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction

@@ -301,9 +301,11 @@ class Runtime:
             yield
             return
         statistics.clear()
-        yield
-        statistics.set_counters(self.tree)
-        update_statistics(self.tree, statistics.take_moments())
+        try:
+            yield
+        finally:  # also of a part, as in a plain model: torch's checkpoint stops a forward that it repeats
+            statistics.set_counters(self.tree)
+            update_statistics(self.tree, statistics.take_moments())
 
     def step_leaves(
         self,

@@ -10,6 +10,7 @@ import torch
 from norm_cases import NORMS, make_net, step_by_hand
 from oracle import assert_close, gradient_noise, mean_square
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import placer
 from placer.verification import verify
@@ -127,6 +128,23 @@ def test_forward_and_backward_by_hand() -> None:
     mean_square(first).backward()
     _compare_buffers(placed, before)
     assert tracked == 5
+
+
+@pytest.mark.parametrize("fields", [{}, {"offload": ["**"]}])
+def test_a_callers_checkpoint_updates_twice_as_it_does_of_a_plain_model(
+    fields: dict[str, Any],
+) -> None:
+    """It stops the second forward when all is there that backward needs: in the last norm, or after it."""
+    x = torch.randn(8, 3, 4, 4, dtype=D)
+    for last in (nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1))):
+        net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Tanh(), last).double()
+        placed = placer.compile(net, _spec(2, 2, 2, **fields), x)
+        mean_square(checkpoint(placed, x, use_reentrant=False)).backward()
+        for _ in range(2):
+            _, expected = step_by_hand(net, x, 2, 2)
+            for path, buffer in net.named_buffers():
+                buffer.copy_(expected[path])
+        _compare_buffers(placed, expected)
 
 
 def test_evaluation_uses_the_statistics_and_leaves_them() -> None:

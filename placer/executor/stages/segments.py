@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from placer._torch import current_backward, function_modes, is_transformed, stop_recomputing
+from placer._torch import (
+    STOP_RECOMPUTING,
+    current_backward,
+    function_modes,
+    is_checkpointing,
+    is_transformed,
+    saved_tensor_hooks,
+)
 from placer.emit import SegmentCode, StageCode
 from placer.errors import PlacerError
 from placer.executor.places.place import Place, on
@@ -87,7 +94,8 @@ def _run(
         with exchanging(exchange):
             return forward(tree, place.device, inputs)
     offloading: AbstractContextManager[Any] = nullcontext()
-    if segment.offload:
+    if segment.offload and not is_checkpointing(saved_tensor_hooks()):
+        # A caller's checkpoint saves nothing, but would see no tensor past our hooks, and not run again.
         kept = (each for own in trees[: segment.shards] for each in tensors_read(segment, own))
         local = places[: segment.shards]
         offloading = offload_saved(kept, local, overlapped=segment.overlapped)
@@ -139,7 +147,7 @@ def _run_recomputed(
                     stack.enter_context(mode)
                 stack.enter_context(_random_states_swapped(states))
                 if (backward := current_backward()) in again:
-                    raise stop_recomputing()
+                    raise STOP_RECOMPUTING
                 again.update({backward} - {-1})
                 stack.enter_context(before.restored())
             given = iter(tensors)

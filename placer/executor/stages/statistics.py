@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from placer._torch import STOP_RECOMPUTING
 from placer.executor.places.place import Place, on
 from placer.executor.places.transfer import transfer
 from placer.plan.types import Plan
@@ -186,13 +187,19 @@ class _NormRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         own = torch.zeros_like(running[0]), torch.zeros_like(running[1])
         anew = {"running_mean": own[0], "running_var": own[1], "momentum": 1.0}
-        result = func(**{name: {**given, **anew}[name] for name in parameters if name in given})
+        stopped: Exception | None = None
+        try:
+            result = func(**{name: {**given, **anew}[name] for name in parameters if name in given})
+        except STOP_RECOMPUTING as error:  # raised when the norm, which has run, saves its tensors
+            stopped = error
         rows, *others = given["input"].shape
         per_instance = learns == "use_input_stats"
         call = NormCall(mean, var, self._numbers[mean], per_instance)
         count = rows if per_instance else rows * prod(others[1:])
         self._numbers[mean] += 1
         self._found(call, count, *own, given["momentum"])
+        if stopped is not None:
+            raise stopped
         return result
 
     def _note_tracked(self, running_mean: Tensor, running_var: Tensor, *found: Any) -> None:
