@@ -318,8 +318,8 @@ def weights_that_the_first_batch_sets(patch: Patch) -> Case:
 def rows_that_are_mixed(patch: Patch) -> Case:
     found = row_check.find_rows
 
-    def unmixed(*given: Any) -> Any:
-        return replace(found(*given), mixing=())
+    def unmixed(*given: Any, **others: Any) -> Any:
+        return replace(found(*given, **others), mixing=())
 
     patch.setattr(row_check, "find_rows", unmixed)
     return _case(lambda self, x, y: y - y.mean(0))

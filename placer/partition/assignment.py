@@ -35,6 +35,9 @@ _DeviceSpans = tuple[int, tuple[Span, ...]]  # a device (index) and its stages
 
 # Used in turn; the higher the power, the more the sum depends on the largest load.
 _POWERS = (4.0, 16.0, 64.0)
+_WORST = (
+    1e4  # times the largest load at first: no move is worth more, and larger powers would overflow
+)
 _PENALTY = 0.006  # relative decrease of the loads that is worth one more stage
 _SPARE = 0.004  # relative increase of the largest load that is accepted for fewer stages
 _MAX_STEPS = 200
@@ -112,7 +115,7 @@ def improved_devices(
     for power in _POWERS:
 
         def term(share: float, spans: tuple[Span, ...], power: float = power) -> float:
-            return float(share**power * (1 + _PENALTY * power * len(spans)))
+            return float(min(share, _WORST) ** power * (1 + _PENALTY * power * len(spans)))
 
         terms = {pair: term(share, pair[1]) for pair, share in known.items()}
 

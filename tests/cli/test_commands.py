@@ -555,7 +555,7 @@ def test_the_example_in_the_help_of_a_command_works(
     monkeypatch.chdir(tmp_path)
     shutil.copy(folder / "net.py", tmp_path)
     shutil.copy(folder / "fits.json", tmp_path / "spec.json")
-    if command in ("report", "explain", "export"):
+    if command in ("report", "explain", "export", "what-if"):
         placer("plan", "net.py:Net", "spec.json", *X, "-o", "plan.json")
     for name_of_other in ("before.json", "after.json"):
         shutil.copy(folder / "fits.json", tmp_path / name_of_other)

@@ -110,6 +110,7 @@ MIXES: dict[str, Function] = {
     "mean": lambda x: x - x.mean(0),
     "selected": lambda x: x - x[x > 0].mean(),
     "written": _written,
+    "elements of a mask": _where_masked,  # whose numbers are not rows
     "first row": lambda x: x - x[0],
     "sorted": lambda x: x.sort(0).values,
     "rolled": lambda x: x.roll(1, 0),
@@ -124,7 +125,6 @@ MIXES: dict[str, Function] = {
 }
 SEPARATES: dict[str, Function] = {
     "check": lambda x: x.tanh(),
-    "selected": _where_masked,
     "rows of a mask": _rows_of_a_mask,
     "norm": lambda x: nn.functional.layer_norm(x, (6,)),
     "softmax": lambda x: x.softmax(1),
