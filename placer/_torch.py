@@ -370,7 +370,7 @@ def current_backward() -> int:
 
 
 STOP_RECOMPUTING: type[Exception] = torch.utils.checkpoint._StopRecomputationError
-"""What a function under non-reentrant ``torch.utils.checkpoint`` raises if it need not run (on)."""
+"""Raised to end a run under non-reentrant ``torch.utils.checkpoint`` of which no more is needed."""
 
 
 REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction

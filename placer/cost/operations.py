@@ -104,8 +104,7 @@ def _name_and_count(op: Any) -> tuple[str, Callable[..., Any] | None]:
     name = op._schema.name.partition("::")[2]
     if getattr(op, "is_view", False) or name in _NO_KERNEL:
         return "", None
-    count = _RNN_FLOPS.get(name) or flop_registry.get(op.overloadpacket)
-    return name, count
+    return name, _RNN_FLOPS.get(name) or flop_registry.get(op.overloadpacket)
 
 
 def recurrent_flops(x: Tensor, params: Iterable[Tensor]) -> int:

@@ -274,10 +274,11 @@ class _Search:
 
         Then the step takes no longer: there are the same gradients to sum, and no pieces to exchange.
         """
-        if self._wanted.objective in ("memory", "devices") or not self._make.processes:
+        by_time = self._wanted.objective not in ("memory", "devices")
+        if strategy.shards == 1 or not by_time or not self._make.processes:
             return False
         others = replace(strategy, replicas=strategy.replicas * strategy.shards, shards=1)
-        if others == strategy or others not in self._listed:
+        if others not in self._listed:
             return False
         is_even = self._bounds.rows_of(others) * strategy.shards <= self._bounds.rows_of(strategy)
         return is_even and (others not in self._rated or self._rated[others].fits)
