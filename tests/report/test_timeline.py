@@ -19,21 +19,32 @@ from placer.report.trace import step_trace, write_trace
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_trace_has_every_span_on_all_that_it_keeps_busy(processes: bool, tmp_path: Path) -> None:
     plan = make_plan()
-    moved = tuple(dataclasses.replace(t, seconds=0.5) for t in plan.transfers)
+    moved = tuple(dataclasses.replace(t, seconds=1 / 3) for t in plan.transfers)
     plan = dataclasses.replace(
-        plan, transfers=moved, processes=processes, microbatches=3, optimizer_seconds=1.0
+        plan, transfers=moved, processes=processes, microbatches=3, optimizer_seconds=1 / 7
     )
     path = tmp_path / "trace.json"
     write_trace(plan, path)
     trace = json.loads(path.read_text(encoding="utf-8"))
     assert trace == step_trace(plan)
-    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    events = trace["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    # As Perfetto reads it: microseconds to whole nanoseconds, start and length apart.
     found = [
-        (e["name"], names[e["tid"]], e["ts"], e["ts"] + e["dur"])
-        for e in trace["traceEvents"]
+        (
+            e["name"],
+            names[e["tid"]],
+            round(e["ts"] * 1e3),
+            round(e["ts"] * 1e3) + round(e["dur"] * 1e3),
+        )
+        for e in events
         if e["ph"] == "X"
     ]
-    wanted = [(s.name, on, s.start * 1e6, s.end * 1e6) for s in step_spans(plan) for on in s.on]
+    wanted = [
+        (s.name, on, round(s.start * 1e9), round(s.end * 1e9))
+        for s in step_spans(plan)
+        for on in s.on
+    ]
     assert found == wanted
     assert ("cuda:0 to cuda:1" in names.values()) == processes
     with pytest.raises(placer.PlanError, match="cannot be written"):
@@ -50,6 +61,6 @@ def test_a_trace_counts_the_bytes_of_every_device() -> None:
     most: dict[str, int] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "C":
-            assert 0 <= event["ts"] <= (plan.step_seconds or 0) * 1e6
+            assert 0 <= event["ts"] <= round((plan.step_seconds or 0) * 1e9) / 1e3
             most[event["name"]] = max(most.get(event["name"], 0), sum(event["args"].values()))
     assert most == {f"memory of {device.device}": device.peak for device in plan.devices}
