@@ -55,7 +55,7 @@ from placer.program.leaves import (
 )
 from placer.program.lower import lower, register_rewrite, rewritten, with_graph
 from placer.program.moves import IgnoreDeviceMoves
-from placer.program.objects.copying import copy_module, tensors_of
+from placer.program.objects.copying import Held, copy_module
 from placer.program.objects.paths import Path
 from placer.program.recording.record import refuse_attributes
 from placer.program.result import flatten_result, result_tensors

@@ -395,7 +395,6 @@ def _assemble(
             state=recording.state,
             numbers=recording.numbers,
             fixed=_fixed(bound, recording),
-            repeats=recording.repeats,
             ignore_device_moves=capture.setup.ignore_device_moves,
             answers=recording.answers,
             asked=recording.asked,

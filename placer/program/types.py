@@ -108,7 +108,6 @@ class Conditions:
     numbers: tuple[StateInput, ...]  # numbers of which any will do
     # By name, the numbers among the call's ``AnyNumber`` leaves of which only this one will do:
     fixed: Mapping[str, int | float]
-    repeats: bool  # does a call compute the same in the state that a call leaves?
     ignore_device_moves: bool = False  # was the model's own choice of devices ignored?
     answers: Answers = ()
     asked: frozenset[str] = frozenset()  # attributes that code looks for on inputs, which have none

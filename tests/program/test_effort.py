@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import placer
 from placer.program import lower
 from placer.program.fake.mode import FakeMode
-from placer.program.objects.copying import tensors_of
+from placer.program.objects.copying import Held
 
 
 class Block(nn.Module):
@@ -93,4 +93,4 @@ def test_every_tensor_of_a_model_of_many_modules_is_found() -> None:
     """Each module has two dozen tables, so these are more objects than are searched in attributes."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4_000)))
-    assert len(list(tensors_of(model))) == 8_000
+    assert len(Held.by(model).tensors) == 8_000

@@ -40,7 +40,7 @@ from placer.program.fake.caches import isolated_caches
 from placer.program.fake.mode import FakeMode
 from placer.program.fake.packed import PACKING, RECURRENT, run_recurrent
 from placer.program.fake.row_gradients import EMBEDDINGS, look_up
-from placer.program.objects.copying import copy_module, tensors_of
+from placer.program.objects.copying import Held, copy_module
 from placer.program.objects.originals import original_state
 from placer.program.objects.python_random import keep_random
 from placer.program.objects.reachable import ReachableState, find_reachable_state
@@ -135,12 +135,12 @@ class FakeConverter:
         ``arguments`` are functions and objects with which it will be called, by name.
         Raises ``CaptureError`` if the model cannot be copied.
         """
-        tensors = list(tensors_of(model))
-        for tensor in tensors:
+        held = Held.by(model)
+        for tensor in held.tensors:
             self._sharing.setdefault(_storage(tensor), set()).add(id(tensor))
-        memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in tensors}
+        memo: dict[int, Any] = {id(tensor): self.tensor(tensor) for tensor in held.tensors}
         try:
-            fake = copy_module(model, memo)
+            fake = copy_module(model, memo, held=held)
         except Exception as error:
             raise CaptureError(
                 type(model).__name__,

@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -19,6 +19,7 @@ from placer.errors import CaptureError
 from placer.program.objects.hook_table import HookTable, hook_tables
 from placer.program.objects.originals import note_originals
 from placer.program.objects.paths import (
+    MODULE_TABLES,
     function_parts,
     hidden_modules,
     module_parts,
@@ -27,14 +28,44 @@ from placer.program.objects.paths import (
     walk,
 )
 
-# What every module has: tensors, submodules, hooks, the mode
-_TABLES = frozenset(vars(nn.Module()))
+
+class Held(NamedTuple):
+    """What the modules of a model hold besides each other: objects, and by id a new table for each empty one.
+
+    Every module has a dozen empty tables, for hooks; to search or deep-copy them would take most of the time.
+    """
+
+    values: list[Any]
+    empty: dict[int, Any]
+
+    @classmethod
+    def by(cls, model: nn.Module) -> Held:
+        """What ``model`` holds."""
+        empty = {
+            id(value): type(value)()
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if not value and name in MODULE_TABLES and type(value) in (dict, OrderedDict, set)
+        }
+        known = empty.keys() | set(map(id, model.modules()))
+        return cls([value for _, value in walk(module_parts(model), without=known)], empty)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, buffers, and the tensors in attributes."""
+        return [value for value in self.values if isinstance(value, Tensor)]
 
 
 def copy_module(
-    model: nn.Module, memo: Mapping[int, Any] | None = None, *, keep_objects: bool = False
+    model: nn.Module,
+    memo: Mapping[int, Any] | None = None,
+    *,
+    held: Held | None = None,
+    keep_objects: bool = False,
 ) -> nn.Module:
     """A copy of ``model``; ``memo`` maps ids of its tensors to their replacements in the copy.
+
+    ``held`` is what it holds, where the caller knows. Each copy empties it of its tables, so it serves once.
 
     With ``keep_objects`` the copy has the very objects of the user that ``model`` has: hooks; callables that
     stand for a ``forward``, unless they hold a part of the model; and whatever attributes hold (lists,
@@ -48,11 +79,11 @@ def copy_module(
     the attribute, if that object holds a module or a parameter.
     """
     known = dict(memo or {})
-    held = (part for hook in _callables(model) for part in _bound(hook))
-    kept = (x for _, x in walk(((), part) for part in held) if isinstance(x, Tensor))
-    empty = _empty_tables(model)
-    values = [value for _, value in walk(module_parts(model), without=empty)]
-    for tensor in (*(x for x in values if isinstance(x, Tensor)), *kept):
+    bound = (part for hook in _callables(model) for part in _bound(hook))
+    kept = (x for _, x in walk(((), part) for part in bound) if isinstance(x, Tensor))
+    held = held or Held.by(model)
+    values = held.values
+    for tensor in (*held.tensors, *kept):
         fake = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
         if (fake or tensor.grad_fn is not None) and id(tensor) not in known:
             known[id(tensor)] = tensor.detach().clone()
@@ -60,7 +91,7 @@ def copy_module(
     owned = _owned(model, values)
     if keep_objects:
         _keep(model, owned, known)
-    known |= empty
+    known |= held.empty
     tables = [(table, HookTable(table)) for table in hook_tables(model)]
     twins = known | {id(table): twin for table, twin in tables}
     handles = [value for value in values if isinstance(value, RemovableHandle)]
@@ -70,18 +101,13 @@ def copy_module(
     except Exception:
         _keep_uncopyable(model, owned, known)
         copied, made = _deepcopy(model, known | twins, tables)
-    for tensor in (value for value in values if isinstance(value, Tensor)):
+    for tensor in held.tensors:
         if isinstance(twin := made.get(id(tensor)), Tensor):  # torch copies no attributes
             copy_attributes(tensor, twin)
     _rebind(copied, made, set(map(id, known.values())), owned)
     if keep_objects:
         note_originals(model, copied)
     return copied
-
-
-def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor that the modules of ``model`` hold: parameters, buffers, and those in attributes."""
-    return (value for _, value in walk(module_parts(model)) if isinstance(value, Tensor))
 
 
 def _deepcopy(
@@ -134,7 +160,7 @@ def _keep(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
                 known[id(owner)] = owner
     found: dict[int, bool] = {}
     for (_, name), value in module_parts(model):
-        if name not in _TABLES:
+        if name not in MODULE_TABLES:
             _keep_without_state(value, owned, known, found)
 
 
@@ -143,7 +169,7 @@ def is_tree(model: nn.Module) -> bool:
     if any(value is not None for value in _callables(model)):
         return False
     owned = _owned(model, hidden_modules(model).values())
-    held = [((), value) for (_, name), value in module_parts(model) if name not in _TABLES]
+    held = [((), value) for (_, name), value in module_parts(model) if name not in MODULE_TABLES]
     return not any(
         id(x) in owned or isinstance(x, weakref.ref) for _, x in walk(held, functions=True)
     )
@@ -195,7 +221,7 @@ def _keep_without_state(
 
 def _keep_uncopyable(model: nn.Module, owned: set[int], known: dict[int, Any]) -> None:
     """Add to ``known`` the objects in attributes that cannot be copied."""
-    for path, value in walk((p, v) for p, v in module_parts(model) if p[1] not in _TABLES):
+    for path, value in walk((p, v) for p, v in module_parts(model) if p[1] not in MODULE_TABLES):
         if isinstance(value, Tensor | nn.Module) or id(value) in known:
             continue
         try:
@@ -210,19 +236,6 @@ def _keep_uncopyable(model: nn.Module, owned: set[int], known: dict[int, Any]) -
                     "give the object a __deepcopy__, or create it in forward",
                 ) from error
             known[id(value)] = value
-
-
-def _empty_tables(model: nn.Module) -> dict[int, Any]:
-    """Copies of the empty tables of all modules, by id.
-
-    Every module has a dozen, for hooks; ``copy.deepcopy`` would spend most of its time on them.
-    """
-    return {
-        id(value): type(value)()
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name in _TABLES and type(value) in (dict, OrderedDict, set) and not value
-    }
 
 
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakSet)
@@ -251,7 +264,9 @@ def _rebind_keys(value: Any, made: Mapping[int, Any], owned: set[int]) -> None:
 def _rebind(copied: nn.Module, made: Mapping[int, Any], kept: set[int], owned: set[int]) -> None:
     """Let functions, weak references and keys in the copy refer to the copy, where they did to the model."""
     rebind = _Rebinding(made)
-    for _, value in list(walk((((), module) for module in copied.modules()), without=kept)):
+    modules = list(copied.modules())
+    others = walk(module_parts(copied), without=kept.union(map(id, modules)))
+    for value in (*modules, *(value for _, value in others)):
         _rebind_keys(value, made, owned)
         table = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
         if not isinstance(table, dict | list) or isinstance(

@@ -195,10 +195,19 @@ def spell(path: Sequence[Any]) -> str:
     return "".join(texts).lstrip(".")
 
 
+# What every module has: tensors, submodules, hooks, the mode
+MODULE_TABLES = frozenset(vars(nn.Module()))
+
+
 def module_parts(model: nn.Module) -> Iterator[tuple[Path, Any]]:
-    """The attributes of all modules of ``model``, each with the path ``(module path, attribute)``."""
+    """The attributes of all modules of ``model``, each with the path ``(module path, attribute)``.
+
+    Without the `MODULE_TABLES` that are empty, of which every module has a dozen.
+    """
     for path, module in model.named_modules():
-        yield from (((path, name), value) for name, value in vars(module).items())
+        for name, value in vars(module).items():
+            if name not in MODULE_TABLES or value:
+                yield (path, name), value
 
 
 def hidden_modules(model: nn.Module) -> dict[Path, nn.Module]:

@@ -36,7 +36,16 @@ from torch import Tensor, nn
 
 from placer.program.failure import OWN_FOLDER, TORCH_FOLDER
 from placer.program.objects.hook_table import HookTable
-from placer.program.objects.paths import BOUND, Path, at, attributes_of, has_slots, is_object, spell
+from placer.program.objects.paths import (
+    BOUND,
+    MODULE_TABLES,
+    Path,
+    at,
+    attributes_of,
+    has_slots,
+    is_object,
+    spell,
+)
 from placer.program.objects.python_random import GENERATORS
 
 CACHED: type = type(functools.lru_cache(lambda: None))
@@ -223,7 +232,7 @@ def find_reachable_state(model: nn.Module, arguments: Mapping[str, Any] = _NONE)
     for module in model.modules():
         search.add(type(module))
         for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
+            if key not in MODULE_TABLES or (value and "hooks" in key):
                 search.look(vars(module), key, value)
     search.run()
     return search.found

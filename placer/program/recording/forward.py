@@ -200,9 +200,14 @@ def _refuse_attributes(
             )
 
 
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
+
+
 @functools.cache
 def stored_names(code: CodeType) -> frozenset[str]:
     """The names of attributes to which ``code`` assigns."""
+    if _STORE_ATTR not in code.co_code[::2]:  # as in most code; disassembling takes long
+        return frozenset()
     found = dis.get_instructions(code)
     return frozenset(str(x.argval) for x in found if x.opname == "STORE_ATTR")
 

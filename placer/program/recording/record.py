@@ -84,7 +84,6 @@ class RecordedProgram:
     inside: Mapping[str, Inside]  # single nodes -> the operators that they run
     # Per node: it is of a single node, but does not depend on its inputs
     independent: tuple[bool, ...]
-    repeats: bool = True  # does the next call compute the same, in the state that this one leaves?
     guards: tuple[AttributeGuard, ...]  # the plain attributes that forward read
     # Path of a module under activation checkpointing -> source line
     checkpointed: dict[str, str] = field(default_factory=dict)
@@ -139,8 +138,8 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         recorder, writer = run.recorder, run.recorder.writer
         _refuse_iterators(recorder)
         left, replaced = _replace_buffers(recorder, setup, run.left)
-        following = _Next(left, True, (), ())
-        if any(each.change is not None for each in left) or any(snapshot.changes()):
+        following = _Next(left, (), ())
+        if any(map(_matters_next, left)) or any(snapshot.changes()):
             following = _compare_with_next(setup, inputs, run, left)
             left = following.left
         state, written = _state_inputs(run, setup, left)
@@ -178,7 +177,6 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         independent=writer.independent,
         readings=writer.readings,
         inside=writer.inside,
-        repeats=following.repeats,
         guards=(
             *recorder.guards(following.unread, setup.numbers),
             *variable_guards(setup.model, setup.converter.reachable, found, recorder.tensors_read),
@@ -419,11 +417,18 @@ def _state_inputs(
     return tuple(used), written
 
 
+def _matters_next(left: Left) -> bool:
+    """May a second call tell more? Of arguments, whether a list that was empty is extended or filled anew."""
+    change, stored = left.change, left.stored
+    if change is None:
+        return False
+    return stored.root != "call" or (stored.kind == "extend" and not change.before)
+
+
 class _Next(NamedTuple):
     """What a second call does, which begins in the state that the first has left."""
 
     left: list[Left]
-    repeats: bool  # does it compute what the first did?
     unread: tuple[Path, ...]  # containers of the model that forward only adds to, or fills anew
     once: tuple[Change, ...]  # what only the first call adds to lists; the next is recorded again
 
@@ -489,7 +494,7 @@ def _compare_with_next(
             else x
             for x in left
         ]
-    return _Next(left, repeats, containers.unread() if repeats else (), tuple(once))
+    return _Next(left, containers.unread() if repeats else (), tuple(once))
 
 
 def _is_left_again(

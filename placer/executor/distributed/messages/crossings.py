@@ -30,12 +30,12 @@ from placer.plan.types import Plan
 from placer.precision import autocast_state, planned_autocast
 from placer.program import (
     FakeConverter,
+    Held,
     Target,
     copy_guarded_attributes,
     copy_module,
     example_numbers,
     store,
-    tensors_of,
     unflatten,
 )
 from placer.program.leaves import has_hooks, is_torch_leaf
@@ -415,13 +415,14 @@ def _copy_with(
     model: nn.Module, make: Callable[[Tensor], Tensor], *, plain: Callable[[Tensor], Tensor]
 ) -> nn.Module:
     """A deep copy with ``make`` applied to parameters and buffers, and ``plain`` to other tensors."""
-    memo: dict[int, Any] = {id(tensor): plain(tensor) for tensor in tensors_of(model)}
+    held = Held.by(model)
+    memo: dict[int, Any] = {id(tensor): plain(tensor) for tensor in held.tensors}
     for tensor in [*model.parameters(), *model.buffers()]:
         twin = make(tensor)
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = twin
-    copied = copy_module(model, memo)
+    copied = copy_module(model, memo, held=held)
     note_originals(model, copied)
     return copied
 
