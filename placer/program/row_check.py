@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ from torch import fx, nn
 from placer.errors import CaptureError
 from placer.program.alias import Aliasing
 from placer.program.checks import store_of_backward, store_of_whole, unknown_store
-from placer.program.leaves import is_inside
 from placer.program.recording.inside import SOMETHING_ELSE, mixing_inside
 from placer.program.recording.record import RecordedProgram
 from placer.program.rows.batch import BatchDim, SplitRules
@@ -235,17 +235,15 @@ class RowCheck:
     def _written_state(self) -> dict[str, set[str]]:
         """The names of the state that each node writes, with what the code of single nodes writes."""
         names_of = {name: set(names) for name, names in self.aliasing.mutated_state_of.items()}
-        for (
-            node
-        ) in self.recording.graph.nodes:  # which values a module reads may decide what it writes
-            if _is_whole(node):
-                layer = str(node.target) if node.op == "call_module" else ""
-                inside = {
-                    name
-                    for name in self.recording.written_inside
-                    if not layer or is_inside([layer], name)
-                }
-                names_of[node.name] = names_of.get(node.name, set()) | inside
+        inside = defaultdict[str, set[str]](set)  # by layer
+        for name in self.recording.written_inside:
+            path = name.split(".")
+            for depth in range(len(path) + 1):
+                inside[".".join(path[:depth])].add(name)
+        # Which values a module reads may decide what it writes.
+        for node in filter(_is_whole, self.recording.graph.nodes):
+            layer = str(node.target) if node.op == "call_module" else ""
+            names_of.setdefault(node.name, set()).update(inside[layer])
         return names_of
 
 

@@ -45,7 +45,7 @@ class Held(NamedTuple):
             id(value): type(value)()
             for module in model.modules()
             for name, value in vars(module).items()
-            if not value and name in MODULE_TABLES and type(value) in (dict, OrderedDict, set)
+            if name in MODULE_TABLES and type(value) in (dict, OrderedDict, set) and not value
         }
         known = empty.keys() | set(map(id, model.modules()))
         return cls([value for _, value in walk(module_parts(model), without=known)], empty)
