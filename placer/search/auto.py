@@ -22,6 +22,7 @@ from placer.search.remedies import (
 from placer.search.search import Found, Rated, find_strategy
 from placer.simulation.judge import JudgingPlanner
 from placer.spec import PlacementSpec
+from placer.spec.space import InputSplit
 
 _BY_TIME = ("throughput", "latency", "bottleneck")
 _MOST_DEVICES = 16  # that are tried where the given ones do not suffice
@@ -78,8 +79,14 @@ def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     assert found.best is not None and found.best.plan is not None
     plan = found.best.plan
     over = "auto" if plan.shard_state == "none" else plan.shard_over or "auto"
+    spec = found.best.spec
+    marked = {  # by `placer.Whole` and `placer.Batched` in the example
+        name: "whole" if dim is None else InputSplit(batch_dim=dim)
+        for name, dim in make.program.call.said.items()
+        if name not in spec.inputs
+    }
     layout = {"node_layout": plan.node_layout, "shard_over": over}
-    spec = found.best.spec.model_copy(update=layout)
+    spec = spec.model_copy(update={**layout, "inputs": {**spec.inputs, **marked}})
     spec, plan = with_resolved_layers(spec, found.best.plan, make)
     if mixing := make.program.captured.mixing:
         said = f"The batch is not split, because a slice may not compute what all of it does: {mixing}."

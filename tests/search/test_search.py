@@ -275,6 +275,19 @@ def test_a_batch_whose_rows_depend_on_each_other_is_not_split() -> None:
     assert placer.auto_spec(model, x, devices=_cards(2), offload_overlap=True).devices
 
 
+def test_the_spec_says_how_marks_in_the_example_split_it() -> None:
+    class Added(nn.Linear):
+        def forward(self, x: Tensor, state: Tensor, table: Tensor) -> Tensor:
+            return super().forward(x + state.T) @ table
+
+    x, state, table = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(8, 8)
+    marked = (x, placer.Batched(state, dim=1), placer.Whole(table))
+    spec = placer.auto_spec(Added(8, 8), marked, devices=_cards(2))
+    assert spec.batch_dims == {"state": 1, "table": None}
+    # The example alone cannot tell.
+    assert placer.make_plan(Added(8, 8), spec, (x, state, table)).batch_dims["state"] == 1
+
+
 def test_a_given_number_of_replicas_may_leave_one_without_rows() -> None:
     devices = [{"name": f"cpu:{i}", "memory": "1GiB"} for i in range(3)]
     plan = placer.auto_plan(torch.nn.Linear(8, 8), torch.randn(4, 8), devices=devices, replicas=3)
