@@ -116,7 +116,7 @@ class Connection:
                 root, lambda: [] if groups is None else find_lost(groups.world)
             )
             if told is not None:
-                raise PeerError(**told) from error
+                raise PeerError(**told) from None  # it has gloo's text where that is the reason
         if failure is not None:
             raise self._stage_error(failure, root) from failure.__cause__ or root
         where, problem = f"rank {self._rank}", f"{type(root).__name__}: {root}"
