@@ -114,7 +114,8 @@ def find_loss(spec: LossSpec | None, *, values: bool = False) -> Loss:
             raise PlacerError(
                 f"loss {spec.function}",
                 "takes a target, and none is given",
-                "give its shape for the whole batch: --target 2x128x128:int64, or in the spec "
+                "give its shape for the whole batch, which for label maps of two images is "
+                "--target 2x128x128:int64, or in the spec "
                 f'{{"function": "{spec.function}", "target": "2x128x128:int64"}}',
             )
     elif target is not None:
