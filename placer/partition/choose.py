@@ -54,7 +54,7 @@ _NEARBY, _MOST_NEAR = 12, 200  # for each boundary, and for all together
 _MOST_ROUNDS = 3  # times that stages are put into program order and the cuts are chosen again
 _SLACK = 1.005  # factor by which bounds on peaks may exceed the least known peak
 _NEAR = 0.8  # share of a budget from which on memory decides where cuts are
-_STARTS = 4  # best candidates from which several stages per device are tried, to minimise memory
+_STARTS = 8  # best candidates from which several stages per device are tried, to minimise memory
 # To minimise a step: candidates whose step is laid out in time, and those of which boundaries are moved
 _LAID_OUT, _MOVED = 16, 5
 
