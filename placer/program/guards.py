@@ -246,12 +246,13 @@ def watch_attributes(
         cls: type[nn.Module], original: Callable[..., Any]
     ) -> Callable[[nn.Module, str], Any]:
         def getattribute(module: nn.Module, name: str) -> Any:
+            if name in _OWN and id(module) in paths:  # most are
+                return original(module, name)
             if name.startswith("__"):
                 return original(module, name)
-            if id(module) not in paths and (copied := meant(module)) is not None:
-                return getattr(copied, name)
-            if name in _OWN or id(module) not in paths:
-                return original(module, name)
+            if id(module) not in paths:
+                copied = meant(module)
+                return original(module, name) if copied is None else getattr(copied, name)
             try:
                 value = original(module, name)
             except AttributeError:

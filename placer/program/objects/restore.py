@@ -33,6 +33,7 @@ MISSING = object()
 """The value of an entry that does not exist."""
 
 _Contents: TypeAlias = dict[Any, Any] | list[Any] | set[Any] | np.ndarray[Any, Any]
+_PLAIN = frozenset({dict, OrderedDict, list, set})
 _LARGE = 1 << 20  # bytes of an array that is not compared: such are data and tables
 
 
@@ -83,6 +84,8 @@ class _Holder:
     contents: _Contents
 
     def changes(self) -> Iterator[Change]:
+        if type(self.object) in _PLAIN and not self.object and not self.contents:
+            return  # as most are: every module has a dozen for hooks
         now, before = _contents(self.object), self.contents
         if isinstance(now, np.ndarray) and isinstance(before, np.ndarray):
             if not _same_array(now, before):

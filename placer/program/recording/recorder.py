@@ -434,8 +434,9 @@ class Recorder(TorchFunctionMode):
 
     def recomputes(self) -> bool:
         """Does the backward run again what is recorded at this point?"""
-        is_plain = self.reentrant is None and saved_tensor_hooks() == self.saved_hooks
-        return not (self.paused or is_plain)
+        if self.paused:
+            return False
+        return self.reentrant is not None or saved_tensor_hooks() != self.saved_hooks
 
     def checkpointing(self) -> Checkpointed | None:
         """How the model's code checkpoints activations at this point, or None if it does not."""
