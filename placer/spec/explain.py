@@ -42,7 +42,7 @@ _EXAMPLES = {
     "loss": 'write a name such as "cross_entropy", or an object with "function" and "target"',
     "devices": 'write a list such as ["cuda:0", {"name": "cuda:1", "memory": "16GiB"}]',
     "inputs": 'write "whole", or an object such as {"batch_dim": 1}',
-    "layers": 'write an object such as {"encoder": "cuda:0"}',
+    "layers": 'write an object such as {"encoder": "cuda:0"}, or leave it out, and placer chooses',
     "replica_devices": 'write a list for each further replica, such as [["cuda:2", "cuda:3"]]',
 }
 
