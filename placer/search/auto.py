@@ -100,10 +100,7 @@ def _check_kinds_known(wanted: PlacementSpec) -> None:
         return
     slots = [device_slot(device, wanted) for device in wanted.devices]
     index = [d.name for d in wanted.devices].index(unknown_kinds(wanted)[0])
-    problem = (
-        f"the kind of {', '.join(unknown_kinds(wanted))} is not given, so their times are not known, "
-        "and the fastest way is looked for"
-    )
+    problem = f"the kind of {', '.join(unknown_kinds(wanted))} is not given, and the fastest way depends on it"
     remedy = (
         f'{ask_for_kind(wanted, slots)}; or look for the fewest devices ("objective": "devices")'
     )
