@@ -20,6 +20,7 @@ _FORM = "write package.module:callable or path/file.py:callable"
 _SHOWN = 8  # how many callables of a file or module are listed
 _HERE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
+_PYTHON = Path(traceback.__file__).parent
 
 
 class ModelError(PlacerError):
@@ -84,13 +85,14 @@ def _remedy(error: BaseException) -> str:
 def user_location(error: BaseException) -> str:
     """``file.py:line`` of the innermost frame of the user's code that placer called, or ``""``.
 
-    Frames of torch and of placer do not count, nor do the frames that called placer.
+    Frames of Python's library, torch and placer do not count, nor do the frames that called placer.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [i for i, frame in enumerate(frames) if _HERE in Path(frame.filename).parents]
     for frame in reversed(frames[ours[0] :] if ours else frames):
-        path = Path(frame.filename)
-        if not (frame.filename.startswith("<") or _TORCH in path.parents or _HERE in path.parents):
+        around = Path(frame.filename).parents
+        in_python = _PYTHON in around and _PYTHON / "site-packages" not in around
+        if not (frame.filename.startswith("<") or in_python or {_TORCH, _HERE} & {*around}):
             return f"{frame.filename}:{frame.lineno}"
     return ""
 

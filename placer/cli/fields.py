@@ -50,12 +50,11 @@ def _option(name: str, default: str | None) -> Any:
     field = PlacementSpec.model_fields[name]
     option = f"--{name.replace('_', '-')}"
     help_text = _HELP.get(name, field.description)
+    flags = f"{option}/--no-{option[2:]}"
     if name in _AUTO:
-        flags = f"{option}/--no-{name}"
         return Annotated[bool | None, typer.Option(flags, help=help_text, show_default=False)]
     shown = default or ("" if field.default is None else str(_as_written(name)))
     if isinstance(field.default, bool):
-        flags = f"{option}/--no-{name}"
         return Annotated[
             bool | None, typer.Option(flags, help=help_text, show_default=shown or False)
         ]

@@ -34,7 +34,12 @@ Like = Annotated[
     ),
 ]
 Most = Annotated[
-    int, typer.Option("--most", min=1, help="The largest size that is tried, in multiples.")
+    int | None,
+    typer.Option(
+        "--most",
+        min=1,
+        help="The largest size that is tried, in multiples; by default 64, or eight times --like.",
+    ),
 ]
 
 
@@ -49,7 +54,7 @@ def fit(
     split: Split,
     multiple: Multiple = 1,
     like: Like = None,
-    most: Most = 64,
+    most: Most = None,
     machine: Machine = None,
     output: Output = None,
     processes: Processes = False,
@@ -65,6 +70,8 @@ def fit(
 
     names = free_names(model_options.inputs, loss_options.target)
     unit = proportions(names, like, multiple)
+    first = _count(like, multiple)
+    most = most or max(64, 8 * first)
     check_spec_path(output)
 
     def filled(texts: Sequence[str], size: int) -> list[str]:
@@ -105,7 +112,8 @@ def fit(
                 program, leaves = given.captured(wanted, searched=True)
             except CaptureError as error:
                 error.remedy += (
-                    "; if these sizes are too small, give larger ones in --like or --multiple"
+                    "; if forward needs larger sizes, give them in --like; if it needs multiples of "
+                    "a number, such as 16, give that in --multiple"
                 )
                 raise
             make = JudgingPlanner(program, leaves, processes=processes)
@@ -121,7 +129,7 @@ def fit(
             bounds["fits" if tried.fits else "does not fit"] = _shape(tried.size)
             told.found(", ".join(f"{shape} {word}" for word, shape in bounds.items()))
 
-        found = find_largest(range(1, most + 1), case_of, hear, _count(like, multiple) - 1)
+        found = find_largest(range(1, most + 1), case_of, hear, first - 1)
     rows = [(_shape(tried.size), tried) for tried in found.tried]
     console.print(sizes_table(rows, ", ".join(names)))
     if as_json:

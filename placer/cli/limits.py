@@ -41,7 +41,8 @@ def _print_devices(console: Console, result: Mapping[str, Any]) -> None:
         else:
             kept = format_bytes(result["kept_free"][size])
             console.print(
-                f"does not fit on up to 64 devices of {size}, of which {kept} are kept free"
+                f"does not fit on up to 64 devices of {size}, of which context and what is kept free take "
+                f"{kept}"
             )
     if result["devices_needed"]:
         largest = result["largest_piece"]

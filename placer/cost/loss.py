@@ -116,7 +116,8 @@ def find_loss(spec: LossSpec | None, *, values: bool = False) -> Loss:
                 "takes a target, and none is given",
                 "give its shape for the whole batch, which for label maps of two images is "
                 "--target 2x128x128:int64, or in the spec "
-                f'{{"function": "{spec.function}", "target": "2x128x128:int64"}}',
+                f'{{"function": "{spec.function}", "target": "2x128x128:int64"}}; for a dict, give '
+                "--target NAME=SHAPE for every key",
             )
     elif target is not None:
         function = getattr(F, spec.function)

@@ -22,8 +22,10 @@ from placer.cost.kernels import device_kernels
 from placer.cost.loss import Loss
 from placer.cost.storages import OUTSIDE, NodeOperations, NodeRun, StorageRecorder, StorageUses
 from placer.errors import CaptureError, PlacerError, first_line
+from placer.importing import user_location
 from placer.operands import nbytes_of, tensors_of_tree
 from placer.program.alias import NodeFailure
+from placer.program.failure import with_own_lines
 from placer.program.fake.mode import detach_fake
 from placer.program.fake.row_gradients import row_gradient
 from placer.space import Alone, Cuts, exchanging
@@ -243,11 +245,13 @@ class _Run(NodeRunner):
         except PlacerError:
             raise
         except Exception as error:
+            place = user_location(error)
             raise CaptureError(
                 f"loss {loss.name}",
-                f"fails on results without data: {type(error).__name__}: {first_line(error)}",
+                f"fails on results without data: {type(error).__name__}: {first_line(error)}"
+                + (f" ({place})" if place else ""),
                 _remedy(loss),
-            ) from error
+            ) from with_own_lines(error)
 
     def end_forward(self, loss: Tensor) -> None:
         """Count each storage that is still alive but that no hook reported as saved by its producer."""
@@ -289,9 +293,12 @@ class _Run(NodeRunner):
 def _remedy(loss: Loss) -> str:
     """What to do about a ``loss`` that fails."""
     target = () if loss.spec is None else loss.spec.target
+    called = f"it is called as loss(result{'' if loss.target is None else ', target'})"
     if not target:
-        return "call it with a result of the model and a target of the shape that is given"
+        return (
+            f"{called}: try that with a result of the model and a target of the shape that is given"
+        )
     return (
-        f'its target is {", ".join(target)}, by "loss" in the spec or --target: write the target '
-        "of these inputs"
+        f'{called}; the target is {", ".join(target)}, by "loss" in the spec or --target: write the '
+        "target of these inputs"
     )

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 from torch.fx.graph import CodeGen
 
 _numbers = itertools.count()
+_ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
+_NODES = "__placer_nodes__"  # the global of generated code that has the node of each line
 
 
-def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
-    """The function ``forward(self, …)`` of ``graph``, and its source.
+def compile_graph(graph: fx.Graph) -> Callable[..., Any]:
+    """The function ``forward(self, …)`` of ``graph``.
 
     This is not an ``fx.GraphModule``, whose properties (``code``, ``graph``) would clash with layers
     of the same names.
@@ -27,8 +30,16 @@ def compile_graph(graph: fx.Graph) -> tuple[Callable[..., Any], str]:
     # Tracebacks show the lines of this entry. Without a time it is never compared with a file.
     linecache.cache[file] = (len(made.src), None, made.src.splitlines(keepends=True), file)
     names = dict(made.globals)
+    assigned = map(_ASSIGNMENT.match, made.src.split("\n"))
+    names[_NODES] = {line: found[1] for line, found in enumerate(assigned, start=1) if found}
     exec(compile(made.src, file, "exec", dont_inherit=True), names)
-    return names["forward"], made.src
+    forward: Callable[..., Any] = names["forward"]
+    return forward
+
+
+def node_lines(code_globals: Mapping[str, Any]) -> Mapping[int, str] | None:
+    """Line number -> name of the node that the line computes; None if the globals are of other code."""
+    return code_globals.get(_NODES)
 
 
 class BoxedCodeGen(CodeGen):

@@ -253,7 +253,7 @@ def _emit_segment(
             is_module = isinstance(attrgetter(str(node.target))(program.model), nn.Module)
             (modules if is_module else attributes)[str(node.target)] = None
     graph.output(tuple(values[name] for name in outputs))
-    forward, source = compile_graph(graph)
+    forward = compile_graph(graph)
     written = (n for node in own for n in program.nodes[node.name].writes)
     return SegmentCode(
         inputs=inputs,
@@ -268,7 +268,6 @@ def _emit_segment(
         overlapped=region is not None and region.overlapped,
         shards=1 + len(others),
         forward=forward,
-        source=source,
     )
 
 

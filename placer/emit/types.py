@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from types import CodeType
 from typing import Any
 
 import torch
@@ -41,7 +39,6 @@ class SegmentCode:
     shards: int = 1
     reads_written: bool = False  # may a gradient depend on what it writes?
     forward: Callable[..., tuple[Any, ...]]
-    source: str  # the generated Python code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,20 +120,3 @@ class StagedModel:
     def example_inputs(self) -> list[torch.Tensor]:
         """Tensors on ``meta`` like the inputs that the model was captured with."""
         return [each.on_meta() for each in self.call.inputs]
-
-
-_ASSIGNMENT = re.compile(r"\s+(\w+)\s*(?::[^=]*)?=")
-
-
-def node_lines(segment: SegmentCode) -> dict[int, str]:
-    """Line number (as in frames and tracebacks) -> name of the node that the line computes."""
-    code: CodeType = segment.forward.__code__
-    lines = segment.source.split("\n")
-    start = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
-    first = code.co_firstlineno
-    found: dict[int, str] = {}
-    for offset, line in enumerate(lines[start + 1 :], 1):
-        match = _ASSIGNMENT.match(line)
-        if match:
-            found[first + offset] = match[1]
-    return found

@@ -51,9 +51,7 @@ def describe_optimality(optimality: Optimality) -> str:
     if optimality.above <= _NEAR:
         above = math.ceil(100 * optimality.above - 1e-6)
         near = (
-            f" (at most {above} % above a lower bound)"
-            if above
-            else ", which is the least possible"
+            f" (at most {above} % above a lower bound)" if above else "; no other stages take less"
         )
     return f"{optimality.criterion}: {value}{near}"
 

@@ -222,7 +222,7 @@ def _largest(tensors: Sequence[Mapping[str, Any]]) -> Table:
             tensor["bytes"],
             tensor["layer"] or "the model",
             tensor["kind"],
-            tensor["name"].rpartition(".")[2],
+            tensor["name"].removeprefix(f"{tensor['layer']}."),
             "x".join(map(str, tensor["shape"])) or "scalar",
         )
         for tensor in tensors

@@ -203,11 +203,13 @@ def _devices(
     for number, (predicted, device) in enumerate(zip(plan.devices, judged.devices, strict=True)):
         key = stages_of.get(device.device, ()), replace(device, device=""), predicted.peak
         groups.setdefault(key, []).append(number)
+    homes = {plan.devices_of(stage, 0)[0] for stage in plan.stages}
     found = []
     for (stages, _, predicted_peak), numbers in groups.items():
         name, needs = _runs_as(plan, numbers[0]), judged.devices[numbers[0]]
         memory = curves.get(name, ())
-        kinds: Mapping[str, int] = _stage_kinds([plan.stages[stage].memory for stage in stages])
+        memories = [plan.stages[stage].memory for stage in stages]
+        kinds: Mapping[str, int] = _stage_kinds(memories, is_home=plan.processes or name in homes)
         if memory:
             kinds = max(memory, key=lambda point: point.nbytes).kinds
         found.append(
@@ -227,15 +229,20 @@ def _devices(
     return found
 
 
-def _stage_kinds(stages: Sequence[StageMemory]) -> dict[str, int]:
-    """The bytes of stages by kind; they are not all alive at the peak."""
+def _stage_kinds(stages: Sequence[StageMemory], *, is_home: bool) -> dict[str, int]:
+    """The bytes of stages by kind; they are not all alive at the peak.
+
+    In one process, the first shard of the first replica is the home of weights and optimizer state; the
+    others receive weights for a step.
+    """
     total = {f.name: sum(getattr(each, f.name) for each in stages) for f in fields(StageMemory)}
+    weights = total["parameters"] + total["buffers"]
     return {
-        "weights": total["parameters"] + total["buffers"],
-        "optimizer": total["optimizer"],
+        "weights": weights if is_home else 0,
+        "optimizer": total["optimizer"] if is_home else 0,
         "activations": total["saved"],
         "gradients": total["gradients"],
-        "received": total["boundary"],
+        "received": total["boundary"] + (0 if is_home else weights),
         "temporary": total["transient"],
     }
 

@@ -96,14 +96,12 @@ def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
 
 def _check_kinds_known(wanted: PlacementSpec) -> None:
     """Raise ``SpecError`` where time decides, and only the kinds of the devices can tell it."""
-    if wanted.objective not in _BY_TIME or not unknown_kinds(wanted):
+    unknown = unknown_kinds(wanted)
+    if wanted.objective not in _BY_TIME or not unknown:
         return
     slots = [device_slot(device, wanted) for device in wanted.devices]
-    index = [d.name for d in wanted.devices].index(unknown_kinds(wanted)[0])
-    problem = (
-        f"the kind of {', '.join(unknown_kinds(wanted))} is not given, so their times are not known, "
-        "and the fastest way is looked for"
-    )
+    index = [d.name for d in wanted.devices].index(unknown[0])
+    problem = f"the kind of {', '.join(unknown)} is not given, and the fastest way depends on it"
     remedy = (
         f'{ask_for_kind(wanted, slots)}; or look for the fewest devices ("objective": "devices")'
     )

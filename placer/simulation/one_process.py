@@ -31,7 +31,7 @@ def run_process(call: FakeCall) -> Timeline:
         placed = place_model(call.model, program, replace(plan, compile=False), rows)
         runtime = runtime_of(placed)
         home = {name: rows[0][stage][0] for name, stage in runtime.staged.state_stage.items()}
-        attribution = Attribution(runtime.staged.stages, runtime.staged.layers)
+        attribution = Attribution(runtime.staged.layers)
         ledger = Ledger(attribution.where, kernels=lambda place: device_type(call.run_on or place))
         for kind, named in (
             ("parameter", placed.named_parameters(remove_duplicate=False)),

@@ -202,7 +202,7 @@ class _FakeReplica:
         """
         call, plan, staged = self._call, self._plan, self._staged
         kind = device_type(device)
-        attribution = Attribution(staged.stages, call.program.layers)
+        attribution = Attribution(call.program.layers)
         ledger = RankLedger(attribution.where, kernels=lambda _: kind)
 
         def group_of(devices: tuple[int, ...]) -> _NoSum:

@@ -127,7 +127,7 @@ class RunInWindows(InSpace):
         if not torch.is_autocast_enabled(kind) or not self.takes:
             return self._run(exchange, rows)
         dtype = torch.get_autocast_dtype(kind)  # cast here, so that what is sent and kept is cast
-        cast = [[None if x is None else x.to(dtype) for x in row] for row in rows]
+        cast = [[_cast(x, dtype) for x in row] for row in rows]
         with torch.autocast(kind, enabled=False):
             return self._run(exchange, cast)
 
@@ -170,7 +170,7 @@ class NormalizeParts(InSpace):
         eps = first.eps if self.eps is None else self.eps
         kind = flat[2].device.type
         if self.is_group_norm and kind != "cpu" and torch.is_autocast_enabled(kind):
-            flat = [x if x is None else x.float() for x in flat]  # as autocast does for this norm
+            flat = [_cast(x, torch.float32) for x in flat]  # as autocast does for this norm
         counts = self.groups.counts(flat[2].size(0))
         is_batch_norm = self.groups.number is None and self.eps is None
         if is_batch_norm:
@@ -294,3 +294,8 @@ def _refuse_hooks(module: Any) -> None:
             "has hooks or parametrizations that were added after it was placed, and runs in parts",
             "add them before placer.compile, which then keeps the layer whole",
         )
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``x`` as autocast to ``dtype`` makes it, which leaves float64 alone."""
+    return x if x is None or x.dtype == torch.float64 else x.to(dtype)

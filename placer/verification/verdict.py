@@ -22,6 +22,7 @@ from placer.program.call import bind_call, objects_of
 from placer.verification.inputs import Arguments, another_batch_size, other_values
 from placer.verification.observation import (
     Comparison,
+    Seen,
     Shared,
     compare,
     largest_gradient,
@@ -164,7 +165,7 @@ def verify(
     batch size, and in the other mode, in which results may have another form, it is the mean square.
     On a GPU, fp32 is computed without TF32. A GPU draws other random numbers than a CPU from the same
     seed, so situations in which a model on both draws any are not compared.
-    The default of ``tolerance`` (relative) depends on the parameters' dtype. With
+    The default of ``tolerance`` (relative) depends on the dtypes of the parameters and the loss. With
     ``ignore_device_moves``, the plain model ignores device moves too. ``each_situation`` is told which one
     begins.
     """
@@ -191,6 +192,7 @@ def verify(
         training=model.training,
         seed=seed,
         tolerance=tolerance or _default_tolerance(model, plan),
+        widened=tolerance is None,
         ignore_device_moves=ignore_device_moves,
     )
     outcomes: list[Outcome] = []
@@ -218,7 +220,9 @@ def verify(
 
 def _default_tolerance(model: nn.Module, plan: Plan) -> float:
     allowed = max((_TOLERANCE.get(p.dtype, 1e-4) for p in model.parameters()), default=1e-4)
-    return allowed if plan.precision == "fp32" else max(allowed, _TOLERANCE[torch.bfloat16])
+    if plan.precision == "fp32" or allowed == _TOLERANCE[torch.float64]:  # autocast leaves it alone
+        return allowed
+    return max(allowed, _TOLERANCE[torch.bfloat16])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +244,7 @@ class _Run:
     training: bool
     seed: int
     tolerance: float
+    widened: bool  # where the loss is of a type with a larger tolerance
     ignore_device_moves: bool
     random_layers: list[str] = field(default_factory=list)
 
@@ -280,9 +285,10 @@ class _Run:
                 raise
             return Outcome(situation=name, note=f"not compared: placer refuses it: {error}")
         pair.moved.append(theirs.rate * largest_gradient(theirs.seen))
-        found = compare(
-            ours.seen, theirs.seen, self.tolerance, moved=sum(pair.moved), situation=name
-        )
+        tolerance, computed = self.tolerance, theirs.seen.get(Seen("loss", ""))
+        if self.widened and isinstance(computed, Tensor):
+            tolerance = max(tolerance, _TOLERANCE.get(computed.dtype, 0.0))
+        found = compare(ours.seen, theirs.seen, tolerance, moved=sum(pair.moved), situation=name)
         slices, notes = reference.slices, []
         if slices > 1:
             notes = [f"compared with {slices} slices of the batch: {reference.because}."]

@@ -335,7 +335,10 @@ def test_check_a_model(placer: Run) -> None:
     assert data["devices_needed"] == {"300KiB": None, "2GiB": 1}
     assert data["kept_free"]["2GiB"] == 520 * 2**20 + int(0.02 * 2**31)
     said = " ".join(result.stderr.split())
-    assert "does not fit on up to 64 devices of 300KiB, of which 520.01 MiB are kept free" in said
+    assert (
+        "does not fit on up to 64 devices of 300KiB, of which context and what is kept free take 520.01"
+        in said
+    )
     assert "fits on 1 device of 2GiB on smaller ones: at least " in said
     assert "needs Tried in one process: precision fp32, microbatches 1, " in said
     assert "replicas 1, training True, optimizer adam; without recomputing or offloading" in said

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from placer.importing import user_location
+
 Run = Callable[..., Any]
 PLAN = ("plan", "net.py:Net", "fits.json")
 X = ("--input", "8x64")
@@ -122,6 +124,12 @@ def test_the_users_line_is_named(placer: Run, folder: Path) -> None:
         if "raise ValueError" in text
     )
     assert f"net.py:{line}" in result.stderr
+
+
+def test_a_line_of_pythons_library_is_not_the_users() -> None:
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        json.loads("{")
+    assert user_location(raised.value).startswith(f"{__file__}:")
 
 
 def test_all_problems_of_auto_at_once(placer: Run) -> None:

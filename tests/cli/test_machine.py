@@ -76,6 +76,12 @@ def test_fit_says_what_it_does_and_where_it_stopped(
     }  # fmt: skip
 
 
+def test_fit_begins_with_the_given_sizes_however_large(placer: Run) -> None:
+    options = ("--input", "{b}x64", "--like", "96", "-d", "cpu:0=1GiB", "--json")
+    tried = json.loads(placer("fit", "net.py:Net", *options).stdout)["tried"]
+    assert [each["sizes"]["b"] for each in tried] == [96, 192, 384, 768]
+
+
 def test_fit_explains_what_it_needs(placer: Run) -> None:
     for arguments, problem in (
         (("--input", "8x64"), "no size in braces"),

@@ -236,9 +236,12 @@ def test_a_wrong_loss_in_a_spec(loss: Any, place: str, said: str) -> None:
         ({"function": "losses.py:dice_ce", "target": "2x1x16x16x16:int64"}, "has 2 rows.*has 4"),
         (
             {"function": "losses.py:dice_ce", "target": "4x1x8x8x8:int64"},
-            "fails on results without",
+            r"fails on results without.*losses.py:\d+\)",
         ),
-        ({"function": "losses.py:of_result", "target": "4"}, "takes 1 positional argument"),
+        (
+            {"function": "losses.py:of_result", "target": "4"},
+            r"takes 1 positional argument.*called as loss\(result, target\)",
+        ),
     ],
 )
 def test_a_loss_that_cannot_be_counted(loss: Any, said: str, losses: Path) -> None:
@@ -273,8 +276,22 @@ def test_verify_compares_with_the_spec_s_loss(losses: Path) -> None:
     assert len(seen) == 6 and all(part is not None and part.equal(target) for part in seen)
 
 
+def test_a_loss_in_float32_is_compared_as_such() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv3d(1, 5, 3, padding=1).double()
+    x, target = torch.randn(3, 1, 6, 6, 6, dtype=torch.float64), torch.randint(5, (3, 6, 6, 6))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.float(), target)
+
+    found = placer.verify(
+        model, {"devices": ["cpu:0"], "microbatches": 3}, x, loss_fn=loss, target=target
+    )
+    assert found.ok and {c.tolerance for c in found.comparisons} == {1e-4, 1e-10}
+
+
 def test_a_target_of_other_inputs_is_named(losses: Path) -> None:
     model, _ = segmenter()
     spec = {"devices": ["cuda:0"], "loss": DICE}
-    with pytest.raises(placer.CaptureError, match="its target is 4x1x16x16x16:int64<24, by"):
+    with pytest.raises(placer.CaptureError, match="the target is 4x1x16x16x16:int64<24, by"):
         placer.make_plan(model, spec, torch.empty(4, 1, 8, 8, 8, device="meta"))

@@ -20,8 +20,8 @@ def test_a_traceback_shows_the_line_of_the_stage() -> None:
     graph.set_codegen(BoxedCodeGen("tree"))
     _device, x, y = (graph.placeholder(name) for name in ("device", "x", "y"))
     graph.output((graph.call_function(_fail, (x,)), y))
-    forward, source = compile_graph(graph)
+    forward = compile_graph(graph)
     with pytest.raises(ValueError, match="no 1") as raised:
         forward(None, "cpu", [1, 2])
     (line,) = [f.line for f in traceback.extract_tb(raised.tb) if f.filename.startswith("<placer")]
-    assert line is not None and "_fail(x)" in line and line in source
+    assert line is not None and "_fail(x)" in line

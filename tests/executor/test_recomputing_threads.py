@@ -35,7 +35,6 @@ def _dropped(x: Tensor, recomputing: Callable[[], Any]) -> Tensor:
         offload=False,
         overlapped=False,
         forward=forward,
-        source="",
     )
     stage = StageCode(**names, index=0, state=(), segments=(segment,))
     (y,) = run_segments(stage, [None], [CPU], [x])

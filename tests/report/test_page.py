@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import make_plan
+from plans import GIB, make_plan
 
 from placer.errors import PlanError, Tried
 from placer.plan.types import Origin, Plan
 from placer.report import write_html
 from placer.report.html import page
+from placer.report.view import view
 
 
 class _Checker(HTMLParser):
@@ -161,6 +162,16 @@ def test_shards_of_a_stage_that_need_the_same_are_one_row() -> None:
     assert "cuda:1 \N{MULTIPLICATION SIGN} 4" in shown(text) and "2 stages of 4 shards" in shown(
         text
     )
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_in_one_process_other_replicas_receive_weights(processes: bool) -> None:
+    plan = dataclasses.replace(_wide(1, 2), processes=processes)
+    first, second = plan.devices
+    other = dataclasses.replace(second, peak=first.peak - GIB)
+    rows = view(dataclasses.replace(plan, devices=(first, other))).devices
+    weights = [row.parts["weights"] for row in rows]
+    assert weights == [GIB, GIB if processes else 0]
 
 
 def _simulated(peak: int) -> dict[str, Any]:

@@ -59,6 +59,16 @@ def test_the_peaks_moment_names_the_layer_and_the_largest_tensors() -> None:
     assert {"layer4.0.conv2.weight", "layer4.1.conv1.weight"} <= {t.name for t in device.largest}
 
 
+@pytest.mark.parametrize("processes", [False, True])
+def test_slices_of_a_program_that_is_rewritten_have_layers_too(processes: bool) -> None:
+    """The program of a slice is another one where a rewrite depends on sizes."""
+    model, args = models.ConvNet(), (torch.randn(4, 1, 8, 8),)
+    spec = {"devices": ["cuda:0", "cuda:1"], "space": 2, "replicas": 2, "optimizer": "sgd"}
+    for device in placer.simulate(model, spec, args, processes=processes).devices:
+        made = [block for block in device.largest if block.kind in ("forward", "backward")]
+        assert {"conv2", "fc1"} & {block.where.layer for block in made}
+
+
 def test_the_optimizer_can_be_the_peak() -> None:
     model = nn.Linear(64, 64)
     plan = _plan(model, (torch.randn(1, 64),), stages=1, optimizer="adam")

@@ -405,6 +405,13 @@ def test_autocast_has_the_types_of_the_plain_model(norm: nn.Module) -> None:
         torch.testing.assert_close(placed(x), expected, rtol=0.03, atol=0.03)
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    plain = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.PReLU()).double()
+    x = torch.randn(2, 2, 8, 6, 6, dtype=D)
+    found = placer.verify(plain, {**TWO, "precision": "bf16"}, x)
+    assert found.ok and found.worst.tolerance == 1e-10
+
+
 def test_a_mean_of_half_precision_does_not_overflow() -> None:
     x = torch.full((1, 2, 32, 32, 48), 2.0, dtype=torch.float16)
     plain = nn.Sequential(nn.Identity(), nn.AdaptiveAvgPool3d(1))

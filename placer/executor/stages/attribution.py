@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable, Mapping
-from types import FrameType
+from collections.abc import Mapping
+from types import CodeType, FrameType
 
 from placer._torch import next_sequence_number, running_sequence_number
-from placer.emit import SegmentCode, StageCode, node_lines
+from placer.emit import node_lines
 from placer.executor.task import current_task
 from placer.timeline import OPTIMIZER, StepPosition
 
@@ -21,10 +21,9 @@ class Attribution:
     made it. Numbers grow with time, so `where` must be called for every forward operation.
     """
 
-    def __init__(self, stages: Iterable[StageCode], layer_of: Mapping[str, str]) -> None:
-        self._segments = [segment for stage in stages for segment in stage.segments]
+    def __init__(self, layer_of: Mapping[str, str]) -> None:
         # Keyed by id, because hashing a code object reads all of it every time.
-        self._places = {id(s.forward.__code__): _node_offsets(s) for s in self._segments}
+        self._places: dict[int, tuple[CodeType, list[int], list[str]]] = {}
         self._layer_of = layer_of
         self._numbers: list[int] = []
         self._nodes: list[str] = []
@@ -57,19 +56,21 @@ class Attribution:
     def _forward_node(self) -> str:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            places = self._places.get(id(frame.f_code))
-            if places is not None:
-                starts, nodes = places
+            lines = node_lines(frame.f_globals)
+            if lines is not None:
+                code = frame.f_code
+                if id(code) not in self._places:
+                    self._places[id(code)] = code, *_node_offsets(code, lines)
+                _, starts, nodes = self._places[id(code)]
                 return nodes[bisect.bisect_right(starts, frame.f_lasti) - 1]
             frame = frame.f_back
         return ""
 
 
-def _node_offsets(segment: SegmentCode) -> tuple[list[int], list[str]]:
-    """Bytecode offsets at which the lines of a segment start, and the node that each line computes.
+def _node_offsets(code: CodeType, nodes: Mapping[int, str]) -> tuple[list[int], list[str]]:
+    """Bytecode offsets at which the lines of ``code`` start, and the node that each line computes.
 
     Used instead of ``frame.f_lineno``, which Python finds by a scan from the beginning of the code.
     """
-    lines = node_lines(segment)
-    ranges = list(segment.forward.__code__.co_lines())
-    return [start for start, _, _ in ranges], [lines.get(line or 0, "") for *_, line in ranges]
+    ranges = list(code.co_lines())
+    return [start for start, _, _ in ranges], [nodes.get(line or 0, "") for *_, line in ranges]

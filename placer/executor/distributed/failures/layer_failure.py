@@ -79,6 +79,7 @@ def explain_failure(
 
 def _node_of(code: StageCode, frames: Sequence[tuple[str, int]]) -> str:
     """The node that the first of ``frames`` in the stage's code computes; "" if there is none."""
-    lines = {segment.forward.__code__.co_filename: node_lines(segment) for segment in code.segments}
+    stage = [segment.forward for segment in code.segments]
+    lines = {each.__code__.co_filename: node_lines(each.__globals__) or {} for each in stage}
     found = (lines[file].get(number, "") for file, number in frames if file in lines)
     return next(found, "")
