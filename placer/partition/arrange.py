@@ -18,13 +18,19 @@ _MAX_CUTS = 400  # in longer orders, only the cuts crossed by the fewest bytes a
 _MAX_CHAINS = 64  # how many orders of devices are tried, if devices differ or have pinned nodes
 
 
-def unit_pins(units: nx.DiGraph, pins: Mapping[int, str]) -> dict[int, str]:
-    """The device each unit is pinned to: the pin of its first pinned node."""
+def unit_pins(units: nx.DiGraph, pins: Mapping[int, str], layers: Sequence[str]) -> dict[int, str]:
+    """The device each unit is pinned to: the pin of its first pinned node, or of one in a layer inside that.
+
+    So what a module does between its ``layers`` goes where they are, if both write the same memory.
+    """
     found: dict[int, str] = {}
     for unit, nodes in units.nodes(data="nodes"):
-        devices = [pins[i] for i in nodes if i in pins]
-        if devices:
-            found[unit] = devices[0]
+        pinned = [i for i in nodes if i in pins]
+        if pinned:
+            chosen = pinned[0]
+            for i in pinned:
+                chosen = i if layers[i].startswith(f"{layers[chosen]}.") else chosen
+            found[unit] = pins[chosen]
     return found
 
 

@@ -69,7 +69,7 @@ def choose_partition(
     tables: TableCache | None = None,
     stop_at_share: float = 0.0,
 ) -> Partition:
-    """The best chain of stages on ``devices``, with every node of ``pins`` on its device.
+    """The best chain of stages on ``devices``, with every unit on the device of its ``pins``.
 
     Every device gets a stage if there are enough nodes. Among placements within the budgets the objective
     decides; if there is none, the result has the least overflow, and ``fits`` is False.
@@ -91,7 +91,8 @@ def choose_partition(
     """
     units = unit_graph(program)
     position = {name: i for i, name in enumerate(program.order)}
-    pin_of = unit_pins(units, {position[name]: device for name, device in pins.items()})
+    layers = [program.nodes[name].layer for name in program.order]
+    pin_of = unit_pins(units, {position[name]: pins[name] for name in pins}, layers)
     search = _Search(units, costs, devices, pin_of, options, tables or TableCache())
     order = program_order(units)
     search.try_order(order)

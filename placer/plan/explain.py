@@ -60,7 +60,7 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
     left, right = boundary.index, boundary.index + 1
     devices = [stage.devices[0] for stage in plan.stages]
     whole = ""
-    if len(set(devices)) < len(devices):
+    if has_several_stages(plan) and ("peak" in criterion or "slowest" in criterion):
         whole = f" (all stages of {devices[left]} | {devices[right]})"
     lines = [
         "",
@@ -69,18 +69,27 @@ def _boundary(plan: Plan, boundary: Boundary, criterion: str, value: float) -> l
         f"  load {in_unit(boundary.load_before, criterion)} | {in_unit(boundary.load_after, criterion)}"
         f"{whole}, {format_bytes(boundary.nbytes)} cross per micro-batch forward",
     ]
-    if whole:  # other boundaries are not looked for
-        return lines
     if boundary.next_best is None or boundary.next_value is None:
-        return [
-            *lines,
-            "  the layers of the spec, the memory of the devices or the number of stages leave no other "
-            "place for it",
-        ]
+        return [*lines, f"  {why_no_other(plan)}"]
     change = describe_change(boundary.next_value, value)
     next_value = in_unit(boundary.next_value, criterion)
     place = place_of(plan, boundary.next_best)
     return [*lines, f"  next best: after {place}, {next_value} ({change})"]
+
+
+def has_several_stages(plan: Plan) -> bool:
+    """Whether a device has several stages."""
+    return plan.grid.devices < len(plan.stages)
+
+
+def why_no_other(plan: Plan) -> str:
+    """Why no other place is known for a boundary."""
+    if has_several_stages(plan):
+        return "no other place was looked for, because a device has several stages"
+    return (
+        "the layers of the spec, the memory of the devices or the number of stages leave no other "
+        "place for it"
+    )
 
 
 def describe_change(next_value: float, value: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from placer.cost import CostTable, Loss
-from placer.errors import some_names
+from placer.errors import first_few, some_names
 from placer.partition import Partition, PlanningOptions
 from placer.plan.summary import describe_loss
 from placer.plan.types import DevicePeak, HostPeak, Plan, PlannedLoss, everything_fits
@@ -20,6 +20,8 @@ from placer.quantities import format_seconds
 from placer.regions import RegionKey, with_overlap
 from placer.spec import PlacementSpec
 
+_NAMED = 3  # layers that a note names
+
 
 def assemble_plan(
     program: Program,
@@ -28,10 +30,11 @@ def assemble_plan(
     rows: Sequence[Sequence[str]],
     microbatches: int,
     loss: Loss,
+    pins: Mapping[str, str],
 ) -> Plan:
     """The plan with the stages of ``choice``, on the devices of ``rows`` (one row per replica).
 
-    It has no times if the kind of a device is not known.
+    It has no times if the kind of a device is not known. ``pins`` are the nodes that the spec places.
     """
     costs, partition, options = choice.costs, choice.partition, choice.options
     counted = planned_loss(loss, costs) if spec.training else None
@@ -84,6 +87,7 @@ def assemble_plan(
             *([] if counted is None else [describe_loss(counted, partition.slots[-1].name)]),
             *([] if unknown else _policy_notes(spec, choice)),
             *placement_notes(program, spec, options, costs, rows=rows, microbatches=microbatches),
+            *_moved_notes(program, partition, pins),
             *([f"Nothing runs on {some_names(idle)}."] if idle else []),
         ),
         optimality=partition.optimality,
@@ -109,6 +113,23 @@ def planned_loss(loss: Loss, costs: CostTable) -> PlannedLoss:
         nbytes=max(node.forward_transient, node.backward_transient),
         whole_batch=loss.whole_batch,
     )
+
+
+def _moved_notes(program: Program, partition: Partition, pins: Mapping[str, str]) -> list[str]:
+    """A note on the operations that are not where ``pins`` has them."""
+    moved = {
+        name: slot.name
+        for slot, names in partition.placed
+        for name in names
+        if pins.get(name, slot.name) != slot.name
+    }
+    if not moved:
+        return []
+    layers = first_few(list(dict.fromkeys(program.layers[name] for name in moved)), _NAMED)
+    return [
+        f"Operations of {', '.join(layers)} are on {some_names(list(dict.fromkeys(moved.values())))}, not "
+        'where "layers" has them: what writes the same memory stays together.'
+    ]
 
 
 def _policy_notes(spec: PlacementSpec, choice: PolicyChoice) -> list[str]:

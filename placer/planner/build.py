@@ -209,7 +209,7 @@ def _plan_for(
         placed = {node: stage.devices[0] for stage in stages for node in stage.nodes}
         kernels = {node: device_type(name) for node, name in placed.items()}
         light = place(kernels, placed)
-    return assemble_plan(program, spec, light, rows, microbatches, loss)
+    return assemble_plan(program, spec, light, rows, microbatches, loss, pins)
 
 
 def _by_stage(corrections: Mapping[str, int], spec: PlacementSpec) -> dict[str, int]:

@@ -16,7 +16,13 @@ import jinja2
 
 from placer.errors import PlanError, Tried, some_names
 from placer.files import writing
-from placer.plan.explain import describe_change, describe_optimality, in_unit, place_of
+from placer.plan.explain import (
+    describe_change,
+    describe_optimality,
+    in_unit,
+    place_of,
+    why_no_other,
+)
 from placer.plan.types import Plan, Transfer
 from placer.quantities import format_bytes, format_seconds
 from placer.report.layers import compact_layers
@@ -132,6 +138,7 @@ def _variables(shown: View) -> dict[str, Any]:
         "curves": list(_curves(shown, seen)),
         "largest": any(group.at_peak for group in seen),
         "optimality": describe_optimality(plan.optimality),
+        "no_other": why_no_other(plan),
         "crossing": crossing(shown),
         "skips": skips,
         "gutter": _SKIP_WIDTH * (1 + max((skip.lane for skip in skips), default=-1)),
@@ -237,7 +244,8 @@ def _describe_span(span: Span) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    """``text`` with a capital, unless it begins with a name in code, as in "placed.step()"."""
+    return text if "." in text.partition(" ")[0][:-1] else text[:1].upper() + text[1:]
 
 
 @functools.cache

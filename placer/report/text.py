@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _TRANSFERS_SHOWN = 6
 _STYLES = {"good": "bold green", "slow": "bold yellow", "bad": "bold red"}
 _LEFT_OUT = (  # columns of the table of devices, the least important first
-    *("of budget", "kept free", "workspaces", "context", "difference", "stages"),
+    *("used", "kept free", "workspaces", "context", "difference", "stages"),
     *("budget", "reserved", "peak"),
 )
 
@@ -172,7 +172,7 @@ def _devices(shown: View) -> Table:
     compared = ("simulated", "difference") if shown.simulated else ()
     known = any(group.needs.reserved is not None for group in shown.devices)
     taken = ("workspaces", "reserved", "context") if known else ()
-    figures = ("peak", *compared, *taken, "kept free", "budget", "headroom", "of budget")
+    figures = ("peak", *compared, *taken, "kept free", "budget", "headroom", "used")
     rows = []
     for group in shown.devices:
         cells = _needs(group.needs)
@@ -188,7 +188,7 @@ def _devices(shown: View) -> Table:
         names=("device",),
         words=("stages",),
         optional=_LEFT_OUT,
-        units=dict.fromkeys(set(figures) - {"difference", "of budget"}, BYTES),
+        units=dict.fromkeys(set(figures) - {"difference", "used"}, BYTES),
     )
 
 
@@ -203,7 +203,7 @@ def _needs(device: DevicePeak) -> dict[str, str | float | Cell]:
         state: Literal["good", "bad"] = "good" if device.fits else "bad"
         cells["kept free"] = device.reserve
         cells["headroom"] = Cell(device.headroom, state)
-        cells["of budget"] = Cell(f"{device.share:.0%}", state)
+        cells["used"] = Cell(f"{device.share:.0%}", state)
     return cells
 
 

@@ -327,6 +327,58 @@ def test_a_module_of_two_names(layers: dict[str, str], device: str, note: str | 
     assert [n for n in plan.notes if "one module" in n] == ([note] if note else [])
 
 
+class _Residual(nn.Module):
+    """Adds between its layers, and rectifies the sum in place, as torch.fx writes a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv1d(2, 2, 3, padding=1), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.conv(x) + x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layers", "moved"),
+    [
+        ({"0": "cpu:0", "1": "cpu:1", "1.relu": "cpu:0"}, "Operations of 1 are on cpu:0"),
+        ({"0": "cpu:0", "0.conv": "cpu:1", "0.relu": "cpu:1"}, "Operations of 0 are on cpu:1"),
+        ({"2": "cpu:0", "3.inside": "cpu:1"}, "Operations of 3.inside are on cpu:0"),
+        ({"0": "cpu:0", "1": "cpu:1"}, ""),
+    ],
+)
+def test_what_is_written_in_place_stays_together_and_is_noted(
+    layers: dict[str, str], moved: str
+) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.ReLU(inplace=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(x)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(_Residual(), _Residual(), nn.Conv1d(2, 2, 3), Inside())
+    plan = placer.make_plan(
+        model, {"devices": ["cpu:0", "cpu:1"], "layers": layers}, torch.ones(2, 2, 8)
+    )
+    said = [note for note in plan.notes if "writes the same memory" in note]
+    assert [note.partition(",")[0] for note in said] == [moved] * bool(moved)
+
+
+def test_a_boundary_says_why_it_is_nowhere_else() -> None:
+    devices = [{"name": f"cuda:{i}", "kind": "t4"} for i in range(2)]
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    for last, said in (("cuda:0", "no other place was looked for"), ("cuda:1", "the layers of")):
+        layers = {"0": "cuda:0", "1": "cuda:1", "2": last}
+        plan = placer.make_plan(model, {"devices": devices, "layers": layers}, torch.ones(8, 64))
+        loads = [boundary.load_before for boundary in plan.boundaries]
+        seconds = [(s.forward_seconds or 0) + (s.backward_seconds or 0) for s in plan.stages]
+        assert said in plan.explain()
+        assert loads[0] == pytest.approx(seconds[0], rel=0.5)
+        assert "all stages of" not in plan.explain()  # seconds are each stage's own
+
+
 @pytest.mark.parametrize(("fields", "told"), [({}, False), ({"replicas": 2}, True)])
 def test_what_a_cut_of_the_batch_means_is_noted(fields: dict[str, Any], told: bool) -> None:
     spec = {"devices": ["cpu:0"], "replica_devices": [], **fields}

@@ -83,6 +83,12 @@ def test_it_tells_the_plan(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in page(plan)
 
 
+def test_a_name_in_code_gets_no_capital() -> None:
+    plan = dataclasses.replace(make_plan(), notes=("placed.step() follows 1F1B.", "no kind."))
+    text = shown(page(plan))
+    assert "placed.step() follows 1F1B. No kind." in text
+
+
 def test_a_device_that_does_not_fit_is_marked_and_what_would_help_comes_first() -> None:
     """Also where the tensors alone would fit, but not what torch's allocator reserves for them."""
     plan = make_plan(budget=16 * 2**30)
