@@ -32,11 +32,9 @@ def parse_bytes(text: str | int) -> int:
     >>> parse_bytes("16GiB"), parse_bytes("16 g"), parse_bytes("500 MB"), parse_bytes(1024)
     (17179869184, 17179869184, 500000000, 1024)
     """
-    if isinstance(text, bool) or (isinstance(text, int) and text < 0):
-        raise ValueError(f"{text!r} is not a size in bytes")
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return _bounded(text, text)
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _BYTE_FACTORS:
         near = nearest(match[2], _UNITS) if match is not None else None
         hint = f"did you mean '{match[1]}{near}'? Else " if match is not None and near else ""

@@ -341,6 +341,19 @@ def test_what_cannot_be_compared_is_said() -> None:
     assert " in 4 of 7 situations" in result.summary
 
 
+def test_a_plain_model_that_fails_is_told_with_the_line() -> None:
+    model, ids = nn.Sequential(nn.Embedding(4, 4)), torch.tensor([[1, 9]])
+    with pytest.raises(placer.PlacerError, match=r"check the inputs: .* values"):
+        placer.verify(model, {"devices": ["cpu:0"]}, ids)
+
+    class Fails(nn.Module):
+        def forward(self, ids: Tensor) -> Tensor:
+            return nn.functional.embedding(ids, torch.ones(4, 4))
+
+    with pytest.raises(placer.PlacerError, match=r"out of range.*test_verification\.py:\d+"):
+        placer.verify(Fails(), {"devices": ["cpu:0"]}, ids)
+
+
 def test_the_model_and_what_its_hooks_hold_are_left_as_they_were() -> None:
     seen: list[Tensor] = []
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -28,17 +28,18 @@ class OptionGroup(NamedTuple):
     make: Callable[..., Any]
 
 
-def spec_fields(*names: str, chosen: Sequence[str] = ()) -> OptionGroup:
+def spec_fields(*names: str, chosen: Sequence[str] = (), has_spec: bool = False) -> OptionGroup:
     """An option for each of the fields ``names``; the argument has field -> value of those that are given.
 
-    ``chosen`` are the fields that the command chooses where they are not given.
+    Where they are not given, the command chooses the fields ``chosen``; with ``has_spec`` a spec has all.
     """
 
     def values(**given: Any) -> dict[str, Any]:
         return {name: _value(name, value) for name, value in given.items() if value is not None}
 
     def parameter(name: str) -> inspect.Parameter:
-        annotation = _option(name, "chosen" if name in chosen else None)
+        default = "" if has_spec else "chosen" if name in chosen else None
+        annotation = _option(name, default)
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
@@ -49,11 +50,13 @@ def spec_fields(*names: str, chosen: Sequence[str] = ()) -> OptionGroup:
 def _option(name: str, default: str | None) -> Any:
     field = PlacementSpec.model_fields[name]
     option = f"--{name.replace('_', '-')}"
+    flags = f"{option}/--no-{option[2:]}"
     help_text = _HELP.get(name, field.description)
     flags = f"{option}/--no-{option[2:]}"
     if name in _AUTO:
         return Annotated[bool | None, typer.Option(flags, help=help_text, show_default=False)]
-    shown = default or ("" if field.default is None else str(_as_written(name)))
+    written = "" if field.default is None else str(_as_written(name))
+    shown = written if default is None else default
     if isinstance(field.default, bool):
         return Annotated[
             bool | None, typer.Option(flags, help=help_text, show_default=shown or False)

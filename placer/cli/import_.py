@@ -96,17 +96,19 @@ def _of_model(options: ModelOptions, console: Console) -> PlacementSpec:
             raise user_failure(options.model, "forward, called without data,", error) from error
         layers = notes.layers_of(loaded.model)
     # A spec says nothing of the model's own parameters: they are where they are read.
-    known = {path: device for path, device in layers.items() if path and device is not None}
-    if not known:
+    asked = {path: device or "" for path, device in layers.items() if path}
+    if not any(asked.values()):
         remedy = "'placer auto' chooses devices"
         if not loaded.has_inputs:
             remedy = f"give --input, so that its forward is followed; or {remedy}"
         raise PlacerError(options.model, "moves no layer to a device", remedy)
-    free = [path for path in layers if path and path not in known]
+    found = shortest(asked)
+    free = [path for path, device in found.items() if not device]
     if free:
         console.print(
             f"not on a device, so placer chooses: {', '.join(first_few(free, _SHOWN))}",
             markup=False,
         )
-    patterns = {path or "**": device for path, device in shortest(known).items()}
-    return PlacementSpec.model_validate({"devices": in_order(known.values()), "layers": patterns})
+    patterns = {path or "**": device for path, device in found.items() if device}
+    devices = in_order(filter(None, asked.values()))
+    return PlacementSpec.model_validate({"devices": devices, "layers": patterns})

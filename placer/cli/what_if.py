@@ -41,6 +41,7 @@ Fields = Annotated[
             "shard_state",
             "shard_over",
         ),
+        has_spec=True,
     ),
 ]
 Spec = Annotated[

@@ -158,6 +158,8 @@ def try_remedies(spec: PlacementSpec, plan: Plan, make: JudgingPlanner) -> list[
         *_first_that_fits(make, _replicas(spec, rows, shared=True)),
         *_first_that_fits(make, _replicas(spec, rows, shared=False)),
     ]
+    # A plan that does not fit by its estimates had no dry run, which counts more.
+    changes = [c if c.plan.fits else c._replace(plan=make.judge(c.plan)) for c in changes]
     changes.sort(key=lambda c: (not c.plan.fits, c.plan.rank_time if c.plan.fits else 0.0))
     return [as_tried(*change) for change in changes]
 

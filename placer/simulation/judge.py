@@ -259,7 +259,8 @@ class JudgingPlanner:
         It prefers little memory to little time, so it is seldom near a budget and seldom needs a dry run.
         If it does not fit by its estimates it gets no dry run, which might have another verdict.
         """
-        return self._watched(spec, self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False))
+        plan = self._plan(spec, stop_at_share=_CLEAR_SHARE, second_look=False)
+        return self._watched(spec, plan, judged=False)
 
     @only_new_garbage()
     def estimate(self, spec: PlacementSpec, *, spare: float = 0.0) -> Plan:

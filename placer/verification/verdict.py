@@ -15,6 +15,7 @@ from placer.api import Example, SpecSource, compile, example_call
 from placer.cost import find_loss, mean_square
 from placer.errors import PlacerError, first_few
 from placer.executor.module import PlacedModule, runtime_of
+from placer.importing import user_location
 from placer.plan.types import Plan
 from placer.precision import full_precision
 from placer.program import IgnoreDeviceMoves, copy_module
@@ -360,12 +361,13 @@ class _Run:
 
     @staticmethod
     def _error(failure: PlainFailure, plan: Plan) -> PlacerError:
-        remedy = ""
+        remedy = "check the inputs: shapes, dtypes, and values"
         if failure.part != "the batch":
             remedy = "its rows may depend on each other: use 1 replica and 1 micro-batch"
         elif plan.precision != "fp32":
             remedy = f"it was run with precision {plan.precision!r}, as the plan says"
-        return PlacerError("the plain model", str(failure), remedy)
+        line = user_location(failure.__cause__) if failure.__cause__ is not None else ""
+        return PlacerError("the plain model", f"{failure}{f' ({line})' * bool(line)}", remedy)
 
 
 def _counted_loss(plan: Plan, seed: int) -> BatchLoss:

@@ -324,6 +324,9 @@ def test_the_help_names_every_exit_code(placer: Run) -> None:
     said = " ".join(placer("--help").stdout.split())
     for code in ("0 success", "1 a difference was found", "2 bad usage", "3 the placement"):
         assert code in said
+    assert "--no-offload-overlap" in placer("auto", "--help").stdout
+    assert "default: (1)" in placer("check", "--help").stdout
+    assert "default: (" not in placer("what-if", "--help").stdout  # there it is the spec's
 
 
 def test_check_a_model(placer: Run) -> None:

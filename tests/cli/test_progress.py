@@ -77,3 +77,5 @@ def test_a_planner_tells_what_it_does() -> None:
         f"{about}, running a step without data",
         "planned, judged: True",
     ]
+    make.quick_plan(SPEC)
+    assert said[-1] == "planned, judged: False"

@@ -82,6 +82,9 @@ def test_a_spec_of_a_model_that_is_split_by_hand(placer: Run, folder: Path, tmp_
     spec = json.loads(result.stdout)
     layers = {"a": "cuda:0", "b": "cuda:1"}
     assert spec == {"devices": ["cuda:0", "cuda:1"], "layers": layers}
+    (folder / "part.py").write_text(BY_HAND.replace('self.a.to("cuda:0")', "self.a"))
+    part = json.loads(placer("import", "part.py:ByHand").stdout)
+    assert part == {"devices": ["cuda:1"], "layers": {"b": "cuda:1"}}  # not "**"
     unknown = placer("import", "by_hand.py:ByHand", "-m", "moved=false")
     assert unknown.exit_code == 2 and "give --input, so that its forward" in unknown.stderr
     if not torch.cuda.is_available():

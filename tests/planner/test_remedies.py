@@ -87,6 +87,16 @@ def test_no_change_is_tried_where_the_reserve_leaves_no_room() -> None:
     assert refused.value.tried
 
 
+def test_what_is_not_enough_lacks_what_its_own_plan_lacks() -> None:
+    """On a GPU, kernels and the allocator need more than estimates say."""
+    spec = {"devices": [{"name": "cuda:0", "memory": "580MiB"}], "layers": {"0": "cuda:0"}}
+    model, x = nn.Sequential(nn.Conv2d(3, 64, 3)), torch.empty(64, 3, 128, 128)
+    with pytest.raises(placer.BudgetError) as refused:
+        placer.compile(model, spec, x, run_on="cpu")
+    tried = {each.change.partition(":")[0]: each for each in refused.value.tried}
+    assert tried["leave out 'layers'"].headroom == -refused.value.missing_bytes
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("reserve", ["1GiB", "0", "3KiB"])
 def test_the_memory_that_is_said_to_be_needed_suffices(reserve: str) -> None:

@@ -136,6 +136,7 @@ def test_every_problem_at_once_with_its_place_and_the_nearest_choice() -> None:
         ({"devices": ["cuda:0"], "precision": "torch.bfloat16"}, "/precision", "write 'bf16'"),
         ({"devices": [{"name": "cuda:0", "memory": 0}]}, "/devices/0/memory", "0 bytes"),
         ({"devices": [{"name": "cuda:0", "memory": 16}]}, "/devices/0/memory", "'16GiB'?"),
+        ({"devices": ["cuda:0"], "reserve": -5}, "/reserve", "'500 MB'"),
         ({"devices": [{"name": "cuda:0", "memory": "16GiBi"}]}, "/devices/0/memory", "'16GiB'?"),
         (
             {"devices": [{"name": "cuda:0", "memory": "9" * 400 + "GiB"}]},
