@@ -8,7 +8,7 @@ from typing import Any
 
 from placer.errors import PlacerError, first_few, nearest
 from placer.jsonfile import escape_token
-from placer.machine.machine import find_machine
+from placer.machine.machine import Machine, find_machine
 from placer.quantities import format_count
 from placer.spec.fields import MOST, device_name, nearest_device
 from placer.spec.rows import shifted_rows
@@ -41,6 +41,8 @@ def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
         problems.append(("/offload_overlap", 'has no effect without "offload"', remedy))
     if not {"devices", "space"}.intersection(wrong):
         problems += _shards(data, names) + _stages(data, names)
+    if not {"replicas", "stages", "space"}.intersection(wrong):
+        problems += _too_many(data)
     if not {"compile", "microbatches", *_UNCOMPILED}.intersection(wrong):
         problems += execution_problems(data)
     return problems
@@ -51,22 +53,40 @@ def with_machine_devices(data: Any) -> Any:
 
     They are those of a replica's stages if their number is given, otherwise all.
     """
-    if (
-        not isinstance(data, Mapping)
-        or not isinstance(data.get("machine"), str)
-        or data.get("devices")
-    ):
+    if not isinstance(data, Mapping) or data.get("devices") or not (machine := _machine(data)):
         return data
-    try:
-        machine = find_machine(data["machine"])
-    except PlacerError:
-        return data  # reported by the field's own validator
     stages, shards = data.get("stages"), _number_of_shards(data)
     count = stages * shards if type(stages) is int and stages > 0 else machine.devices
     device: dict[str, Any] = {"kind": machine.kind}
     if machine.memory is not None:
         device["memory"] = machine.memory
     return {**data, "devices": [{"name": name, **device} for name in machine.names()[:count]]}
+
+
+def _machine(data: Mapping[str, Any]) -> Machine | None:
+    """The machine that ``data`` names; None if it names none, or one that its validator reports."""
+    try:
+        return find_machine(data["machine"]) if isinstance(data.get("machine"), str) else None
+    except PlacerError:
+        return None
+
+
+def _too_many(data: Mapping[str, Any]) -> list[Problem]:
+    """A problem if the replicas need more devices than the machine has."""
+    machine, replicas, stages = _machine(data), data.get("replicas"), data.get("stages")
+    each = (stages if isinstance(stages, int) else 1) * _number_of_shards(data)
+    if (
+        machine is None
+        or not isinstance(replicas, int)
+        or not each <= machine.devices < replicas * each
+    ):
+        return []
+    problem = (
+        f"{format_count(replicas, 'replica')} of {format_count(each, 'device')} each, and the machine has "
+        f"{format_count(machine.devices, 'device')}"
+    )
+    most = f"write at most {machine.devices // each}, or name a machine of more nodes"
+    return [("/replicas", problem, most)]
 
 
 def _stages(data: Mapping[str, Any], names: Sequence[str | None]) -> list[Problem]:
@@ -205,7 +225,8 @@ def _unknown_targets(data: Mapping[str, Any], names: list[str | None]) -> list[P
                 (
                     f"/layers/{escape_token(str(pattern))}",
                     f"{target!r} is not one of the devices ({', '.join(first_few(known, _SHOWN))})",
-                    f"did you mean {near!r}? Or add {target!r} to /devices",
+                    f"did you mean {near!r}?"
+                    + f" Or add {target!r} to /devices" * ("machine" not in data),
                 )
             )
     return problems
