@@ -296,12 +296,9 @@ def boundary_alternatives(
 ) -> list[tuple[float, int | None]]:
     """For every boundary the best other cut, and the value of the objective with that cut.
 
-    The other boundaries are then wherever they are best; for the throughput, they stay where they are.
-    ``(inf, None)`` if there is no other cut.
+    The other boundaries are then wherever they are best. ``(inf, None)`` if there is no other cut.
     """
     costs = StageCosts(candidate.tables, candidate.slots, pinned, options)
-    if options.objective == "throughput" and candidate.limit <= 1:
-        return [_other_step(costs, candidate.cuts, q) for q in range(1, len(candidate.cuts) - 1)]
     combine: Literal["max", "sum"] = "sum" if options.objective == "latency" else "max"
     loads = costs.peaks if options.objective == "memory" else costs.seconds
     if candidate.limit > 1:
@@ -314,18 +311,6 @@ def boundary_alternatives(
         best = int(np.argmin(row))
         found.append((float(row[best]), best if np.isfinite(row[best]) else None))
     return found
-
-
-def _other_step(costs: StageCosts, cuts: Sequence[int], q: int) -> tuple[float, int | None]:
-    """The shortest step with cut ``q`` of ``cuts`` elsewhere, and that cut."""
-    allowed = costs.allowed(1.0)
-    best: tuple[float, int | None] = (np.inf, None)
-    for cut in range(cuts[q - 1] + 1, cuts[q + 1]):
-        moved = [*cuts[:q], cut, *cuts[q + 1 :]]
-        pairs = enumerate(itertools.pairwise(moved))
-        if cut != cuts[q] and all(allowed[i][x, y - 1] for i, (x, y) in pairs):
-            best = min(best, (costs.step(moved), cut))
-    return best
 
 
 def _fastest(

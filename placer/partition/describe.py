@@ -16,6 +16,7 @@ from placer.machine.catalogue import DeviceKind
 from placer.machine.devices import device_type
 from placer.partition.candidate import (
     Candidate,
+    StageCosts,
     boundary_alternatives,
     copies_overlap,
     in_flight_at,
@@ -36,7 +37,7 @@ from placer.partition.stage_cost.score import (
     transfer_seconds,
 )
 from placer.partition.stage_cost.tables import IntervalTables
-from placer.partition.steps import step_seconds
+from placer.partition.steps import StepClock, other_places, step_seconds
 from placer.partition.types import MANY_STAGES, DeviceSlot, Partition, PlanningOptions
 from placer.plan.types import Boundary, Optimality, StageMemory, StagePlan, Transfer
 from placer.program import Program
@@ -372,17 +373,19 @@ def _boundaries(
 ) -> tuple[Boundary, ...]:
     """The boundaries between stages, with alternatives unless stages are empty, share a device or are many.
 
-    Alternatives to a step of ``seconds`` are by `steady_step`, and longer or shorter by the same share.
+    Alternatives to a step of ``seconds`` are laid out in time, too.
     """
     cuts = best.tables.cuts
     inner = sorted({best.cuts[q] for q in range(1, len(best.cuts) - 1)} - {0, len(cuts) - 1})
     others: list[tuple[float, int | None]] = [(math.inf, None)] * len(inner)
-    if len(inner) == len(best.slots) - 1 and len(best.slots) <= MANY_STAGES:
-        names = {slot.name for slot in best.slots}
-        if len(names) == len(best.slots):
+    names = {slot.name for slot in best.slots}
+    if len(inner) == len(best.slots) - 1 == len(names) - 1 and len(names) <= MANY_STAGES:
+        if _criterion(best, options) == STEP_SECONDS:
+            allowed = StageCosts(best.tables, best.slots, pinned, options).allowed(1.0)
+            clock = StepClock(best, costs, options)
+            others = [(seconds * x, cut) for x, cut in other_places(clock, best.cuts, allowed)]
+        else:
             others = boundary_alternatives(best, pinned, options)
-    if _criterion(best, options) == STEP_SECONDS and best.step:
-        others = [(value * seconds / best.step, cut) for value, cut in others]
     position = {node: i for i, node in enumerate(best.nodes)}
     ends = [
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -175,25 +176,54 @@ def move_boundaries(
     This is a local search: several cuts may be better elsewhere together.
     """
     best, shortest = tuple(cuts), clock([cuts])[0]
-    left = min(_MOST_CALLS, _MOST_ACTIONS // (clock.microbatches * len(cuts)))
+    left = _most_calls(clock, cuts)
     while True:
         before = best
         for q in range(1, len(cuts) - 1):
-            moved = [
-                (*best[:q], cut, *best[q + 1 :])
-                for cut in _places(best[q - 1] + 1, best[q], best[q + 1])
-            ]
-            tried = [
-                cuts
-                for cuts in moved
-                if all(allowed[i][x, y - 1] for i, (x, y) in enumerate(itertools.pairwise(cuts)))
-            ][:left]
+            tried = _moves(best, q, allowed)[:left]
             left -= len(tried)
             for step, cuts in zip(clock(tried), tried, strict=True):
                 if step < shortest * (1 - _LEAST_GAIN):
                     best, shortest = cuts, step
         if best == before or left <= 0:
             return best
+
+
+def other_places(
+    clock: StepClock, cuts: Sequence[int], allowed: Sequence[Mask]
+) -> list[tuple[float, int | None]]:
+    """For every boundary the best other cut near it, and the step with that, as a multiple of the step now.
+
+    The other boundaries stay where they are. ``(inf, None)`` if there is no other cut.
+    """
+    inner = range(1, len(cuts) - 1)
+    most = max(2, _most_calls(clock, cuts) // max(1, len(inner)))
+    moves = [
+        sorted(_moves(cuts, q, allowed), key=lambda moved: abs(moved[q] - cuts[q]))[:most]
+        for q in inner
+    ]
+    now, *others = clock([cuts, *itertools.chain(*moves)])
+    steps = iter(others)
+    return [
+        min(((next(steps) / now, moved[q]) for moved in tried), default=(math.inf, None))
+        for q, tried in zip(inner, moves, strict=True)
+    ]
+
+
+def _most_calls(clock: StepClock, cuts: Sequence[int]) -> int:
+    return min(_MOST_CALLS, _MOST_ACTIONS // (clock.microbatches * len(cuts)))
+
+
+def _moves(cuts: Sequence[int], q: int, allowed: Sequence[Mask]) -> list[tuple[int, ...]]:
+    """``cuts`` with cut ``q`` at other places, where that is allowed."""
+    moved = (
+        (*cuts[:q], cut, *cuts[q + 1 :]) for cut in _places(cuts[q - 1] + 1, cuts[q], cuts[q + 1])
+    )
+    return [
+        each
+        for each in moved
+        if all(allowed[i][x, y - 1] for i, (x, y) in enumerate(itertools.pairwise(each)))
+    ]
 
 
 def _places(first: int, now: int, end: int) -> list[int]:

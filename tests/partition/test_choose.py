@@ -101,6 +101,24 @@ def _chain(blocks: int = 12) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(blocks)))
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_next_best_place_costs_what_a_plan_with_it_takes(microbatches: int) -> None:
+    names = ["cuda:0", "cuda:1"]
+    devices = [{"name": names[0], "kind": "rtx3060-12gb"}, {"name": names[1], "kind": "t4"}]
+    spec = {"devices": devices, "microbatches": microbatches, "schedule": "1F1B"}
+    model, x = _chain(), torch.empty(2**16, 64, device="meta")
+    plan = placer.make_plan(model, spec, (x,))
+    (boundary,) = plan.boundaries
+    assert boundary.next_best is not None and boundary.next_value is not None
+    assert plan.step_seconds is not None and boundary.next_value >= plan.step_seconds
+    nodes = [node for stage in plan.stages for node in stage.nodes]
+    first, last = (stage.devices[0] for stage in plan.stages)
+    end = nodes.index(boundary.next_best) + 1
+    layers = {plan.node_layers[n]: first if i < end else last for i, n in enumerate(nodes)}
+    moved = placer.make_plan(model, {**spec, "layers": layers}, (x,))
+    assert boundary.next_value == pytest.approx(moved.step_seconds)
+
+
 def test_a_faster_device_gets_more() -> None:
     spec = {
         "devices": [{"name": "cuda:0", "kind": "t4"}, {"name": "cuda:1", "kind": "h100"}],
