@@ -33,6 +33,10 @@ _FOREIGN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)")
+_TOML_REMEDIES = {
+    "Invalid value": "write text in quotes",
+    "Cannot overwrite a value": "this key is written twice: keep one",
+}
 _MISPLACED = "this does not go with the lines above; is it indented like them?"
 # What PyYAML says of the text that it did not expect, in words of ours.
 _WORDS = {
@@ -168,7 +172,7 @@ class SpecText:
                 starts = [0, *(m.end() for m in re.finditer("\n", self.text))]
                 index = min(starts[int(place[1]) - 1] + int(place[2]) - 1, len(self.text) - 1)
             problem = _TOML_PLACE.sub("", str(error))
-            remedy = "write text in quotes" if problem == "Invalid value" else ""
+            remedy = _TOML_REMEDIES.get(problem, "")
             raise self._wrong(index, problem[0].lower() + problem[1:], remedy) from None
         except RecursionError:
             raise self._wrong(0, "it is nested too deep") from None

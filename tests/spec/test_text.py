@@ -187,6 +187,7 @@ def test_a_problem_reads_like_one_of_a_compiler(tmp_path: Path) -> None:
         ("YAML", "devices: &all [*all]", "1:1", "nested too deep"),
         ("YAML", "a: &a [x,x]\n" + "b: [*a,*a]\n", "1:1", "/devices: is required"),
         ("TOML", 'devices = ["cuda:0"]\ntraining = yes', "2:12", "write text in quotes"),
+        ("TOML", "replicas = 2\nreplicas = 3", "2:12", "is written twice: keep one"),
         ("TOML", 'devices = ["cuda:0"', "1:19", "unclosed array"),
         ("TOML", "version = 1", "1:1", "/devices: is required"),
         ("TOML", 'devices = ["a"]\nspace.shard = 2', "2:7", "did you mean 'shards'?"),
