@@ -43,7 +43,6 @@ class Candidate:
     cuts: tuple[int, ...]  # indices into the cuts of ``tables``
     fullest: float  # the largest peak as a share; above 1 it does not fit, 0 without budgets
     peak: float  # the largest of `peak_share`
-    step: float  # the step's seconds, by `steady_step`
 
     @property
     def limit(self) -> float:
@@ -65,7 +64,8 @@ def rank_candidate(
 ) -> tuple[float, ...]:
     """The key for comparing candidates: first the overflow, then the objective, then seconds.
 
-    ``fullest``, ``peak`` and ``step`` are as in `Candidate`; ``seconds`` has those of every stage or device.
+    ``fullest`` and ``peak`` are as in `Candidate`, ``step`` is by `steady_step`; ``seconds`` has those of
+    every stage or device.
     """
     slowest, total = max(seconds), sum(seconds)
     found = (0.0, slowest, step)
@@ -198,7 +198,6 @@ def rate_stages(costs: StageCosts, nodes: Sequence[int], cuts: Sequence[int]) ->
         cuts=tuple(cuts),
         fullest=fullest,
         peak=peak,
-        step=step,
     )
 
 

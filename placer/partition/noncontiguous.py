@@ -110,7 +110,6 @@ class NoncontiguousChains:
             cuts=tuple(cuts),
             fullest=fullest,
             peak=peak,
-            step=step,
         )
 
 

@@ -281,7 +281,9 @@ def test_copies_to_the_host_are_beside_the_computations_or_among_them(width: int
         else:
             assert now < computing + 0.7 * one_way  # a copy waits for the one before it
     assert beside.step_seconds == end_of(step_spans(beside)) < apart.step_seconds
-    rows = [e["args"]["name"] for e in step_trace(beside)["traceEvents"] if e["name"] == "thread_name"]
+    rows = [
+        e["args"]["name"] for e in step_trace(beside)["traceEvents"] if e["name"] == "thread_name"
+    ]
     assert rows == ["cuda:0", *there.on, *back.on]
 
 
