@@ -273,6 +273,10 @@ class PlacedModule(nn.Module):
         check_unchanged(runtime.tree, runtime.signature)
         return _restore, (runtime.tree, runtime.plan, example_call(runtime.staged), places)
 
+    def __copy__(self) -> Any:
+        restore, (tree, *rest) = self.__reduce__()
+        return restore(copy.copy(tree), *rest)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
         # Does not use __reduce__: code and plan never change, so copies share them.
         twin = _new(type(self))

@@ -12,6 +12,7 @@ from oracle import assert_close, mean_square
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten_with_path
+from torch.utils.flop_counter import FlopCounterMode
 
 import placer
 from placer import PlacedModule
@@ -178,6 +179,24 @@ def test_hooks_put_on_a_module_that_was_looked_into() -> None:
         handle.remove()
     _same(placed, model, ids)
     assert not torch.allclose(twin(ids)["logits"], model(ids)["logits"])
+
+
+def test_hooks_of_all_modules_are_refused_in_calls_and_captures() -> None:
+    """What contains other modules is not called by a placed model; torch's own hooks only look."""
+    placed, model = _pair()
+    handle = nn.modules.module.register_module_forward_hook(_doubled)
+    calls: tuple[Any, ...] = (
+        lambda: placed(_ids()),
+        lambda: placed.step(_ids(), loss_fn=mean_square),
+        lambda: placer.compile(model, {"devices": ["cpu"]}, _ids()),
+    )
+    for call in calls:
+        with pytest.raises(placer.CaptureError, match="_doubled: is a hook of all modules"):
+            call()
+    handle.remove()
+    with FlopCounterMode(display=False) as counter:
+        _same(placed, model, _ids())
+    assert counter.get_total_flops()
 
 
 def test_hooks_come_back_with_a_pickled_module() -> None:
