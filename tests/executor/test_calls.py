@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -225,3 +226,14 @@ def test_step_refuses_a_model_with_a_call_of_its_own() -> None:
     torch.testing.assert_close(placed(x), net(x))
     with pytest.raises(placer.PlacerError, match="has a __call__ of its own"):
         placed.step(x, target=x, loss_fn=nn.functional.mse_loss)
+
+
+def test_a_forward_that_is_assigned_is_copied_and_refused_in_step() -> None:
+    net, x = nn.Linear(4, 4), torch.randn(8, 4)
+    placed = placer.compile(net, {"devices": ["cpu"]}, x)
+    for module in (net, placed):
+        module.forward = partial(F.mse_loss, target=torch.zeros(8, 4))
+        for twin in (copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert_close(twin(x), x.square().mean(), "a copy")
+    with pytest.raises(placer.PlacerError, match="has a forward of its own"):
+        placed.step(x, target=x, loss_fn=F.mse_loss)

@@ -246,7 +246,7 @@ class DistributedRuntime(Runtime):
         rows = batch_size(programs.call, leaves)
         with self._connection.told():
             parameters = dict(self.tree.named_parameters())
-            trained = check_parameters(parameters, self.ownership.first_name, self._frozen)
+            trained = check_parameters(parameters, self.tensor_names, self._frozen)
             self.gradients.refuse_hooks(trained)
             check_target(target, rows)
             count = loss_of.count if self._has_losses and is_sliced else None
