@@ -62,6 +62,10 @@ PRIVATE_NAMES = (
     # For running a model, too:
     "torch.nn.Module._replicate_for_data_parallel",
     "torch.nn.RNNBase._init_flat_weights",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
     "torch.autograd.forward_ad._current_level",
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.is_legacy_batchedtensor",
@@ -230,6 +234,15 @@ ALL_HOOK_TABLES = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in 
 def hooks_of(module: nn.Module) -> list[Any]:
     """The hooks of the calls of ``module``, forward and backward."""
     return [hook for name in HOOK_TABLES for hook in vars(module)[name].values()]
+
+
+def global_hooks() -> list[Any]:
+    """The hooks of the calls of all modules, as added by ``register_module_forward_hook``."""
+    every = nn.modules.module
+    forward = *every._global_forward_pre_hooks.values(), *every._global_forward_hooks.values()
+    return [
+        *forward, *every._global_backward_pre_hooks.values(), *every._global_backward_hooks.values()
+    ]  # fmt: skip
 
 
 def share_hooks(module: nn.Module, other: nn.Module) -> None:

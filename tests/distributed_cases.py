@@ -739,6 +739,11 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
         holder.register_parameter("made_later", nn.Parameter(torch.ones(1)))
         placed.step(x, loss_fn=mean_square)
 
+    def replace() -> None:
+        for name in ("conv1", "fc2"):  # each rank has one of them
+            setattr(placed, name, nn.Conv2d(1, 1, 1))
+        placed.step(x, loss_fn=mean_square)
+
     def step_together() -> None:
         lbfgs = torch.optim.LBFGS(placed.parameters())
         lbfgs.step(lambda: placed.step(x, loss_fn=mean_square))
@@ -750,6 +755,8 @@ def try_what_needs_one_process(spec: placer.PlacementSpec) -> list[str]:
         step_together,
         freeze,
         extend,
+        replace,
+        lambda: placed.to(torch.float32).step(x.float(), loss_fn=mean_square),
         lambda: (
             placed.register_full_backward_hook(_explode) and placed.step(x, loss_fn=mean_square)
         ),

@@ -137,6 +137,8 @@ def step_once(spec: placer.PlacementSpec, kind: str) -> str:
             return (output - target).square().mean()
         if kind == "penalty":
             return loss + 0.1 * sum(p.square().sum() for p in placed.parameters())
+        if kind == "a call":
+            return loss + torch.no_grad()(placed)(x).mean()
         if kind == "a module":
             return own(output).square().mean()
         if kind == "a frozen module":
@@ -184,6 +186,48 @@ def add_a_penalty(spec: placer.PlacementSpec) -> None:
         placed.zero_grad()
         placed.step(x, target=labels(8, 0), loss_fn=lambda y, t: flat(y, t) + penalty(placed))
         compare_state(placed, plain, "penalty in the loss")
+
+
+class Expert(nn.Linear):
+    """Leaves behind a loss of its own, in training mode only."""
+
+    loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.training:
+            self.loss = y.square().mean(1)
+        return y.tanh()
+
+
+def add_losses_of_layers(microbatches: int, *, compiled_in_training: bool) -> str:
+    """Train with the sum of the losses that layers of both ranks store; in another mode, its error."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, dtype=D)
+    plain = nn.Sequential(Expert(4, 4), nn.Sequential(Expert(4, 4), Expert(4, 4))).double()
+    placed = placer.compile(plain.train(compiled_in_training), make_spec(2, 1, microbatches), x)
+
+    def loss_of(model: nn.Module, output: Tensor) -> Tensor:
+        losses = [m.loss for m in model.modules() if isinstance(m, Expert) and m.loss is not None]
+        return output.mean() + torch.stack(losses).sum(0).mean()
+
+    def step(**options: Any) -> Tensor:
+        plain.zero_grad(), placed.zero_grad()
+        return placed.step(x, loss_fn=lambda output: loss_of(placed, output), **options)
+
+    plain.train(), placed.train()
+    if not compiled_in_training:
+        return refusal(step)
+    for options in ({"reduction": "mean"}, {"whole_batch": True}):
+        loss = step(**options)
+        expected = loss_of(plain, plain(x))
+        expected.backward()
+        assert_close(loss, expected.detach(), f"{options}, loss")
+        compare_state(placed, plain, str(options))
+        for name, module in placed.named_modules():
+            if isinstance(module, Expert):
+                assert_close(module.loss, plain.get_submodule(name).loss.detach(), name)
+    return "no error"
 
 
 def wrap() -> list[str]:

@@ -168,11 +168,12 @@ class PlacedModule(nn.Module):
         refuse_compile()
         refuse_boxes(target, why="is part of a target, but loss_fn is called with the whole result")
         runtime = runtime_of(self)
-        if type(runtime.tree).__call__ is not nn.Module.__call__:
+        own_call = type(runtime.tree).__call__ is not nn.Module.__call__
+        if own_call or getattr(self, _FORWARD) is not None:
             raise PlacerError(
                 type(runtime.tree).__name__,
-                "has a __call__ of its own, which step would not run",
-                "do in forward what it does, or call the model and run the backward yourself",
+                f"has a {'__call__' if own_call else 'forward'} of its own, which step would not run",
+                "do in the model's forward what it does, or call placed(x) and run the backward yourself",
             )
         loss_of = StepLoss(
             loss_fn,
@@ -271,7 +272,12 @@ class PlacedModule(nn.Module):
         runtime = runtime_of(self)
         places = [replica.shards for replica in runtime.replicas]
         check_unchanged(runtime.tree, runtime.signature)
-        return _restore, (runtime.tree, runtime.plan, example_call(runtime.staged), places)
+        own = getattr(self, _FORWARD)
+        return _restore, (runtime.tree, runtime.plan, example_call(runtime.staged), places, own)
+
+    def __copy__(self) -> Any:
+        restore, (tree, *rest) = self.__reduce__()
+        return restore(copy.copy(tree), *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
         # Does not use __reduce__: code and plan never change, so copies share them.
@@ -283,6 +289,7 @@ class PlacedModule(nn.Module):
         runtime = copy.deepcopy(runtime_of(self), memo)
         note_originals(runtime_of(self).tree, runtime.tree)
         _connect(twin, runtime)
+        object.__setattr__(twin, _FORWARD, copy.deepcopy(getattr(self, _FORWARD), memo))
         return twin
 
 
@@ -408,11 +415,17 @@ def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restore(
-    model: nn.Module, plan: Plan, call: ExampleCall, places: Sequence[Sequence[Sequence[Place]]]
+    model: nn.Module,
+    plan: Plan,
+    call: ExampleCall,
+    places: Sequence[Sequence[Sequence[Place]]],
+    forward: Any,
 ) -> PlacedModule:
     with as_captured(model, call):
         staged = emit_again(model, plan, call)
-        return make_placed(PlacedModule, Runtime(model, plan=plan, staged=staged, places=places))
+        placed = make_placed(PlacedModule, Runtime(model, plan=plan, staged=staged, places=places))
+    object.__setattr__(placed, _FORWARD, forward)
+    return placed
 
 
 def devices_of(module: PlacedModule) -> tuple[torch.device, ...]:

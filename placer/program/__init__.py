@@ -36,6 +36,7 @@ from placer.program.call import (
     strides_of_copy,
     unflatten_output,
 )
+from placer.program.checks import refuse_global_hooks
 from placer.program.failure import MethodNotCaptured
 from placer.program.fake.converter import FakeConverter
 from placer.program.fake.packed import unflatten
@@ -63,7 +64,7 @@ from placer.program.rows.batch import BatchDim, SplitRules
 from placer.program.rows.dependence import Rows
 from placer.program.rows.marks import Batched, Box, Whole, is_mark, marked_dims, unmarked
 from placer.program.state import first_names, named_state
-from placer.program.stored import StateInput, Stored, Target, set_flags, store
+from placer.program.stored import StateInput, Stored, Target, is_there, set_flags, store
 from placer.program.targets import SELECTS
 from placer.program.types import (
     TENSOR,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from placer._torch import is_compiled
+from placer._torch import global_hooks, is_compiled
 from placer.errors import CaptureError
 from placer.program.call import BoundCall, placeholder_names
 from placer.program.fake.packed import packed_places
@@ -32,6 +32,7 @@ def check_model(model: nn.Module) -> None:
     """Raise ``CaptureError`` if ``model`` is no module, or one that hides what it computes."""
     if not isinstance(model, nn.Module):
         raise _not_a_module(model)
+    refuse_global_hooks()
     hidden = ((spell(path), module) for path, module in hidden_modules(model).items())
     for path, module in (*model.named_modules(), *hidden):
         if isinstance(module, torch.jit.ScriptModule):
@@ -60,6 +61,18 @@ def check_model(model: nn.Module) -> None:
                 name,
                 "is not initialized yet, so the model's shapes are unknown (a lazy module)",
                 "run the model once on a small input before you hand it to placer",
+            )
+
+
+def refuse_global_hooks() -> None:
+    """Raise ``CaptureError`` for hooks of all modules, except torch's own, as those that count FLOPs."""
+    for hook in global_hooks():
+        if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+            raise CaptureError(
+                getattr(hook, "__qualname__", repr(hook)),
+                "is a hook of all modules, and a placed model does not call those whose layers it runs",
+                "put it on the modules that it is for, such as by module.register_forward_hook, or remove "
+                "it for calls of the placed model",
             )
 
 
@@ -143,6 +156,6 @@ def store_of_whole(change: Change) -> CaptureError:
     """The error for a value that a single node stores, once for every slice."""
     return CaptureError(
         spell(change.path),
-        "is set by a module that stays whole, which would set it for every slice of the batch",
+        "is set by a module that stays whole, or by its hook, which would run for every slice of the batch",
         "use 1 replica and 1 micro-batch, or return the value",
     )

@@ -109,7 +109,7 @@ def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Ca
     rest, undo, values = list(leaves), ExitStack(), []
     for each in stored:
         own, rest = rest[: each.count], rest[each.count :]
-        if not _is_there(each, target):
+        if not is_there(each, target):
             continue
         own = [_part(target.model, leaf) if isinstance(leaf, ModelPart) else leaf for leaf in own]
         values.append((each, None if each.format is None else each.format.unflatten(own)))
@@ -121,12 +121,12 @@ def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Ca
 def set_flags(stored: Sequence[Stored], target: Target) -> None:
     """Let inputs and parameters require gradients, or not, as forward does before it uses them."""
     for each in stored:
-        if each.flag is not None and _is_there(each, target):
+        if each.flag is not None and is_there(each, target):
             holder, path = _holder(each, target)
             at(holder, path).requires_grad_(each.flag)
 
 
-def _is_there(each: Stored, target: Target) -> bool:
+def is_there(each: Stored, target: Target) -> bool:
     """Does the target have what ``each`` changes?"""
     if each.root in ("call", "input"):
         return target.arguments is not None

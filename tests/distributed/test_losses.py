@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ def test_wrong_targets_are_said_on_every_rank(job_of: Callable[[int], Job]) -> N
 
 REFUSED = {
     "penalty": "reads the model's parameter '3.weight' and 1 more",
+    "a call": "placed(x): is called while stages run",
     "a module": "reads a tensor of shape [1, 6] that requires gradients",
     "a tensor with a graph": "that requires gradients and is not the model's",
     "a target": "that requires gradients and is not the model's",
@@ -52,6 +54,17 @@ def test_a_loss_that_reads_more_than_the_output_but_trains_no_more(
     """What hooks keep is that of the whole batch: with micro-batches they would be refused."""
     spec = make_spec(2, 1, 1 if kind == "activations of a hook" else 2)
     assert job_of(2).run(cases.step_once, spec, kind) == ["no error"] * 2
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_adds_what_layers_of_all_ranks_store(
+    job_of: Callable[[int], Job], microbatches: int
+) -> None:
+    run = functools.partial(cases.add_losses_of_layers, microbatches)
+    assert job_of(2).run(run, compiled_in_training=True) == ["no error"] * 2
+    found = job_of(2).run(run, compiled_in_training=False)
+    assert found[0].startswith("PeerError") and found[1].startswith("StageError"), found
+    assert all("is stored with its graph by a layer of another rank" in said for said in found)
 
 
 def test_parameters_of_a_loss_are_refused_where_replicas_would_train_them_apart(

@@ -74,6 +74,8 @@ def test_what_needs_one_process_is_said(job_of: Callable[[int], Job]) -> None:
                 "torch.optim.LBFGS: computes with all parameters of the model together",
                 "requires_grad was changed after placer.compile",
                 "made_later: was created after placer.compile",
+                "was created after placer.compile",
+                "is torch.float32, and was torch.float64 when the model was placed",
                 "the model itself has full backward hooks",
             ),
             strict=True,

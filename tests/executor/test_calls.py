@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from oracle import assert_close, mean_square
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten_with_path
+from torch.utils.flop_counter import FlopCounterMode
 
 import placer
 from placer import PlacedModule
@@ -180,6 +182,24 @@ def test_hooks_put_on_a_module_that_was_looked_into() -> None:
     assert not torch.allclose(twin(ids)["logits"], model(ids)["logits"])
 
 
+def test_hooks_of_all_modules_are_refused_in_calls_and_captures() -> None:
+    """What contains other modules is not called by a placed model; torch's own hooks only look."""
+    placed, model = _pair()
+    handle = nn.modules.module.register_module_forward_hook(_doubled)
+    calls: tuple[Any, ...] = (
+        lambda: placed(_ids()),
+        lambda: placed.step(_ids(), loss_fn=mean_square),
+        lambda: placer.compile(model, {"devices": ["cpu"]}, _ids()),
+    )
+    for call in calls:
+        with pytest.raises(placer.CaptureError, match="_doubled: is a hook of all modules"):
+            call()
+    handle.remove()
+    with FlopCounterMode(display=False) as counter:
+        _same(placed, model, _ids())
+    assert counter.get_total_flops()
+
+
 def test_hooks_come_back_with_a_pickled_module() -> None:
     placed, model = _pair()
     for part in (placed, model):
@@ -206,3 +226,14 @@ def test_step_refuses_a_model_with_a_call_of_its_own() -> None:
     torch.testing.assert_close(placed(x), net(x))
     with pytest.raises(placer.PlacerError, match="has a __call__ of its own"):
         placed.step(x, target=x, loss_fn=nn.functional.mse_loss)
+
+
+def test_a_forward_that_is_assigned_is_copied_and_refused_in_step() -> None:
+    net, x = nn.Linear(4, 4), torch.randn(8, 4)
+    placed = placer.compile(net, {"devices": ["cpu"]}, x)
+    for module in (net, placed):
+        module.forward = partial(F.mse_loss, target=torch.zeros(8, 4))
+        for twin in (copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert_close(twin(x), x.square().mean(), "a copy")
+    with pytest.raises(placer.PlacerError, match="has a forward of its own"):
+        placed.step(x, target=x, loss_fn=F.mse_loss)

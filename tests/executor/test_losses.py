@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import loss_cases
+import numpy as np
 import pytest
 import torch
 from loss_cases import CLASSES, LENGTH, WEIGHTS, kept, labels
@@ -374,22 +375,38 @@ class Counting(nn.Module):
         return output.square().mean()
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["itself", "in a closure"])
-def test_trying_a_loss_leaves_no_trace(held: bool) -> None:
+COUNTING, CALLS = Counting(), 0
+
+
+def counting(output: Tensor) -> Tensor:
+    """Reads and sets global variables."""
+    global CALLS
+    CALLS += 1
+    np.random.rand()
+    return COUNTING(output)
+
+
+@pytest.mark.parametrize("way", ["itself", "in a closure", "in a variable"])
+def test_trying_a_loss_leaves_no_trace(way: str) -> None:
     placed, _ = _pair()
-    loss_fn = Counting()
-    torch.manual_seed(3)
-    placed.step(_input(8), loss_fn=(lambda output: loss_fn(output)) if held else loss_fn)
+    global COUNTING, CALLS
+    CALLS = 0
+    loss_fn = COUNTING = Counting()
+    ways = {
+        "itself": loss_fn,
+        "in a closure": lambda output: loss_fn(output),
+        "in a variable": counting,
+    }
+    torch.manual_seed(3), np.random.seed(3)
+    placed.step(_input(8), loss_fn=ways[way])
     assert (int(loss_fn.calls), loss_fn.number, loss_fn.seen) == (4, 4, [2] * 4)
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    torch.rand(4, 3)
+    assert (4 if way == "in a variable" else 0) == CALLS
+    drawn = torch.get_rng_state(), np.random.rand()
+    torch.manual_seed(3), np.random.seed(3)
     for _ in range(4):
         torch.rand(3)
-    torch.manual_seed(3)
-    for _ in range(4):
-        torch.rand(3)
-    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(drawn[0], torch.get_rng_state())
+    assert drawn[1] == np.random.rand(CALLS + 1)[-1]
 
 
 class Flat(Tokens):

@@ -96,6 +96,14 @@ def test_state_dict_goes_both_ways(pair: tuple[PlacedModule, nn.Module]) -> None
         placed.load_state_dict({**other.state_dict(), "fc9.weight": torch.zeros(1)})
 
 
+def test_a_shallow_copy_has_attributes_of_its_own(pair: tuple[PlacedModule, nn.Module]) -> None:
+    for module in pair:
+        twin = copy.copy(module)
+        twin.training, twin.note = False, 1
+        assert module.training and not hasattr(module, "note")
+        assert next(twin.parameters()) is next(module.parameters())
+
+
 def test_deepcopy_is_independent(pair: tuple[PlacedModule, nn.Module]) -> None:
     placed, _ = pair
     x, _ = _data()

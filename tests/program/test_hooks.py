@@ -103,6 +103,15 @@ def test_one_that_keeps_something_is_refused_with_several_slices(kind: str, slic
     assert not kept
 
 
+def test_one_that_logs_is_not_recorded_again_in_every_call() -> None:
+    log: list[float] = []
+    net, x = _net(lambda module, args, output: log.append(output.detach().mean().item()))
+    placed = placer.compile(net, SPEC, x, run_on="cpu")
+    for _ in range(10):  # the eighth recording would be a warning
+        placed(x)
+    assert len(log) == 10
+
+
 @pytest.mark.parametrize("slices", SLICES)
 def test_one_that_only_reads_or_returns_runs_once_for_every_slice(slices: str) -> None:
     class Reader:

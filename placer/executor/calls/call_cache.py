@@ -23,6 +23,7 @@ from placer.program import (
     call_tensors,
     changed_numbers,
     refuse_attributes,
+    refuse_global_hooks,
 )
 
 _MAX_CALLS = 64  # kinds of call that are kept, for different values of arguments
@@ -135,6 +136,7 @@ class CallCache:
         it. Raises ``CaptureError`` for arguments that ``forward`` does not accept or fails on, and for new
         arguments that are not plain values.
         """
+        refuse_global_hooks()
         if self._last and self._last.bound.method == method:
             again = self._last.again(args, kwargs)
             if again is not None:

@@ -180,7 +180,7 @@ def check_parameters(
         raise PlacerError(
             new[0],
             "was created after placer.compile, and the other ranks do not know of it",
-            "prune, parametrize or extend the model before placer.compile",
+            "prune, parametrize or extend the model, or replace its layers, before placer.compile",
         )
     frozen_now = {name for name, parameter in named.items() if not parameter.requires_grad}
     if frozen_now != frozen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,8 @@ class DistributedRuntime(Runtime):
     ``part`` has the parameters and buffers of this rank, already on ``device``. All ranks of the job
     construct it together, with the same ``name``, which no other module has.
     """
+
+    stages_run: ClassVar[bool] = False  # do stages of any placed model run?
 
     def __init__(
         self,
@@ -246,7 +248,7 @@ class DistributedRuntime(Runtime):
         rows = batch_size(programs.call, leaves)
         with self._connection.told():
             parameters = dict(self.tree.named_parameters())
-            trained = check_parameters(parameters, self.ownership.first_name, self._frozen)
+            trained = check_parameters(parameters, self.tensor_names, self._frozen)
             self.gradients.refuse_hooks(trained)
             check_target(target, rows)
             count = loss_of.count if self._has_losses and is_sliced else None
@@ -480,6 +482,12 @@ class DistributedRuntime(Runtime):
         count: Callable[..., int | None] | None = None,
     ) -> CallCheck:
         self.gradients.require_whole()
+        if self.stages_run and self.assignment.grid.size > 1:
+            raise PlacerError(
+                called.method,
+                "is called while stages run, by loss_fn or a hook; other ranks do not run it there",
+                "call it before or after the step, on all ranks: what loss_fn needs of it can be in target=…",
+            )
         return CallCheck(
             called,
             room=len(self.staged.graph_inputs) + _MORE_INPUTS,
@@ -561,14 +569,18 @@ class DistributedRuntime(Runtime):
             self.statistics.clear()
         if self._communicates_in_forward:
             agreement.wait()
-        return self._pipeline.run(
-            share.microbatches,
-            share.crossings,
-            loss_of,
-            loss_of_batch=loss_of_batch,
-            ready=agreement.wait,
-            scale=scale,
-        )
+        DistributedRuntime.stages_run = True
+        try:
+            return self._pipeline.run(
+                share.microbatches,
+                share.crossings,
+                loss_of,
+                loss_of_batch=loss_of_batch,
+                ready=agreement.wait,
+                scale=scale,
+            )
+        finally:
+            DistributedRuntime.stages_run = False
 
     def _moments_of_replicas(self) -> Mapping[NormCall, Moments]:
         """The statistics of norms in all replicas, if running statistics are updated once per step."""

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ from placer.executor.loss.call import call_loss, objects_of
 from placer.executor.loss.reduction import COMBINATIONS, Combination, rows_in
 from placer.generators import random_state, set_random_state
 from placer.program import Batched, Whole, unmarked
+from placer.program.objects.python_random import keep_random
+from placer.program.objects.reachable import find_reachable_state
 from placer.program.objects.restore import Snapshot, module_roots
 from placer.program.result import flatten_result
 
@@ -159,8 +160,8 @@ def try_rows(
     """Try ``loss_fn``, with these ``values`` in each leaf of the target.
 
     Tensors of the output without the batch's rows are NaN, and so is a loss that depends on them. Raises what
-    ``loss_fn`` raises, and ``PlacerError`` for an output without rows. Afterwards the random state of torch
-    is what it was, and so are the modules, objects, lists, dicts and sets that ``loss_fn`` holds.
+    ``loss_fn`` raises, and ``PlacerError`` for an output without rows. Afterwards random states
+    are what they were, and so is what ``loss_fn`` holds or reads: variables, modules, objects, containers.
     """
     outputs, form = flatten_result(given.output)
     targets, spec = tree_flatten(given.target)
@@ -284,29 +285,18 @@ def _take(leaves: Sequence[Any], start: int, stop: int, rows: int) -> list[Any]:
 @contextmanager
 def _undone(loss_fn: Callable[..., Tensor], device: torch.device) -> Iterator[None]:
     """Run the block without autograd and autocast; then restore what `try_rows` says."""
-    held = list(objects_of(loss_fn))
+    code = find_reachable_state(nn.Module(), {"loss_fn": loss_fn})
+    held = [*objects_of(loss_fn), *(each.read() for each in code.objects)]
     modules = [x for x in held if isinstance(x, nn.Module)]
-    left_out = (nn.Module, ModuleType, type)
-    attributes = [vars(x) for x in held if hasattr(x, "__dict__") and not isinstance(x, left_out)]
-    held += [*attributes, *(value for each in attributes for value in each.values())]
-    containers = [(x, x.copy()) for x in held if type(x) in (list, dict, set)]
-    snapshots = [Snapshot(module_roots(module)) for module in modules]
+    snapshot = Snapshot([root for module in modules for root in module_roots(module)], code)
     buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
-    cpu_state, state = torch.get_rng_state(), random_state(device)
+    state = random_state(device)
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with keep_random(), torch.no_grad(), torch.autocast(device.type, enabled=False):
             yield
     finally:
         set_random_state(device, state)
-        torch.set_rng_state(cpu_state)
-        for snapshot in snapshots:
-            snapshot.restore()
+        snapshot.restore()
         for buffer, before in buffers:
             if not torch.equal(buffer, before):  # the loss may have saved it for its backward
                 buffer.copy_(before)
-        for container, content in containers:
-            if isinstance(container, list):
-                container[:] = content
-            else:
-                container.clear()
-                container.update(content)

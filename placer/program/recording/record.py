@@ -138,7 +138,7 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         recorder, writer = run.recorder, run.recorder.writer
         _refuse_iterators(recorder)
         left, replaced = _replace_buffers(recorder, setup, run.left)
-        following = _Next(left, (), ())
+        following = _Next(left, (), (), ())
         if any(map(_matters_next, left)) or any(snapshot.changes()):
             following = _compare_with_next(setup, inputs, run, left)
             left = following.left
@@ -182,7 +182,10 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
             *variable_guards(setup.model, setup.converter.reachable, found, recorder.tensors_read),
             *settings_guards(
                 setup.converter.reachable.read_by(recorder.codes.values()),
-                [x.change for x in left if x.change is not None and x.change not in following.once],
+                [
+                    *(x.change for x in left if x.change and x.change not in following.once),
+                    *following.added,
+                ],
                 setup.numbers,
             ),
         ),
@@ -431,6 +434,7 @@ class _Next(NamedTuple):
     left: list[Left]
     unread: tuple[Path, ...]  # containers of the model that forward only adds to, or fills anew
     once: tuple[Change, ...]  # what only the first call adds to lists; the next is recorded again
+    added: tuple[Change, ...]  # what single nodes add to containers that they do not read
 
 
 def _compare_with_next(
@@ -449,7 +453,9 @@ def _compare_with_next(
     reachable = setup.converter.reachable
     # What forward has put into variables may hold containers that the next call fills.
     made = find_reachable_state(setup.fake_model, objects_of(setup.bound))
-    with watching(left, setup.fake_model, reachable) as containers:
+    inside = [change for change in first.single.changed.values() if change.root == "code"]
+    changes = [*(x.change for x in left if x.change is not None), *inside]
+    with watching(changes, setup.fake_model, reachable) as containers:
         before = Snapshot(module_roots(setup.fake_model), made)
         try:
             second = run_once(setup, inputs, before, locate_draws=False)
@@ -494,7 +500,8 @@ def _compare_with_next(
             else x
             for x in left
         ]
-    return _Next(left, containers.unread() if repeats else (), tuple(once))
+    added = tuple(filter(containers.was_added_to, inside)) if repeats else ()
+    return _Next(left, containers.unread() if repeats else (), tuple(once), added)
 
 
 def _is_left_again(

@@ -11,7 +11,7 @@ from torch import nn
 
 from placer.program.objects.paths import BOUND, Path, at
 from placer.program.objects.reachable import ReachableState, Reference
-from placer.program.recording.leaving import Left
+from placer.program.objects.restore import Change
 
 # Methods that do not tell what is in the container.
 _ONLY_WRITE: dict[Any, tuple[str, ...]] = {
@@ -75,6 +75,11 @@ class WatchedContainers:
         """Was the container of this change read? An attribute is in no container."""
         return key in self._containers and self._containers[key][1].was_read
 
+    def was_added_to(self, change: Change) -> bool:
+        """Is the change in a container, which was not read?"""
+        key = change.root, change.path
+        return key in self._containers and not self.was_read(key)
+
     def unread(self) -> tuple[Path, ...]:
         """Paths of the model's containers that were not read."""
         found = {
@@ -96,18 +101,17 @@ def _reference(model: nn.Module, path: Path, value: Any) -> Reference:
 
 @contextmanager
 def watching(
-    left: Sequence[Left], fake_model: nn.Module, reachable: ReachableState
+    changes: Sequence[Change], fake_model: nn.Module, reachable: ReachableState
 ) -> Iterator[WatchedContainers]:
-    """In this block, the containers that forward has changed notice when they are read."""
+    """In this block, the containers in which forward has made ``changes`` notice when they are read."""
     found = WatchedContainers()
     fixed_first = sorted(reachable.containers, key=lambda each: not each.is_fixed)
     references = {id(each.value): each for each in fixed_first}
     replaced: list[Callable[[], object]] = []
     made: dict[int, Any] = {}
     try:
-        for each in left:
-            change = each.change
-            if change is None or change.root == "call":
+        for change in changes:
+            if change.root == "call":
                 continue
             path = change.path[:-1] if change.kind in ("set", "delete") else change.path
             container = change.holder

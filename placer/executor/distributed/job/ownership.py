@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placer.emit import StagedModel, materialize
-from placer.program import first_names, named_state
+from placer.program import Stored, first_names, named_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,25 +70,33 @@ def build_part(
 ) -> nn.Module:
     """A copy of ``model`` with only the tensors of ``device_index``, created directly on ``device``.
 
-    It lacks the modules that have none of these tensors and are not called by the device's stages. ``absent``
-    is that of `materialize`. With ``tree`` (if `copying.is_tree` of the model) nothing else is copied,
-    which takes much less time.
+    It lacks the modules that have none of these tensors, are not called by the device's stages, and in whose
+    attributes forward stores nothing. ``absent`` is that of `materialize`. With ``tree`` (if
+    `copying.is_tree` of the model) nothing else is copied, which takes much less time.
     """
     names = ownership.names[device_index]
     homes = dict.fromkeys(ownership.first_name, device)
     only = {ownership.first_name[name] for name in names}
     stages = [s for s in staged.stages if ownership.device_of[s.index] == device_index]
     called = {path for stage in stages for path in stage.modules}
+    kept = called | {path for path in map(_stored_in, staged.stored) if path is not None}
     owners = {name.rpartition(".")[0] for name in (*names, *only)}
     if tree:
         model = _shallow(model)
-        _drop_modules(model, called, called | owners)
+        _drop_modules(model, called, kept | owners)
     part = materialize(
         model, homes, weights=weights, initialize=initialize, only=only, absent=absent
     )
     _drop_tensors(part, set(names))
-    _drop_modules(part, called, called | {name.rpartition(".")[0] for name in names})
+    _drop_modules(part, called, kept | {name.rpartition(".")[0] for name in names})
     return part
+
+
+def _stored_in(each: Stored) -> str | None:
+    """The module in whose attributes forward stores ``each``; None if it is in no attribute of a module."""
+    if each.root != "model" or each.kind in ("write", "requires_grad"):
+        return None
+    return None if each.path[1] in ("_parameters", "_buffers", "_modules") else each.path[0]
 
 
 def _shallow(model: nn.Module) -> nn.Module:

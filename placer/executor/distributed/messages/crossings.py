@@ -194,6 +194,7 @@ class CrossingFinder:
         self._had_no_hooks = [
             x for x, m in modules.items() if x and not (has_hooks(m) or is_torch_leaf(m))
         ]
+        self._dtypes = {n: p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
         self._ownership = ownership
         programs = ProgramCache(self.whole, plan, staged, planned_autocast(plan.precision))
         self.calls = CallCache(programs, before_capture=self.follow)
@@ -208,8 +209,15 @@ class CrossingFinder:
         """Copy the training flags of this rank's part, and the plain attributes that programs read.
 
         A module that the part lacks keeps what `train` and `store` have set. Raises ``PlacerError`` for hooks
-        that were put on a module of several layers: other ranks do not have them.
+        that were put on a module of several layers, and for another dtype: other ranks do not have them.
         """
+        for name, parameter in self.part.named_parameters(remove_duplicate=False):
+            if parameter.dtype != self._dtypes.get(name, parameter.dtype):
+                raise PlacerError(
+                    name,
+                    f"is {parameter.dtype}, and was {self._dtypes[name]} when the model was placed",
+                    'cast the model before placer.compile, or use "precision" in the spec',
+                )
         modules = dict(self.part.named_modules())
         for path in self._hooks_of.keys() & modules.keys():
             if hooks_of(modules[path]) != self._hooks_of[path]:
