@@ -194,7 +194,12 @@ class CrossingFinder:
         self._had_no_hooks = [
             x for x, m in modules.items() if x and not (has_hooks(m) or is_torch_leaf(m))
         ]
-        self._dtypes = {n: p.dtype for n, p in model.named_parameters(remove_duplicate=False)}
+        self._dtypes = {
+            (path, name): parameter.dtype
+            for path, module in modules.items()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
         self._ownership = ownership
         programs = ProgramCache(self.whole, plan, staged, planned_autocast(plan.precision))
         self.calls = CallCache(programs, before_capture=self.follow)
@@ -211,17 +216,19 @@ class CrossingFinder:
         A module that the part lacks keeps what `train` and `store` have set. Raises ``PlacerError`` for hooks
         that were put on a module of several layers, and for another dtype: other ranks do not have them.
         """
-        for name, parameter in self.part.named_parameters(remove_duplicate=False):
-            if parameter.dtype != self._dtypes.get(name, parameter.dtype):
+        modules = dict(self.part.named_modules())
+        for (path, name), dtype in self._dtypes.items():
+            parameter = modules[path]._parameters.get(name) if path in modules else None
+            if parameter is not None and parameter.dtype != dtype:
                 raise PlacerError(
-                    name,
-                    f"is {parameter.dtype}, and was {self._dtypes[name]} when the model was placed",
+                    f"{path}.{name}".lstrip("."),
+                    f"is {parameter.dtype}, and was {dtype} when the model was placed",
                     'cast the model before placer.compile, or use "precision" in the spec',
                 )
-        modules = dict(self.part.named_modules())
-        for path in self._hooks_of.keys() & modules.keys():
-            if hooks_of(modules[path]) != self._hooks_of[path]:
-                share_hooks(modules[path], self._copies[0][path])
+        for path, hooks in self._hooks_of.items():
+            layer = modules.get(path)
+            if layer is not None and (hooks or has_hooks(layer)) and hooks_of(layer) != hooks:
+                share_hooks(layer, self._copies[0][path])
         for path in self._had_no_hooks:
             if path in modules and has_hooks(modules[path]):
                 raise PlacerError(
@@ -237,9 +244,10 @@ class CrossingFinder:
             for path, name in self.calls.numbers:
                 if path in modules and name in vars(modules[path]):
                     setattr(copied[path], name, getattr(modules[path], name))
-            for path in modules.keys() & copied.keys():
-                if copied[path].training != modules[path].training:  # to set it is slow
-                    copied[path].training = modules[path].training
+            for path, module in modules.items():
+                twin = copied.get(path, module)
+                if twin.training != module.training:  # to set it is slow
+                    twin.training = module.training
         self._modes = tuple(module.training for module in self._copies[0].values())
 
     def _make_fake(self, tensor: Tensor) -> Tensor:
