@@ -245,9 +245,8 @@ class CrossingFinder:
                 if path in modules and name in vars(modules[path]):
                     setattr(copied[path], name, getattr(modules[path], name))
             for path, module in modules.items():
-                twin = copied.get(path, module)
-                if twin.training != module.training:  # to set it is slow
-                    twin.training = module.training
+                if path in copied and copied[path].training != module.training:  # to set it is slow
+                    copied[path].training = module.training
         self._modes = tuple(module.training for module in self._copies[0].values())
 
     def _make_fake(self, tensor: Tensor) -> Tensor:
