@@ -74,7 +74,6 @@ PRIVATE_NAMES = (
     "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._profiler_enabled",
     "torch._C._current_autograd_node",
-    "torch._C._current_graph_task_id",
     "torch.utils.checkpoint._StopRecomputationError",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch._C._accelerator_setAllocatorSettings",
@@ -377,11 +376,6 @@ def is_checkpointing(hooks: object) -> bool:
     return isinstance(hooks, tuple) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
-def current_backward() -> int:
-    """A number of the backward that this thread is running; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
 STOP_RECOMPUTING: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 """Raised to end a run under non-reentrant ``torch.utils.checkpoint`` of which no more is needed."""
 
@@ -390,7 +384,7 @@ REENTRANT_CHECKPOINT: type = torch.utils.checkpoint.CheckpointFunction
 """The autograd function of reentrant ``torch.utils.checkpoint``: (function, keep RNG state, *inputs)."""
 
 
-def saved_tensor_hooks() -> object:
+def saved_tensor_hooks() -> Any:
     """The saved-tensor hooks (pack, unpack) that are in force, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 

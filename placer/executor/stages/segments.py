@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from placer._torch import (
-    STOP_RECOMPUTING,
-    current_backward,
     function_modes,
     is_checkpointing,
     is_transformed,
@@ -30,10 +30,11 @@ from placer.space import Exchange, exchanging
 
 _CPU = torch.device("cpu")
 
-# Held while a recomputation has the random generators at earlier states. Backward runs in a thread per
-# device, and all of them draw from the one generator of the CPU. Reentrant, because a thread that waits
-# for an inner backward may run another recomputation.
-_random_states_lock = threading.RLock()
+# Held while a tensor that a segment did not save is made again, or taken from those that have been. Backward
+# runs in a thread per device: several of them may want tensors of one segment that is split in space, and
+# all draw from the one generator of the CPU. Reentrant, because a thread that waits for an inner backward may
+# run another recomputation.
+_recomputing = threading.RLock()
 
 _TENSOR = object()  # where a tensor belongs among the inputs of a segment
 
@@ -121,8 +122,8 @@ def _run_recomputed(
     the first.
 
     ``checkpoint`` can restore random states too, but several threads that do so at once leave the CPU's
-    generator in the state of one of the recomputations. It also lets each of the devices of a stage that is
-    split in space run the segment again, in its own thread of one backward: all but the first stop.
+    generator in the state of one of the recomputations. Nor may several take tensors of one segment at once:
+    each would run it again.
     """
     before = SegmentState(segment, tree)
     place = places[0]
@@ -134,7 +135,6 @@ def _run_recomputed(
     others = [_TENSOR if isinstance(x, Tensor) else x for x in inputs]
     inputs.clear()
     runs = 0
-    again: set[int] = set()  # the backwards in which it has run again
 
     def run(*tensors: Tensor) -> tuple[Any, ...]:
         nonlocal runs
@@ -146,10 +146,10 @@ def _run_recomputed(
                 for mode in modes:
                     stack.enter_context(mode)
                 stack.enter_context(_random_states_swapped(states))
-                if (backward := current_backward()) in again:
-                    raise STOP_RECOMPUTING
-                again.update({backward} - {-1})
                 stack.enter_context(before.restored())
+            else:
+                pack, unpack = saved_tensor_hooks()
+                stack.enter_context(saved_tensors_hooks(pack, partial(_unpack, unpack)))
             given = iter(tensors)
             arguments = [next(given) if x is _TENSOR else x for x in others]
             found = forward(tree, place.device, arguments)
@@ -163,15 +163,19 @@ def _run_recomputed(
     return outputs
 
 
+def _unpack(unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
+    with _recomputing:
+        return unpack(saved)
+
+
 @contextmanager
 def _random_states_swapped(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
-    """In this block, random numbers are drawn from ``states``; other threads wait for its end."""
-    with _random_states_lock:
-        held = {device: random_state(device) for device in states}
-        for device, state in states.items():
+    """In this block, random numbers are drawn from ``states``."""
+    held = {device: random_state(device) for device in states}
+    for device, state in states.items():
+        set_random_state(device, state)
+    try:
+        yield
+    finally:
+        for device, state in held.items():
             set_random_state(device, state)
-        try:
-            yield
-        finally:
-            for device, state in held.items():
-                set_random_state(device, state)
