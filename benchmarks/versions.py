@@ -56,7 +56,6 @@ _SHOWN = (
     "torchvision",
     "networkx",
     "numpy",
-    "packaging",
     "pydantic",
     "rich",
     "safetensors",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +73,19 @@ def test_doctor_works_without_torch(
     result = placer("doctor")
     assert result.exit_code == 2
     assert "torch cannot be imported: OSError: libcudart.so.13" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["doctor", "doctor --json", "plan net.py:Net spec.json"])
+def test_what_is_missing_is_said_where_nothing_is_installed(command: str) -> None:
+    """In an environment that has none of our dependencies."""
+    run = [sys.executable, "-S", "-m", "placer", *command.split()]  # -S: without site-packages
+    root = Path(package.__file__).parents[1]
+    done = subprocess.run(run, cwd=root, env={}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    if "--json" in command:
+        missing = [each["package"] for each in json.loads(done.stdout)["packages"][1:]]
+        assert missing == [each.package for each in RANGES]
+    else:
+        said = done.stdout if command == "doctor" else done.stderr
+        assert f"python -m pip install '{RANGES[0].requirement}'" in said
+        assert "Traceback" not in done.stderr
