@@ -23,7 +23,7 @@ from placer.cli.options import (
     Processes,
     to_file,
 )
-from placer.cli.output import human_console, print_json, write_or_print
+from placer.cli.output import human_console, print_json, tell_written, write_or_print
 from placer.cli.progress import progress
 from placer.errors import BudgetError, PlacerError
 from placer.spec import PlacementSpec
@@ -137,10 +137,10 @@ def auto(
     console.print(plan_table(made))
     if plan_output is not None:
         save_plan(made, plan_output)
-        console.print(f"plan written to {plan_output}")
+        tell_written(console, "plan", plan_output)
     if html is not None:
         write_html(made, html, simulation=make.simulate(made))
-        console.print(f"page written to {html}")
+        tell_written(console, "page", html)
     if explain:
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)
     if as_json:

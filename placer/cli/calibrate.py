@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from placer.cli.options import AsJson, to_file
-from placer.cli.output import human_console, print_json
+from placer.cli.output import human_console, print_json, tell_written
 from placer.cli.progress import progress
 from placer.tables import Table
 
@@ -70,7 +70,7 @@ def calibrate(
         console.print(line, style="yellow", markup=False)
     if output is not None:
         save_kind(values, output)
-        console.print(f"kind written to {output}", soft_wrap=True)
+        tell_written(console, "kind", output)
         console.print(f'  in a spec: {{"name": "{place}", "kind": "{output}"}}', markup=False)
     if as_json:
         print_json(values)

@@ -19,5 +19,4 @@ def explain(plan: Saved) -> None:
     found = load_plan(plan)
     console = human_console(as_json=False)
     lines = [" · ".join(plan_facts(found)), *map(summarize_stage, found.stages)]
-    console.print("\n".join(lines), markup=False, highlight=False)
-    console.print("\n" + found.explain(), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join([*lines, "", found.explain()]), markup=False, soft_wrap=True)

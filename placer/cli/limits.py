@@ -99,4 +99,5 @@ def _print_largest(console: Console, largest: Mapping[str, Any] | None) -> None:
         f"largest piece that cannot be split: {', '.join(first_few(layers, 4))}. It needs {peak} on a "
         f"device of its own, and {least} or more on a device that it shares with other stages.",
         markup=False,
+        soft_wrap=True,
     )

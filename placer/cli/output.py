@@ -45,7 +45,12 @@ def write_or_print(text: str, output: Path | None, what: str, console: Console) 
         return
     with writing(output):
         output.write_text(text, encoding="utf-8")
-    console.print(f"{what} written to {output}", markup=False)
+    tell_written(console, what, output)
+
+
+def tell_written(console: Console, what: str, path: Path) -> None:
+    """Say that ``what`` was written, with the path as it is, however long."""
+    console.print(f"{what} written to {path}", markup=False, soft_wrap=True)
 
 
 def print_text(text: str) -> None:

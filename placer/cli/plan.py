@@ -19,7 +19,7 @@ from placer.cli.options import (
     Spec,
     to_file,
 )
-from placer.cli.output import human_console, print_json
+from placer.cli.output import human_console, print_json, tell_written
 from placer.cli.progress import progress
 
 Output = Annotated[Path | None, to_file("PLAN", "Save the plan here (JSON).")]
@@ -80,7 +80,7 @@ def plan(
         console.print("\n" + made.explain(), markup=False, highlight=False, soft_wrap=True)
     if output is not None:
         save_plan(made, output)
-        console.print(f"plan written to {output}")
+        tell_written(console, "plan", output)
     error = None
     if not made.fits:
         error = find_remedies(console, wanted, made, make)
@@ -91,10 +91,10 @@ def plan(
     if html is not None:
         remedies = () if error is None else error.tried
         write_html(made, html, simulation=simulated, remedies=remedies)
-        console.print(f"page written to {html}")
+        tell_written(console, "page", html)
     if trace is not None:
         write_trace(made, trace, simulation=simulated)
-        console.print(f"trace written to {trace}")
+        tell_written(console, "trace", trace)
     if as_json:
         print_json(plan_to_json(made))
     if error is not None:

@@ -10,7 +10,7 @@ import typer
 
 from placer.cli.fields import spec_fields, spec_of_options
 from placer.cli.options import AsJson, Kind, ModelOptions, to_file
-from placer.cli.output import human_console, print_json
+from placer.cli.output import human_console, print_json, tell_written
 from placer.cli.progress import progress
 from placer.quantities import BYTES, FLOPS, SECONDS, Units
 from placer.tables import Table
@@ -109,7 +109,7 @@ def profile(
         console.print(_memory_table(memory))
     if output is not None and values is not None:
         save_kind(values, output)
-        console.print(f"profile written to {output}", soft_wrap=True)
+        tell_written(console, "profile", output)
         console.print(f"  placer plan MODEL SPEC --profile {output}", markup=False)
     if as_json:
         layers = [

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from placer.cli.options import Saved, to_file
-from placer.cli.output import human_console
+from placer.cli.output import human_console, tell_written
 
 Output = Annotated[Path, to_file("PAGE", "The HTML file.")]
 Simulation = Annotated[
@@ -43,4 +43,4 @@ def report(
         raise PlacerError(
             str(simulation), "does not hold simulated peaks", "give what 'simulate --json' printed"
         ) from None
-    human_console(as_json=False).print(f"page written to {output}")
+    tell_written(human_console(as_json=False), "page", output)

@@ -38,6 +38,16 @@ def test_plan_json_is_only_json(placer: Run, tmp_path: Path) -> None:
     assert "&#34;reserve&#34;: 0" in text  # the spec
 
 
+def test_no_name_and_no_path_is_broken(
+    placer: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "8")
+    saved = str(tmp_path / "[one] plan.json")
+    assert f"plan written to {saved}\n" in placer("plan", "net.py:Net", "fits.json", *X, "-o", saved).stdout
+    assert "blocks.0.a …" in placer("explain", saved).stdout
+    assert "split: blocks.0" in placer("check", "net.py:Net", *X).stdout
+
+
 def test_a_plan_that_does_not_fit_says_what_would(
     placer: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
