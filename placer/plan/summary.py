@@ -69,7 +69,7 @@ def describe_step(plan: Plan) -> str:
     """The estimated seconds of a step, which takes longer if kernels are starved."""
     if plan.step_seconds is None:
         return "not known"
-    return f"~ {format_seconds(plan.step_seconds)}" + " or more" * bool(plan.starved)
+    return f"{'at least' if plan.starved else '~'} {format_seconds(plan.step_seconds)}"
 
 
 def describe_host(host: HostPeak) -> str:

@@ -214,12 +214,14 @@ def _more_devices(wanted: PlacementSpec, make: JudgingPlanner) -> list[Tried]:
 
 
 def _offloading(nearest: Rated | None, make: JudgingPlanner) -> list[Tried]:
-    """What nearly fits, with activations that wait in host memory, as a plan of little memory."""
+    """What nearly fits, with activations kept in host memory, as a plan of little memory."""
     if nearest is None or nearest.spec.offload or not nearest.spec.training:
         return []
     try:
         plan = make.judge(make.quick_plan(nearest.spec.model_copy(update={"offload": "auto"})))
     except PlacerError:
         return []
-    change = f'"offload": "auto" (wait in host memory): {nearest.strategy.describe()}'
+    change = (
+        f'"offload": "auto" (activations are kept in host memory): {nearest.strategy.describe()}'
+    )
     return [as_tried(change, plan)] if plan.fits else []

@@ -288,13 +288,13 @@ def _lighter(make: JudgingPlanner, spec: PlacementSpec) -> Iterator[_Change]:
     """Recomputing and offloading; both only if neither of them is enough."""
     if not spec.training:
         return
-    does = {"checkpoint": "recompute in the backward pass", "offload": "wait in host memory"}
+    does = {"checkpoint": "recomputed in backward", "offload": "kept in host memory"}
     fits = False
     for fields in (("checkpoint",), ("offload",), ("checkpoint", "offload")):
         if (len(fields) == 2 and fits) or any(getattr(spec, f) == "auto" for f in fields):
             continue
         words = " and ".join(f'"{field}": "auto"' for field in fields)
-        change = f"{words} ({' or '.join(does[field] for field in fields)})"
+        change = f"{words} (activations are {' or '.join(does[field] for field in fields)})"
         planned = _try(make, _Candidate(change, _updated(spec, **dict.fromkeys(fields, "auto"))))
         yield from planned
         fits = any(change.plan.fits for change in planned)

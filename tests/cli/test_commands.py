@@ -43,7 +43,10 @@ def test_no_name_and_no_path_is_broken(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "8")
     saved = str(tmp_path / "[one] plan.json")
-    assert f"plan written to {saved}\n" in placer("plan", "net.py:Net", "fits.json", *X, "-o", saved).stdout
+    assert (
+        f"plan written to {saved}\n"
+        in placer("plan", "net.py:Net", "fits.json", *X, "-o", saved).stdout
+    )
     assert "blocks.0.a …" in placer("explain", saved).stdout
     assert "split: blocks.0" in placer("check", "net.py:Net", *X).stdout
 

@@ -101,6 +101,20 @@ def test_trainer_and_sliding_windows_of_monai() -> None:
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
+def test_accelerate_prepares_a_placed_model() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(D), torch.randn(8, 4)
+    placed = placer.compile(copy.deepcopy(model), {"devices": TWO["devices"]}, x.to(D))
+    for each in (placed, model):
+        accelerator = accelerate.Accelerator(cpu=True)
+        prepared, optimizer = accelerator.prepare(each, torch.optim.Adam(each.parameters()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            accelerator.backward(prepared(x.to(D)).square().mean())
+            optimizer.step()
+    _assert_same_state(placed, model)
+
+
 @pytest.mark.parametrize("kind", ["Automatic", "Manual"])
 def test_lightning_in_one_process(kind: str, tmp_path: Path) -> None:
     """As the plain network with automatic optimization; and on from a checkpoint."""

@@ -122,13 +122,20 @@ def test_trainer_of_transformers_saves_tied_weights_and_evaluates(tmp_path: Path
     batch = {name: torch.stack([row[name] for row in data[:2]]) for name in data[0]}
     placed = placer.compile(model, SPEC, kwargs=batch, run_on="cpu")
 
-    def trainer(steps: int, model: nn.Module = placed) -> Any:
+    def right(seen: Any) -> dict[str, float]:
+        return {"right": float((seen.predictions.argmax(-1) == seen.label_ids).mean())}
+
+    def trainer(steps: int, model: nn.Module = placed, **options: Any) -> Any:
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=steps, save_steps=2, use_cpu=True, report_to=[],
-            per_device_train_batch_size=2, disable_tqdm=True,
+            per_device_train_batch_size=2, disable_tqdm=True, **options,
         )  # fmt: skip
         return transformers.Trainer(
-            model=model, args=arguments, train_dataset=data, eval_dataset=data
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data,
+            compute_metrics=right,
         )
 
     trainer(2).train()
@@ -140,8 +147,17 @@ def test_trainer_of_transformers_saves_tied_weights_and_evaluates(tmp_path: Path
     assert resumed.state.global_step == 3
     expected = copy.deepcopy(model)
     expected.load_state_dict(placed.state_dict())
-    losses = [trainer(1, each).evaluate()["eval_loss"] for each in (placed, expected)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    found = [trainer(1, each).evaluate() for each in (placed, expected)]
+    assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-5)
+    assert found[0]["eval_right"] == found[1]["eval_right"]
+    best = trainer(
+        4, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=10.0
+    )
+    best.train()
+    assert best.state.best_global_step == 2
+    saved = transformers.GPT2LMHeadModel.from_pretrained(best.state.best_model_checkpoint)
+    assert torch.equal(saved.lm_head.weight, placed.lm_head.weight)
+    expected.load_state_dict(placed.state_dict())
     with torch.no_grad():
         ids = batch["input_ids"][:, :3]
         asked = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
