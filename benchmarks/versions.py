@@ -99,7 +99,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         name="lowest of all",
         python="3.11",
-        requirements=("-e", ".[test]"),
+        requirements=("-e", ".[test]", "pip>=24", "setuptools>=77"),  # a test builds a wheel
         resolution="lowest-direct",
     ),
     *(

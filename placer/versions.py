@@ -63,7 +63,7 @@ RANGES: tuple[Range, ...] = (
     Range(package="jinja2", lowest="3.1", highest="3.1", below="4"),
     Range(package="networkx", lowest="3.3", highest="3.7", below="4"),
     Range(package="numpy", lowest="2.0", highest="2.5", below="3"),
-    Range(package="pydantic", lowest="2.10", highest="2.14", below="3"),
+    Range(package="pydantic", lowest="2.11", highest="2.14", below="3"),
     Range(package="pyyaml", lowest="6.0.2", highest="6.0", below="7"),
     Range(package="rich", lowest="13.8", highest="15.0", below="16"),
     Range(package="safetensors", lowest="0.4.3", highest="0.8", below="1"),
