@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from placer.errors import PlanError
 from placer.files import writing
-from placer.plan.step_spans import step_spans
 from placer.plan.types import Plan
-from placer.report.view import span_style
+from placer.report.view import shown_spans, span_style
 from placer.timeline import Span
 
 if TYPE_CHECKING:
@@ -43,12 +42,14 @@ def step_trace(
 ) -> dict[str, Any]:
     """The step in the Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
 
-    There is a row per device and per link, and with a ``simulation`` a counter per device: the bytes of its
-    tensors by kind. A ``measured`` step (``placed.report()``) has its rows below the predicted ones. Times
-    are in microseconds, and whole nanoseconds, because Perfetto leaves out a span that begins before the
-    last one on its row has ended, by however little.
+    There is a row per device and per link (with a process per device, of one replica), and with a
+    ``simulation`` a counter per device: the bytes of its tensors by kind. A ``measured`` step
+    (``placed.report()``) has its rows below the predicted ones. Times are in microseconds, and whole
+    nanoseconds, because Perfetto leaves out a span that begins before the last one on its row has ended, by
+    however little.
     """
-    events = list(_rows(step_spans(plan), 0, "predicted"))
+    each = ", every replica" if plan.processes and plan.replicas > 1 else ""
+    events = list(_rows(shown_spans(plan), 0, f"predicted{each}"))
     events += _counters(simulation) if simulation is not None else ()
     events += _rows(measured.spans, 1, "measured") if measured is not None else ()
     return {"displayTimeUnit": "ms", "traceEvents": events}

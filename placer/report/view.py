@@ -110,7 +110,7 @@ def view(
     Raises ``KeyError``, ``TypeError`` or ``AttributeError`` if ``simulation`` is something else.
     """
     judged = with_simulation(plan, simulation)
-    spans = step_spans(_one_replica(plan) if plan.processes else plan)
+    spans = shown_spans(plan)
     idle = idle_share(spans) if spans else None
     state: Literal["good", "slow", "bad"] = "slow" if judged.starved else "good"
     devices = _devices(plan, judged, simulation, spans)
@@ -176,6 +176,11 @@ def _runs_as(plan: Plan, number: int) -> str:
     With a process per device, all replicas do what the first one does.
     """
     return plan.devices[number % plan.num_devices if plan.processes else number].device
+
+
+def shown_spans(plan: Plan) -> tuple[Span, ...]:
+    """The spans of a step; with a process per device those of one replica, since all do the same."""
+    return step_spans(_one_replica(plan) if plan.processes else plan)
 
 
 def _one_replica(plan: Plan) -> Plan:

@@ -64,3 +64,18 @@ def test_a_trace_counts_the_bytes_of_every_device() -> None:
             assert 0 <= event["ts"] <= round((plan.step_seconds or 0) * 1e9) / 1e3
             most[event["name"]] = max(most.get(event["name"], 0), sum(event["args"].values()))
     assert most == {f"memory of {device.device}": device.peak for device in plan.devices}
+
+
+def test_a_trace_has_one_of_the_replicas_that_do_the_same() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.empty(8, 64)
+    devices = [{"name": f"cuda:{i}", "kind": "h100"} for i in range(2)]
+    spec = {"devices": devices, "layers": {"0": "cuda:0", "1": "cuda:1"}, "replicas": 2}
+    rows = {
+        processes: {e["args"]["name"] for e in step_trace(plan)["traceEvents"] if e["ph"] == "M"}
+        for processes in (False, True)
+        for plan in [placer.make_plan(model, spec, x, processes=processes)]
+    }
+    assert {"predicted", "cuda:0", "cuda:1", "cuda:2", "cuda:3"} <= rows[False]
+    assert {"predicted, every replica", "cuda:0", "cuda:1"} <= rows[True]
+    assert not {"cuda:2", "cuda:3"} & rows[True]
