@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -133,7 +133,8 @@ class RowCheck:
             for change in recording.changed_in_backward:
                 if not isinstance(change.value, bool | str | type(None)):
                     raise store_of_backward(change)
-        return tuple(rows)
+        ranks = [len(x) if isinstance(x, torch.Size) else None for x in recording.results]
+        return tuple(replace(row, rank=r) for row, r in zip(rows, ranks, strict=True))
 
     @property
     def _batch_rows(self) -> int | None:

@@ -83,6 +83,32 @@ def _peaks(run: Callable[[], object]) -> dict[str, int]:
     return {d: m.nbytes for d, m in ledger.timeline().peaks().items() if d.startswith("cpu:")}
 
 
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * 1
+        y.register_hook(lambda grad: grad * 2)
+        return y
+
+
+def test_a_hook_that_forward_puts_on_a_value_gets_what_later_stages_add() -> None:
+    model = nn.Sequential(Hooked(), nn.Linear(4, 4)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    placed = placer.compile(copy.deepcopy(model), TWO | {"layers": {"0": "cpu:0", "1": "cpu:1"}}, x)
+    model(x).square().mean().backward()
+    for backward in (
+        lambda: placed(x).square().mean().backward(),
+        lambda: placed.step(x, loss_fn=lambda y: y.square().mean()),
+    ):
+        placed.zero_grad()
+        backward()
+        for a, b in zip(placed.parameters(), model.parameters(), strict=True):
+            assert_close(a.grad, b.grad, "gradient through a hook")
+
+
 def test_calling_the_module_holds_what_step_holds() -> None:
     model, x = unet3d(width=4, depth=2), torch.randn(1, 1, 16, 16, 16)
     decoder = {"encoder": "cpu:0", "bottleneck": "cpu:0", "decoder": "cpu:1", "head": "cpu:1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -52,6 +53,13 @@ def test_one_that_is_not_followed_is_refused(name: str) -> None:
         placer.compile(Net(WAYS[name]), TWO, X)
     assert not hasattr(Net, "latest") and not hasattr(Net, "count")
     assert "LATEST" not in globals() and globals()["EARLIER"] is None
+
+
+def test_a_warning_is_no_new_name() -> None:
+    globals().pop("__warningregistry__", None)
+    with pytest.warns(UserWarning, match="careful"):
+        warnings.simplefilter("default")
+        placer.compile(Net(lambda net, y: warnings.warn("careful", stacklevel=1)), TWO, X)
 
 
 def test_a_context_variable_is_set() -> None:

@@ -383,3 +383,24 @@ def test_a_tensor_outside_of_the_model_that_slices_write_is_combined_or_refused(
         each(x)
         found.append(held.clone())
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+SMALLER: dict[str, Callable[[Tensor], Any]] = {
+    "one row": lambda y: y * 2 if y.size(0) == 1 else y,
+    "few rows": lambda y: y * 2 if y.size(0) > 4 else y,
+    "squeezed": lambda y: y.squeeze(),
+    "squeezed column": lambda y: y[:, :1].squeeze(),
+}
+
+
+@pytest.mark.parametrize("kind", SMALLER)
+def test_slices_that_are_smaller_than_the_example_are_right_or_refused(kind: str) -> None:
+    model = Net(SMALLER[kind]).double()
+    x = torch.randn(30, 6, dtype=torch.float64)
+    placed = placer.compile(copy.deepcopy(model), SPEC, x, run_on="cpu")
+    for count in (30, 8, 4, 1):
+        if count == 4 if kind != "few rows" else count == 8:
+            with pytest.raises(placer.PlacerError, match=r"(?s)slice.* use 1 replica"):
+                placed(x[:count])
+        else:
+            torch.testing.assert_close(placed(x[:count]), model(x[:count]))

@@ -40,6 +40,7 @@ from placer.program import (
     same_program,
     strides_of_copy,
 )
+from placer.program.recording.inside import SOMETHING_ELSE
 from placer.spec import PlacementSpec
 
 _MAX_GUARDS = 64  # programs per mode and size, for different values of attributes and arguments
@@ -101,9 +102,8 @@ class ProgramCache:
         condition = condition_key(staged.call, staged.conditions.modes, example), autocast
         # By the conditions, and by the rows of a call if the program is not for every batch size.
         self._known: dict[Hashable, list[_CachedProgram]] = {}
-        self._remember(
-            condition, self._whole, example, self._as_known(staged, example_numbers(staged.call))
-        )
+        known = self._as_known(staged, example_numbers(staged.call))
+        self._remember(condition, self._whole, self._rows(example, {}), known)
 
     @property
     def guards(self) -> list[AttributeGuard]:
@@ -159,7 +159,7 @@ class ProgramCache:
     ) -> StagedModel:
         grad = torch.is_grad_enabled()
         others: list[_CachedProgram] = []  # for other values
-        for rows in (None, row_counts(self.call, inputs)):
+        for rows in (None, self._rows(inputs, leaves)):
             key = condition, rows, whole, self._structure
             known: list[_CachedProgram] = self._known.get(key, [])
             for each in known[::-1]:
@@ -177,11 +177,12 @@ class ProgramCache:
         began = time.perf_counter()
         try:
             program = self._make(modes, whole, inputs, leaves, grad=grad)
+            self._check_whole(program, inputs, leaves, grad=grad)
         except CaptureError as error:
             if self._is_sliced:
                 refuse_kept_rows(self._references, None, error)
             raise
-        self._remember(condition, whole, inputs, program)
+        self._remember(condition, whole, self._rows(inputs, leaves), program)
         if others:
             what = [name for x in others for name in x.differences(leaves, self._module_at)]
             self._recaptures.add(self.model, what, time.perf_counter() - began)
@@ -200,6 +201,33 @@ class ProgramCache:
         """The tensors of the call of which ``inputs`` are slices, which may require no gradient."""
         named = zip(self.call.inputs, inputs, strict=True)
         return [leaves.get(each.name, own) for each, own in named]
+
+    def _rows(self, inputs: Sequence[Tensor], leaves: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The batch sizes of a slice and of its call."""
+        uncut = self._uncut(inputs, leaves)
+        return row_counts(self.call, inputs), row_counts(self.call, uncut)
+
+    def _check_whole(
+        self,
+        program: _CachedProgram,
+        inputs: Sequence[Tensor],
+        leaves: Mapping[str, Any],
+        *,
+        grad: bool,
+    ) -> None:
+        """Raise ``CaptureError`` if the batch, of which ``inputs`` are a slice, needs another program."""
+        slice_, batch = self._rows(inputs, leaves)
+        rules, names = split_rules(self._plan), [each.name for each in self.call.inputs]
+        if program.any_rows or slice_ == batch or rules.says(names, self.call.batch_dims):
+            return
+        shaped = self._without_data(self._uncut(inputs, leaves), leaves)
+        if self._same(program.staged, shaped, leaves, grad=grad) is None:
+            raise CaptureError(
+                type(self.model).__name__,
+                f"{SOMETHING_ELSE}: for a slice with {slice_[0]} rows than for all {batch[0]}",
+                "use 1 replica and 1 micro-batch; or, if slices may be computed by themselves, as under "
+                f'nn.DataParallel, say so in the spec: "inputs": {rules.spell(names, self.call.batch_dims)}',
+            )
 
     def _without_data(self, inputs: Sequence[Tensor], leaves: Mapping[str, Any]) -> list[Tensor]:
         empty = without_data(inputs)
@@ -290,10 +318,10 @@ class ProgramCache:
         self,
         condition: Hashable,
         whole: tuple[Hashable, ...],
-        inputs: Sequence[Tensor],
+        rows: Hashable,
         program: _CachedProgram,
     ) -> None:
-        rows = None if program.any_rows else row_counts(self.call, inputs)
+        rows = None if program.any_rows else rows
         known = self._known.setdefault((condition, rows, whole, self._structure), [])
         known.append(program)
         del known[:-_MAX_GUARDS]

@@ -67,6 +67,16 @@ class PendingGradients:
             self._placeholder = torch.zeros((), dtype=dtype, device=device)
             return self._placeholder.expand(shape)
 
+    def added_to(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, or a view of it, with a hook that adds them before hooks of the model run."""
+        if any(
+            not isinstance(getattr(hook, "__self__", None), PendingGradients)
+            for hook in (value._backward_hooks or {}).values()
+        ):
+            value = value.view_as(value)
+        value.register_hook(self.add_to)
+        return value
+
     def add_to(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """The sum of ``grad``, which is on the value's home, and all pending gradients; forgets them.
 
@@ -160,7 +170,7 @@ def transfer(value: Any, source: Place, target: Place, *, defer_gradients: bool 
             pending = None
             if defer_gradients and has_backward(leaf):
                 pending = PendingGradients(source, leaf)
-                leaf.register_hook(pending.add_to)
+                leaf = pending.added_to(leaf)
             with torch.enable_grad():  # forward may enable gradients in a part of it
                 copied = _Transfer.apply(leaf, source, target, pending)
             if pending is not None:
@@ -248,8 +258,7 @@ def gradient_root(tensor: torch.Tensor, pending: PendingGradients) -> torch.Tens
     """
     if not has_backward(tensor):
         return _Root.apply(tensor, lambda: pending.add_to(None))  # type: ignore[no-any-return]
-    tensor.register_hook(pending.add_to)
-    return _Root.apply(tensor, pending.placeholder)  # type: ignore[no-any-return]
+    return _Root.apply(pending.added_to(tensor), pending.placeholder)  # type: ignore[no-any-return]
 
 
 class _ParameterCopy(torch.autograd.Function):

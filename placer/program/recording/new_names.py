@@ -11,7 +11,8 @@ from placer.errors import CaptureError
 from placer.program.objects.reachable import ReachableState, Reference
 from placer.program.objects.restore import MISSING
 
-_MADE_BY_PYTHON = ("__annotations__", "__slotnames__")  # when they are read, or an object is copied
+# When they are read, an object is copied, or code warns
+_MADE_BY_PYTHON = ("__annotations__", "__slotnames__", "__warningregistry__")
 
 
 @contextmanager

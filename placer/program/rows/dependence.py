@@ -31,7 +31,7 @@ class Rows:
     them, one after the other; None if that is not known.
     ``depends``: it depends on the values of inputs that are split. ``blocks``: the rows come so many
     times, one block after the other. ``numbered``: it is made from the numbers of the rows, 0, 1, 2, …, which
-    begin anew in every slice.
+    begin anew in every slice. ``rank`` is how many dimensions a result has; None if that is not known.
     """
 
     dim: BatchDim = None
@@ -39,6 +39,7 @@ class Rows:
     depends: bool = False
     blocks: int = 1
     numbered: bool = False
+    rank: int | None = None
 
     @property
     def is_known(self) -> bool:
