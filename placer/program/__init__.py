@@ -52,6 +52,7 @@ from placer.program.leaves import (
     is_inside,
     is_torch_leaf,
     must_stay_whole,
+    own_hooks,
     without_hooks,
 )
 from placer.program.lower import lower, register_rewrite, rewritten, with_graph

@@ -12,9 +12,11 @@ from torch import nn
 
 from placer._torch import FORWARD_HOOK_TABLES, HOOK_TABLES
 from placer.program.failure import locate_function
+from placer.program.objects.paths import function_parts
 from placer.program.objects.reachable import ReachableState
 from placer.program.types import WholeModule
 
+_PLAIN = (bool, int, float, str)
 # Modules of torch.nn that contain layers: they are recorded operation by operation.
 _CONTAINERS = (
     nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
@@ -49,6 +51,32 @@ def has_hooks(module: nn.Module) -> bool:
 def hook_count(module: nn.Module) -> int:
     """The number of hooks that run when ``module`` is called, forward and backward."""
     return sum(len(module.__dict__.get(name) or ()) for name in HOOK_TABLES)
+
+
+class OwnHook:
+    """A hook of the model itself; equal to another function of the same code with the same variables."""
+
+    def __init__(self, hook: Any) -> None:
+        self._parts = function_parts(hook) or [("", hook)]  # what lives keeps its id
+        values = [(type(x), x if isinstance(x, _PLAIN) else id(x)) for _, x in self._parts]
+        self._key = getattr(hook, "__code__", None), *values
+
+    def __deepcopy__(self, memo: object) -> OwnHook:
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnHook) and self._key == other._key
+
+
+def own_hooks(
+    module: nn.Module, code: ReachableState, modules: Container[int]
+) -> tuple[OwnHook, ...]:
+    """The hooks of ``module`` that are the model's own, with ``code`` and ``modules`` (ids)."""
+    hooks = [hook for name in HOOK_TABLES for hook in (module.__dict__.get(name) or {}).values()]
+    return tuple(OwnHook(hook) for hook in hooks if _is_own(hook, code, modules))
 
 
 def runs_own_hooks(module: nn.Module, code: ReachableState, modules: Container[int]) -> bool:

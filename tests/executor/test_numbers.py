@@ -255,3 +255,12 @@ def test_hooks_get_the_numbers_of_the_call() -> None:
         placed.step(x, value, loss_fn=lambda out: out.square().mean())
         placed(x, value)
     assert seen == [0.5, 0.5, 0.75, 0.75, 1.5, 1.5]
+
+
+def test_an_integer_that_becomes_a_float_and_back() -> None:
+    model = Attribute(lambda x, n: x * n).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    placed = placer.compile(copy.deepcopy(model), STAGES, x, run_on="cpu")
+    for number in (1, 2, 2.5, 0.5, 3, True, 1.0):
+        model.last.number = placed.last.number = number
+        torch.testing.assert_close(placed(x), model(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -96,3 +97,30 @@ def test_one_that_is_removed_from_a_layer_runs_no_more(hook: str) -> None:
     placed.handles[1].remove()
     placed(x)
     assert len(placed.kept) == 2
+
+
+class Steered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4))
+        self.last = nn.Linear(4, 2)
+
+    def steer(self, layer: str, strength: float) -> Any:
+        return self.get_submodule(layer).register_forward_hook(lambda m, args, y: y * strength)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x))
+        return y
+
+
+@pytest.mark.parametrize("layer", ["first", "first.0", "last"])
+@pytest.mark.parametrize("spec", [{}, {"microbatches": 2}])
+def test_another_one_in_the_place_of_one_that_was_removed(spec: Any, layer: str) -> None:
+    model, x = Steered().double(), torch.randn(6, 4, dtype=torch.float64)
+    placed = placer.compile(copy.deepcopy(model), {"devices": ["cpu:0"], **spec}, x)
+    for strength in (2.0, 3.0, 2.0):
+        handles = [each.steer(layer, strength) for each in (model, placed)]
+        torch.testing.assert_close(copy.deepcopy(placed)(x), model(x))
+        torch.testing.assert_close(placed(x), model(x))
+        for handle in handles:
+            handle.remove()

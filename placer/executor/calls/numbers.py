@@ -30,9 +30,10 @@ class ChangingNumbers:
         self._numbers = dict.fromkeys(found)
         self._refused: set[tuple[Hashable, StateInput]] = set()
 
-    def candidates(self, modes: Hashable) -> tuple[StateInput, ...]:
-        """Those that may become inputs of a program for these modes of the model."""
-        return tuple(each for each in self._numbers if (modes, each) not in self._refused)
+    def candidates(self, modes: Hashable, leaves: Mapping[str, Any]) -> tuple[StateInput, ...]:
+        """Those that may become inputs of a program for these modes of the model, and are numbers now."""
+        found = (each for each in self._numbers if (modes, each) not in self._refused)
+        return tuple(each for each in found if each.read(self._model, leaves) is not None)
 
     @property
     def attributes(self) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +35,14 @@ from placer.program import (
     is_torch_leaf,
     lower,
     must_stay_whole,
+    own_hooks,
     rebuild_arguments,
     rebuild_call,
     row_counts,
     same_program,
     strides_of_copy,
 )
+from placer.program.objects.reachable import ReachableState, find_reachable_state
 from placer.program.recording.inside import SOMETHING_ELSE
 from placer.spec import PlacementSpec
 
@@ -165,7 +168,9 @@ class ProgramCache:
             for each in known[::-1]:
                 if not self._answers(each.answers, inputs, leaves):
                     continue
-                if any(each.differences(leaves, self._module_at)):
+                if not self._reads(each.staged, leaves) or any(
+                    each.differences(leaves, self._module_at)
+                ):
                     others.append(each)
                 elif self._serves(each, inputs, leaves, grad=grad):
                     return each.staged
@@ -201,6 +206,10 @@ class ProgramCache:
         """The tensors of the call of which ``inputs`` are slices, which may require no gradient."""
         named = zip(self.call.inputs, inputs, strict=True)
         return [leaves.get(each.name, own) for each, own in named]
+
+    def _reads(self, staged: StagedModel, leaves: Mapping[str, Any]) -> bool:
+        """Are the numbers that ``staged`` reads of the types with which it was captured?"""
+        return None not in self._numbers.values(staged.conditions.numbers, leaves)
 
     def _rows(self, inputs: Sequence[Tensor], leaves: Mapping[str, Any]) -> tuple[Any, Any]:
         """The batch sizes of a slice and of its call."""
@@ -272,7 +281,8 @@ class ProgramCache:
             # What a rewrite does may depend on sizes, also where the recording does not.
             comparable = comparable and not self._plan.rewrites
             like = [x for x in reversed(self._references) if x.conditions.modes == modes]
-            for reference in [*like, self.captured][:1] if comparable else ():
+            like = [x for x in (*like, self.captured) if self._reads(x, leaves)]
+            for reference in like[:1] if comparable else ():
                 found = self._same(reference, shaped, leaves, grad=grad)
                 if found is not None:
                     known = self._as_known(reference, leaves)
@@ -280,7 +290,7 @@ class ProgramCache:
                         guards=found.guards, answers=found.answers, any_rows=found.any_rows
                     )
             args, kwargs = rebuild_call(self.call, shaped, leaves)
-            numbers = self._numbers.candidates(modes)
+            numbers = self._numbers.candidates(modes, leaves)
             staged = self._capture(args, kwargs, grad=grad, numbers=numbers)
             if self._is_sliced:
                 refuse_kept_rows(self._references, staged)
@@ -380,10 +390,22 @@ class ProgramCache:
         # Hooks of layers run once for every slice, which a capture checks; a single node has copies of them.
         if self._is_sliced or counted or "" in self.captured.conditions.whole:
             found += [(m, hook_count(m)) for m in self._leaves if must_stay_whole(m)]
+        hooked = [m for m in (*self._containers, *self._leaves) if must_stay_whole(m)]
+        ids = set(map(id, self._modules)) if hooked else ()
+        own = [(m, own_hooks(m, self._code, ids)) for m in hooked]
+        found += [each for each in own if each[1]]
         # What a rewrite makes of a layer depends on its hooks, and on its settings.
         if self._plan.rewrites:
             found += [(hook_count(layer), _settings(layer)) for layer in self._leaves]
         return tuple(found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_code"}
+
+    @cached_property
+    def _code(self) -> ReachableState:
+        """The code of the model itself, whose hooks are recorded."""
+        return find_reachable_state(self.model)
 
     def _capture(
         self,
