@@ -228,7 +228,7 @@ def join_results(
 def _join(name: str, column: tuple[Any, ...], rows: Rows, sizes: Sequence[int]) -> Any:
     if rows.dim is not None:
         try:
-            if any(value.dim() != rows.rank for value in column):
+            if 1 in sizes and any(value.dim() != rows.rank for value in column):
                 raise RuntimeError("squeeze() of a slice with one row has dropped it")
             blocks = zip(*(value.chunk(rows.blocks, rows.dim) for value in column), strict=True)
             return torch.cat([part for block in blocks for part in block], rows.dim)
