@@ -13,7 +13,7 @@ from placer.program.call import bind_call, describe_shapes, objects_of, strides_
 from placer.program.failure import ForwardFailure, TraceFailure, with_own_lines
 from placer.program.fake.converter import FakeConverter
 from placer.program.guards import AttributeGuard, failed_guard
-from placer.program.recording.record import record_model
+from placer.program.recording.record import record_model, without_numbers
 from placer.program.recording.recorder import Setup
 from placer.program.recording.watch import RECORDING
 from placer.program.types import Answers, CallFormat, Conditions
@@ -64,10 +64,11 @@ def same_program(
     kwargs: Mapping[str, Any] | None = None,
     *,
     grad: bool = True,
+    any_numbers: bool = False,
 ) -> SameProgram | None:
     """Record ``model`` called with these arguments; None if this is not the graph in ``conditions``.
 
-    Numbers of which any will do are inputs again.
+    Numbers of which any will do are inputs again. With ``any_numbers``, others may differ, too.
 
     The result must have the format of the ``captured`` call too, since the same graph may end in a dict with
     other keys. This takes one forward on fake tensors; nothing is allocated. A model that is a single node
@@ -101,7 +102,10 @@ def same_program(
         ) from with_own_lines(failure.__cause__)
     except TraceFailure:
         return None
-    same = recording.lines == conditions.lines
+    lines, expected = recording.lines, conditions.lines
+    same = lines == expected or (
+        any_numbers and without_numbers(lines) == without_numbers(expected)
+    )
     left = recording.stored, recording.state, recording.numbers
     if (
         not same

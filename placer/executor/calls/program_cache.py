@@ -230,7 +230,8 @@ class ProgramCache:
         if program.any_rows or slice_ == batch or rules.says(names, self.call.batch_dims):
             return
         shaped = self._without_data(self._uncut(inputs, leaves), leaves)
-        if self._same(program.staged, shaped, leaves, grad=grad) is None:
+        counts = not program.staged.conditions.any_batch_size  # the rows, which `lower` has checked
+        if self._same(program.staged, shaped, leaves, grad=grad, any_numbers=counts) is None:
             raise CaptureError(
                 type(self.model).__name__,
                 f"{SOMETHING_ELSE}: for a slice with {slice_[0]} rows than for all {batch[0]}",
@@ -306,10 +307,12 @@ class ProgramCache:
         leaves: Mapping[str, Any],
         *,
         grad: bool,
+        any_numbers: bool = False,
     ) -> SameProgram | None:
         args, kwargs = rebuild_call(self.call, shaped, leaves)
+        conditions, call = reference.conditions, reference.call
         return same_program(
-            self.model, reference.conditions, reference.call, args, kwargs, grad=grad
+            self.model, conditions, call, args, kwargs, grad=grad, any_numbers=any_numbers
         )
 
     def _as_known(self, staged: StagedModel, leaves: Mapping[str, Any]) -> _CachedProgram:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -58,6 +58,11 @@ from placer.program.types import Answers
 from placer.program.variable_guards import settings_guards, variable_guards
 
 
+def without_numbers(lines: Iterable[str]) -> list[str]:
+    """The ``lines`` of a graph, whatever the sizes."""
+    return [re.sub(r"\d+", "", line) for line in lines]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedProgram:
     """What was recorded in one run of a model on fake tensors; tables are keyed by node name."""
@@ -95,8 +100,10 @@ class RecordedProgram:
 
     def operations(self) -> list[Any]:
         """What runs, and which flags of tensors are set, whatever the sizes."""
-        ran = [re.sub(r"\d+", "", line) for line in self.lines]
-        return [*ran, *((each.path, each.flag) for each in self.stored if each.flag is not None)]
+        return [
+            *without_numbers(self.lines),
+            *((each.path, each.flag) for each in self.stored if each.flag is not None),
+        ]
 
     def first_difference(
         self, other: RecordedProgram, whole: Collection[str]
