@@ -193,12 +193,18 @@ def check_results(staged: StagedModel) -> None:
                 "is made from the numbers of the rows" if rows.numbered else "has no row per sample"
             )
             raise PlacerError(
-                f"result {name}".rstrip(),
+                _named(staged, name),
                 f"{made}, and it is not known how that of the batch follows from those of its slices",
                 "use 1 replica and 1 micro-batch; or placed.step(…), whose loss_fn gets those of each slice; "
                 f'or say it in the spec: "stored": {{"{f"result.{name}".rstrip(".")}": "mean"}}, "sum" or '
                 '"concatenate"',
             )
+
+
+def _named(staged: StagedModel, name: str) -> str:
+    """A leaf of the result, with the method that returns it, unless it is ``forward``."""
+    method = staged.call.method
+    return " ".join(["result", *([] if method == "forward" else ["of", method]), name]).rstrip()
 
 
 def join_results(
@@ -212,7 +218,7 @@ def join_results(
     """
     if len(slices) == 1:
         return list(slices[0])
-    names = [f"result {name}".rstrip() for name in staged.call.result.names]
+    names = [_named(staged, name) for name in staged.call.result.names]
     names += [name for each in staged.stored for name in each.leaf_names]
     columns = zip(names, zip(*slices, strict=True), staged.rows, strict=True)
     joined = []

@@ -21,7 +21,8 @@ _SPATIAL = 2  # the first spatial dimension of an input that the spec does not d
 def input_layouts(program: Program, settings: Mapping[str, JsonValue]) -> dict[str, Layout]:
     """How each input is cut, by its placeholder; those without enough dimensions are not.
 
-    Raises ``SpecError`` if none can be cut as ``settings`` say, or one cannot of which they say how.
+    Raises ``SpecError`` if none of ``forward`` can be cut as ``settings`` say, or one cannot of which they
+    say how.
     """
     inputs = program.call.inputs
     placeholders = [node.name for node in program.graph.nodes if node.op == "placeholder"]
@@ -34,6 +35,8 @@ def input_layouts(program: Program, settings: Mapping[str, JsonValue]) -> dict[s
         for name, each in zip(placeholders, inputs, strict=False)
         if (own := _said(each, said[each.name]) if each.name in said else _likely(each, asked))
     }
+    if not named and program.call.method != "forward":
+        return {}  # it draws an image from noise of its own, say, and runs whole
     if not named:
         raise _error(
             "no input has dimensions to cut: floating-point inputs of rows x channels x space are"
@@ -98,7 +101,7 @@ def _likely(each: Input, asked: Sequence[int | str]) -> list[int]:
     """The dimensions of a floating-point input of rows x channels x space; none if it is none."""
     rank = len(each.shape)
     free = [d for d in range(_SPATIAL, rank) if d != each.batch_dim]
-    names: dict[int | str, int] = dict(zip(_NAMES[-len(free) :], free, strict=False))
+    names: dict[int | str, int] = dict(zip(_NAMES[-len(free) :], free[-3:], strict=False))
     dims: list[int | str] = [names.get(d, d) for d in asked] if asked else [*free]
     numbers = [d for d in dims if isinstance(d, int) and -rank <= d < rank]
     if len(numbers) < len(dims) or not each.dtype.is_floating_point:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -159,6 +162,25 @@ def _torchrun(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+_ENDS_BESIDE_A_THREAD = """
+import threading, time
+from placer.executor.distributed.job.assignment import Job
+from placer.executor.distributed.job.join import join_job
+join_job(Job(rank=0, world_size=1, local_rank=0))
+threading.Thread(target=lambda: (time.sleep(0.01), print("let go")), daemon=True).start()
+"""
+
+
+def test_threads_of_messages_may_let_go_of_them_at_the_end_of_the_program() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, "-c", _ENDS_BESIDE_A_THREAD]
+    done = subprocess.run(
+        command, env={**os.environ, **address}, stdout=subprocess.PIPE, check=True
+    )
+    assert done.stdout == b"let go\n"
 
 
 def test_a_port_already_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,10 @@ class Coder(nn.Module):
         found: Tensor = self.enc(x)
         return found if found.sum() > 0 else -found
 
+    def largest(self, x: Tensor) -> Tensor:
+        found: Tensor = self.enc(x).amax()
+        return found
+
     def forward(self, x: Tensor) -> Tensor:
         mean, log = self.encode(x)
         return self.decode(mean * log.exp())["image"]
@@ -58,6 +62,12 @@ def _pair(spec: dict[str, Any]) -> tuple[Any, Any, Tensor]:
     plain = Coder().double()
     x = torch.randn(8, 6, dtype=torch.float64)
     return placer.compile(copy.deepcopy(plain), spec, x, run_on="cpu"), plain, x
+
+
+def test_a_result_that_cannot_be_joined_is_named_with_its_method() -> None:
+    placed, _, x = _pair(SPLIT)
+    with pytest.raises(placer.PlacerError, match=r"^result of largest: has no row"):
+        placed.largest(x)
 
 
 @pytest.mark.parametrize("spec", [STAGES, SPLIT], ids=["stages", "split"])

@@ -69,7 +69,7 @@ def test_it_tells_the_plan(tmp_path: Path) -> None:
     for words in (
         "✓ Fits: cuda:0 has the least headroom, 2.00 GiB",
         "net.py:Net with 4x8, on 2 devices: a step takes ~ 6.00 s by estimate",
-        "a bubble of 50%",
+        "for 50% of it, the bubble",
         'placer plan {"a": 1}',
         "kind of device h100",
         "cuda:0 stage 0 11.00 GiB 13.00 GiB of 16.00 GiB ✓ 2.00 GiB headroom",

@@ -69,6 +69,29 @@ def test_an_input_without_space_and_one_of_integers() -> None:
     assert not any("Gathered" in note for note in placed.plan.notes)
 
 
+class _Video(nn.Module):
+    """Has frames of volumes, and draws one for a class, which has no space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.embed = nn.Conv3d(1, 1, 3, padding=1), nn.Embedding(3, 1)
+
+    def draw(self, label: Tensor) -> Tensor:
+        found: Tensor = self.conv(self.embed(label)[..., None, None, None].expand(-1, -1, 4, 4, 4))
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.conv(frame) for frame in x.unbind(1)], 1)
+
+
+def test_depth_is_the_third_dimension_from_the_end_and_a_method_without_space_runs_whole() -> None:
+    plain, label = _Video().double(), torch.tensor([0, 2])
+    frames = torch.randn(2, 3, 1, 8, 4, 4).double()
+    placed = assert_same(plain, _spec({"shards": 2, "dims": ["depth"]}), (frames,), steps=1)
+    plain.load_state_dict(placed.state_dict())
+    torch.testing.assert_close(placed.draw(label), plain.draw(label))
+
+
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 import uuid
@@ -40,6 +41,9 @@ def join_job(job: Job) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise _not_joined(error) from error
+    # Its threads let go of the last messages' tensors, for which they need the interpreter: one that is
+    # late would abort the process at its end (https://github.com/pytorch/pytorch/issues/190489, torch 2.15).
+    atexit.register(time.sleep, 0.1)
 
 
 def is_torchrun_store() -> bool:
