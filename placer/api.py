@@ -444,10 +444,10 @@ def lower_call(
 ) -> tuple[Program, list[Tensor]]:
     """The program of a call, to be placed as ``wanted`` says, and the call's tensors.
 
-    The rewrites are those of a plan, or else ``rewrites``. Where the strategy is ``searched``, the batch may
-    be split even if ``wanted`` does not say so. The tensors are on ``meta`` if ``wanted`` says how
-    many rows a step has, and the example has others. Raises ``CaptureError``, and ``SpecError``, which for
-    other things than ``batch`` comes before anything is recorded.
+    The rewrites are those of a plan, or else ``rewrites``. Where the strategy is ``searched``, it is
+    recorded for several slices; if these are refused, ``mixing`` says why. The tensors are on ``meta`` if
+    ``wanted`` says how many rows a step has, and the example has others. Raises ``CaptureError``, and
+    ``SpecError``, which for other things than ``batch`` comes before anything is recorded.
     """
     positional, keywords = example_call(model, args, kwargs)
     _refuse_placed(model)
@@ -455,13 +455,17 @@ def lower_call(
         check_layers(model, wanted)
     # A plan is for training, too.
     with torch.inference_mode(False), recorded_under(planned_autocast(wanted.precision)):
-        program = lower(
-            model,
-            positional,
-            keywords,
-            wanted.rewrites if isinstance(wanted, Plan) else rewrites,
-            rules=replace(split_rules(wanted), is_open=searched),
-            ignore_device_moves=ignore_device_moves,
-        )
+        rewrites = wanted.rewrites if isinstance(wanted, Plan) else rewrites
+        call = model, positional, keywords, rewrites
+        record = partial(lower, *call, ignore_device_moves=ignore_device_moves)
+        rules = split_rules(wanted)
+        try:
+            program = record(rules=replace(rules, is_split=searched or rules.is_split))
+        except CaptureError as error:
+            if rules.is_split or not searched:
+                raise
+            program = record(rules=rules)
+            why = f"{error.where}: {error.problem}; {error.remedy}"
+            program = replace(program, captured=replace(program.captured, mixing=why))
     tensors = flatten_call(program.call, positional, keywords)
     return program, inputs_of_step(program, tensors, wanted.batch)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from placer.cost import CostTable
+from placer.errors import first_few
 from placer.partition import PlanningOptions
 from placer.planner.batch import rows_of_step
 from placer.planner.devices import device_slot
@@ -127,10 +128,12 @@ def placement_notes(
             f"placed.step() follows {options.schedule}. Calling the module and loss.backward() instead "
             "keeps all micro-batches at once, as GPipe does, and needs GPipe's memory."
         )
-    notes += [
-        f"{whole.layer or 'the model'} stays whole on one device: {whole.located_reason}"
-        for whole in program.captured.whole_modules
-    ]
+    whole: dict[str, list[str]] = {}
+    for each in program.captured.whole_modules:
+        whole.setdefault(each.located_reason, []).append(each.layer or "the model")
+    for reason, layers in whole.items():
+        stay = "stays whole on" if len(layers) == 1 else "stay whole, each on"
+        notes.append(f"{', '.join(first_few(layers, 3))} {stay} one device: {reason}")
     if spec.checkpoint or spec.offload:
         notes += [
             f"{layer} is neither recomputed nor offloaded, because it changes attributes or variables, which "

@@ -78,8 +78,8 @@ def capture_model(
 
     Allocates no memory and does not change the model: a fake copy of it is run. The model and the
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
-    node (``whole_modules`` says why) and the recording starts again, so there are at most as many
-    recordings as modules. A second recording with twice the batch finds out what depends on the
+    node (``whole_modules`` says why) and the recording starts again, for all
+    modules that are alike at once. A second recording with twice the batch finds out what depends on the
     batch size, and which inputs have a row per sample as far as ``rules`` do not say (`find_batch`).
     ``grad`` is what code of the model gets that asks whether gradients are enabled; the
     graph holds in either case if none asks. ``changing`` are names of arguments that are other numbers in
@@ -112,9 +112,8 @@ def capture_model(
         inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
         unread = [n for n, node in zip(capture.names, inputs, strict=False) if not node.users]
         error = unsure_error(capture.batch, capture.inputs, capture.names, unread=unread)
-        if error is not None and capture.rules.is_split:
+        if error is not None:
             raise error
-        capture.unsure = "" if error is None else f"{error.where} {error.problem}; {error.remedy}"
         aliasing = capture.check(recording)
     return _assemble(model, recording, aliasing, bound, capture)
 
@@ -134,7 +133,6 @@ class _Capture:
         self.guess = Guess()
         self.fixed_batch_reason = ""
         self.reads_rows = False
-        self.unsure = ""  # why the example cannot tell how the batch is split
 
     def record(self) -> RecordedProgram:
         """Record with as few single-node modules as possible, for every batch size if possible."""
@@ -215,12 +213,12 @@ class _Capture:
                 + (f" ({failure.location})" if failure.location else ""),
                 "move this code into a submodule, which is then kept whole on one device",
             ) from failure.__cause__
-        self.whole[failure.layer] = WholeModule(
-            layer=failure.layer,
-            reason=failure.reason,
-            location=failure.location
-            or locate_function(type(self.model.get_submodule(failure.layer)).forward),
-        )
+        first = self.model.get_submodule(failure.layer)
+        location = failure.location or locate_function(type(first).forward)
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            # Layers that are alike fail alike: found one by one, each takes a recording of the whole model.
+            if path not in self.whole and (path == failure.layer or _are_alike(first, module)):
+                self.whole[path] = WholeModule(layer=path, reason=failure.reason, location=location)
 
     def _compare_batches(self, recording: RecordedProgram) -> None:
         """Find the inputs that have a row per sample, and compare the graph with that for twice the batch.
@@ -377,9 +375,9 @@ def _assemble(
         ),
         call=make_call_format(bound, recording.result, capture.input_dims),
         whole_modules=tuple(
-            w
-            for w in whole.values()
-            if not w.layer or (w.layer in called and not is_torch_leaf(modules[w.layer]))
+            whole[path]
+            for path, module in modules.items()
+            if path in whole and (not path or (path in called and not is_torch_leaf(module)))
         ),
         fingerprint=fingerprint_graph(model, graph, recording.lines),
         conditions=Conditions(
@@ -406,11 +404,20 @@ def _assemble(
         changing=recording.changing,
         fixed_batch_reason=capture.fixed_batch_reason,
         notes=(note,) if note else (),
-        mixing=mixing or capture.unsure,
+        mixing=mixing,
         stored=recording.stored,
         replaced=recording.replaced,
         state=capture.state(recording),
     )
+
+
+def _are_alike(a: nn.Module, b: nn.Module) -> bool:
+    """Have the modules the same code, parts and plain values?"""
+
+    def values(module: nn.Module) -> dict[str, Any]:
+        return {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+
+    return type(a) is type(b) and values(a) == values(b) and repr(a) == repr(b)
 
 
 def _fixed(bound: BoundCall, recording: RecordedProgram) -> dict[str, int | float]:

@@ -89,8 +89,7 @@ def answer_of(found: Found, make: JudgingPlanner, devices: int) -> Answer:
     spec = spec.model_copy(update={**layout, "inputs": {**spec.inputs, **marked}})
     spec, plan = with_resolved_layers(spec, found.best.plan, make)
     if mixing := make.program.captured.mixing:
-        said = f"The batch is not split, because a slice may not compute what all of it does: {mixing}."
-        plan = replace(plan, notes=(*plan.notes, said))
+        plan = replace(plan, notes=(*plan.notes, f"The batch is not split. {mixing}."))
     return Answer(spec=spec, plan=with_alternatives(plan, found, devices))
 
 

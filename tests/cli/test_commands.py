@@ -136,10 +136,19 @@ def test_auto_does_not_split_what_plan_would_not(placer: Run, tmp_path: Path) ->
     towers = ("net.py:Towers", "--input", "x=131072x64", "--input", "y=131072x64")
     found = placer("auto", *towers, "-d", "cuda:0,cuda:1", "--kind", "t4", "-o", spec)
     said = " ".join(found.stdout.split())
-    assert "note: The batch is not split" in said and "batch.y has shape [" in said
+    assert "note: The batch is not split" in said and "batch.y: has shape [" in said
     assert placer("plan", *towers, spec).exit_code == 0
     Path("halved.json").write_text('{"devices": ["cuda:0"], "microbatches": 2}')
     assert "cannot tell" in placer("plan", *towers, "halved.json").stderr
+
+
+def test_auto_does_not_split_where_a_whole_layer_mixes_rows(placer: Run) -> None:
+    net = ("net.py:Sorted", "--input", "131072x64")
+    found = placer("auto", *net, "-d", "cuda:0,cuda:1", "--kind", "t4", "-o", "sorted.json")
+    said = " ".join(found.stdout.split())
+    assert "note: The batch is not split. blocks.0: it computes along the rows" in said
+    assert "note: blocks.0, blocks.1 stay whole, each on one device: it computes something" in said
+    assert placer("plan", *net, "sorted.json").exit_code == 0
 
 
 def test_the_arguments_of_model_and_forward(placer: Run) -> None:

@@ -6,13 +6,14 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import placer
-from placer.program import lower
+from placer.program import capture, lower
 from placer.program.fake import converter
 
 LAYERS = {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1"}
@@ -229,6 +230,19 @@ def test_modules_whose_checks_need_other_answers_stay_whole() -> None:
     assert [each.layer for each in lower(net, (x,)).captured.whole_modules] == ["1.0", "1.1", "1.2"]
     for spec in (STAGES, {**STAGES, "checkpoint": ["**"]}):
         _assert_equal(net, x, spec)
+
+
+def test_layers_that_are_alike_stay_whole_after_one_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = mock.Mock(wraps=capture.record_model)
+    monkeypatch.setattr(capture, "record_model", recorded)
+    counts = []
+    for layers in (1, 4):
+        net = nn.Sequential(*(Number(6, 6) for _ in range(layers)))
+        assert len(lower(net, (torch.randn(8, 6),)).captured.whole_modules) == layers
+        counts.append(recorded.call_count)
+    assert counts[1] == 2 * counts[0]
 
 
 def test_what_fails_with_every_guess_is_an_error_that_names_the_line() -> None:

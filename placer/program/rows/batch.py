@@ -32,16 +32,15 @@ class SplitRules:
 
     ``patterns`` are those of a spec, ``names`` are of inputs whose dimension is known. ``stored``: pattern of
     a stored value or a result -> how those of slices give that of the batch. ``is_split``: there
-    will be several slices, so an input for which the example cannot tell is an error. ``is_open``: there may
-    be several. ``in_turn``: a replica will have several. ``is_copied``: there will be several replicas.
-    ``is_checked``: the patterns were those of another call, so one that matches no input is no mistake.
+    will be several slices, so an input for which the example cannot tell is an error. ``in_turn``: a
+    replica will have several. ``is_copied``: there will be several replicas. ``is_checked``: the patterns
+    were those of another call, so one that matches no input is no mistake.
     """
 
     patterns: Mapping[str, BatchDim] = field(default_factory=dict)
     names: Mapping[str, BatchDim] = field(default_factory=dict)
     stored: Mapping[str, StoredRule] = field(default_factory=dict)
     is_split: bool = False
-    is_open: bool = False
     in_turn: bool = False
     is_copied: bool = False
     is_checked: bool = False
@@ -167,7 +166,7 @@ def find_batch(
             break
     dims, recording = best or (_likely(inputs, given, free), None)
     unsure: list[int] = []
-    if (rules.is_split or rules.is_open) and recording is not None:
+    if rules.is_split and recording is not None:
         others = {i: o[0] for i in free if i not in dims and (o := _options(inputs, dims, i))}
         unsure = [i for i, dim in others.items() if run({**dims, i: dim}) is not None]
         for i in [i for i in list(dims)[1:] if i not in given]:
