@@ -263,7 +263,7 @@ class _Search:
                 return
 
     def _needs_help(self, strategy: Strategy) -> bool:
-        """Whether the same with one way of saving memory less is known not to fit."""
+        """Whether the same with one way of saving memory less, if it has any, is known not to fit."""
         return all(
             less in self._too_large or (less in self._rated and not self._rated[less].fits)
             for less in strategy.with_less_help()

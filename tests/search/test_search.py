@@ -340,6 +340,18 @@ def test_what_does_not_fit_in_a_dry_run_gets_more_help() -> None:
     assert chosen == ["none", "optimizer", "gradients"]
 
 
+def test_optimizer_state_is_divided_where_that_is_faster() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
+        x = torch.empty(64, 4096)
+    fields: dict[str, Any] = {"machine": "dgx-a100", "replicas": 8, "processes": True}
+    whole = placer.auto_plan(model, x, **fields, shard_state="none")
+    plan = placer.auto_plan(model, x, **fields)
+    assert plan.shard_state == "optimizer" and whole.shard_state == "none"
+    assert plan.step_seconds is not None and whole.step_seconds is not None
+    assert plan.step_seconds < 0.95 * whole.step_seconds
+
+
 class Residual(nn.Module):
     """A block of two linear layers."""
 

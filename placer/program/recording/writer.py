@@ -259,7 +259,9 @@ class GraphWriter:
         original = self.converter.original(tensor)
         if original is None:
             if type(tensor) not in (Tensor, nn.Parameter):
-                raise Untraceable("it uses a tensor that code which stays whole made and did not return")
+                raise Untraceable(
+                    "it uses a tensor that code which stays whole made and did not return"
+                )
             original = tensor  # a real tensor from outside the model, such as a global
         path = self._attributes.get(id(tensor), f"_constant_{len(self.constants)}")
         return self.constant(tensor, path, original)
