@@ -9,7 +9,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten
 
-from placer._torch import is_batch_of_gradients, is_transformed, run_at_once, storage_key
+from placer._torch import (
+    gradient_hook_tables,
+    is_batch_of_gradients,
+    is_transformed,
+    run_at_once,
+    storage_key,
+)
 from placer.executor.places.place import Place, on
 from placer.program import unflatten
 
@@ -69,10 +75,9 @@ class PendingGradients:
 
     def added_to(self, value: torch.Tensor) -> torch.Tensor:
         """``value``, or a view of it, with a hook that adds them before hooks of the model run."""
-        if any(
-            not isinstance(getattr(hook, "__self__", None), PendingGradients)
-            for hook in (value._backward_hooks or {}).values()
-        ):
+        hooks, _ = gradient_hook_tables(value)
+        owners = (getattr(hook, "__self__", None) for hook in hooks.values())
+        if not all(isinstance(owner, PendingGradients) for owner in owners):
             value = value.view_as(value)
         value.register_hook(self.add_to)
         return value
