@@ -49,6 +49,9 @@ _EXAMPLES = {
 
 def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> list[Problem]:
     """Every error in ``error`` as (JSON pointer, problem, remedy); ``keys`` are the valid keys of a spec."""
+    if isinstance(data, Mapping) and _is_device_map(data, keys):
+        remedy = "write a spec from it: placer import, with this file in place of a model"
+        return [("/", "is a device_map of accelerate's, and no placement spec", remedy)]
     details = error.errors(include_url=False)
     words = {json_pointer(x["loc"], data) for x in details if x["type"] == "literal_error"}
     details = [
@@ -62,6 +65,12 @@ def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> li
     ]
     problems = [_explain(detail, data, keys) for detail in details if not _is_echo(detail)]
     return [p for p in problems if p[1] != _REQUIRED or not _is_explained(p[0], problems)]
+
+
+def _is_device_map(data: Mapping[Any, Any], keys: Sequence[str]) -> bool:
+    """Has it the devices of layers, and nothing that a spec has, nor a word that may have been meant?"""
+    values = [x for x in data.values() if type(x) in (int, str)]
+    return len(values) == len(data) > 0 and not any(nearest(str(k), keys) for k in data)
 
 
 def _is_explained(missing: str, problems: Sequence[Problem]) -> bool:

@@ -36,6 +36,7 @@ _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)"
 _TOML_REMEDIES = {
     "Invalid value": "write text in quotes",
     "Cannot overwrite a value": "this key is written twice: keep one",
+    "Unclosed array": "write ']' where it ends",
 }
 _MISPLACED = "this does not go with the lines above; is it indented like them?"
 # What PyYAML says of the text that it did not expect, in words of ours.
@@ -141,7 +142,9 @@ class SpecText:
         if opened is None or text[opened : opened + 1] not in ("[", "{"):
             opened = _open_bracket(text)
         if "<stream end>" in problem and opened is not None:
-            return self._wrong(opened, f"{text[opened]!r} is not closed")
+            closing = {"[": "]", "{": "}"}.get(text[opened])
+            remedy = f"write {closing!r} where it ends" if closing else ""
+            return self._wrong(opened, f"{text[opened]!r} is not closed", remedy)
         try:
             json.loads(text if self.format == "JSON" else "{}")
         except json.JSONDecodeError as strict:

@@ -49,6 +49,14 @@ def test_what_is_no_device_in_placer_is_explained() -> None:
         from_device_map({})
 
 
+@pytest.mark.parametrize("given", [{"encoder": 0, "head": 1}, {"": 0}, {"encoder.0": "cuda:0"}])
+def test_one_in_place_of_a_spec_is_told(given: dict[str, Any]) -> None:
+    with pytest.raises(placer.SpecError, match=r"1 problem(.|\n)*device_map(.|\n)*placer import"):
+        placer.PlacementSpec.model_validate(given)
+    with pytest.raises(placer.SpecError, match="did you mean 'replicas'"):
+        placer.PlacementSpec.model_validate({"repicas": 2})
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_written_map_covers_the_model_for_accelerate(planned: bool) -> None:
