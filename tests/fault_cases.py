@@ -483,20 +483,19 @@ def hang(where: str, rank: int) -> tuple[str, str]:
 
 
 def fail_by_hand(where: str, rank: int) -> None:
-    """``rank`` fails in ``compile`` or in its second micro-batch; the others look up the reason later."""
+    """``rank`` fails in ``compile`` or in its first micro-batch; the others look up the reason later."""
     here = int(os.environ["RANK"]) == rank
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     spec: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "microbatches": 2}
     if here and where == "compile":
         spec["devices"] = [{"name": name, "memory": 64} for name in spec["devices"]]
     placed = placer.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), spec, x)
-    calls = iter(range(2))
 
-    def hook(*_: Any) -> None:
+    def hook(_: nn.Module, __: Any, output: Tensor) -> None:
         if not here:
             time.sleep(0.5)  # has something to do when the connection closes
-        elif next(calls):
-            time.sleep(0.1)  # the first micro-batch arrives
+        elif not isinstance(output, FakeTensor):  # else it is recorded
+            time.sleep(0.1)
             _boom()
 
     next(iter(placed.children())).register_forward_hook(hook)

@@ -567,7 +567,8 @@ def steps_with_functions_in_attributes() -> None:
     torch.manual_seed(0)
     model, x = HoldsFunctions().double(), torch.randn(4, 3, 4, dtype=torch.float64)
     plain = copy.deepcopy(model)
-    spec = make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"})
+    how_split = {"x": {"batch_dim": 0}}  # one row alone is computed otherwise
+    spec = make_spec(2, 1, 2, layers={"first": "cpu:0", "last": "cpu:1"}, inputs=how_split)
     placed = placer.compile(model, spec, x)
     for rows, move, how in ((4, None, "tanh"), (2, None, "tanh"), (3, torch.neg, "none")):
         for net in (plain, placed):

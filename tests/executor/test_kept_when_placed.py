@@ -349,7 +349,7 @@ def test_kept(name: str, cut: tuple[int, int, int]) -> None:
         inputs={"x": {"batch_dim": 0}},  # some compute across rows: of each slice by itself
     )
     if name == "a whole module with a borrowed weight" and microbatches > 1:
-        with pytest.raises(placer.CaptureError, match="would set it for every slice"):
+        with pytest.raises(placer.CaptureError, match="would run for every slice"):
             placer.compile(model, spec, _input())
         return
     scheduled = "backward hooks on the model" not in name  # step() refuses those, tested below

@@ -110,8 +110,8 @@ def test_a_plan_near_the_edge_prefers_to_leave_kernels_their_workspaces() -> Non
     first, second = verdict(starved)
     assert first.startswith("fits, but expect slow steps: cuda:0 has")
     assert "of a step on cuda:0 find no room for the workspace that they want" in second
-    assert describe_step(starved).endswith(" or more")
+    assert describe_step(starved).startswith("at least ")
     lighter = _plan(tight, reserve=0, checkpoint="auto")
     assert lighter.fits and not lighter.devices[0].starved
     assert lighter.checkpoint and len(verdict(lighter)) == 1
-    assert not describe_step(lighter).endswith(" or more")
+    assert not describe_step(lighter).startswith("at least ")
