@@ -65,8 +65,8 @@ def copy_module(
 ) -> nn.Module:
     """A copy of ``model``; ``memo`` maps ids of its tensors to their replacements in the copy.
 
-    ``held`` is what ``model`` holds, if the caller has looked already. It serves for one copy, which takes its
-    new tables.
+    ``held`` is what ``model`` holds, if the caller has looked already. It serves for one copy, which takes
+    its new tables.
 
     With ``keep_objects`` the copy has the very objects of the user that ``model`` has: hooks; callables that
     stand for a ``forward``, unless they hold a part of the model; and whatever attributes hold (lists,
