@@ -52,7 +52,6 @@ def _option(name: str, default: str | None) -> Any:
     option = f"--{name.replace('_', '-')}"
     flags = f"{option}/--no-{option[2:]}"
     help_text = _HELP.get(name, field.description)
-    flags = f"{option}/--no-{option[2:]}"
     if name in _AUTO:
         return Annotated[bool | None, typer.Option(flags, help=help_text, show_default=False)]
     written = "" if field.default is None else str(_as_written(name))

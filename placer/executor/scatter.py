@@ -203,8 +203,8 @@ def check_results(staged: StagedModel) -> None:
 
 def _named(staged: StagedModel, name: str) -> str:
     """A leaf of the result, with the method that returns it, unless it is ``forward``."""
-    method = staged.call.method
-    return " ".join(["result", *([] if method == "forward" else ["of", method]), name]).rstrip()
+    of = "" if staged.call.method == "forward" else f" of {staged.call.method}"
+    return f"result{of} {name}".rstrip()
 
 
 def join_results(

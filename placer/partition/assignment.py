@@ -35,9 +35,8 @@ _DeviceSpans = tuple[int, tuple[Span, ...]]  # a device (index) and its stages
 
 # Used in turn; the higher the power, the more the sum depends on the largest load.
 _POWERS = (4.0, 16.0, 64.0)
-_WORST = (
-    1e4  # times the largest load at first: no move is worth more, and larger powers would overflow
-)
+# Times the largest load at first: no move is worth more, and larger powers would overflow.
+_WORST = 1e4
 _PENALTY = 0.006  # relative decrease of the loads that is worth one more stage
 _SPARE = 0.004  # relative increase of the largest load that is accepted for fewer stages
 _MAX_STEPS = 200

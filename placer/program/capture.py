@@ -78,9 +78,9 @@ def capture_model(
 
     Allocates no memory and does not change the model: a fake copy of it is run. The model and the
     inputs may be on any device, ``meta`` included. A submodule that cannot be recorded becomes one
-    node (``whole_modules`` says why) and the recording starts again, for all
-    modules that are alike at once. A second recording with twice the batch finds out what depends on the
-    batch size, and which inputs have a row per sample as far as ``rules`` do not say (`find_batch`).
+    node (``whole_modules`` says why), with all that are alike, and the recording starts again. A second
+    recording with twice the batch finds out what depends on the batch size, and which inputs have a row
+    per sample as far as ``rules`` do not say (`find_batch`).
     ``grad`` is what code of the model gets that asks whether gradients are enabled; the
     graph holds in either case if none asks. ``changing`` are names of arguments that are other numbers in
     other calls; of ``numbers``, arguments and attributes, those become inputs of the graph at which no

@@ -24,10 +24,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from placer._torch_patches import override_getattribute, override_setattr
 from placer.program.constants import digest
-from placer.program.objects.paths import Path, at, attributes_of, has_slots, module_parts, walk
+from placer.program.objects.paths import (
+    MODULE_TABLES,
+    Path,
+    at,
+    attributes_of,
+    has_slots,
+    module_parts,
+    walk,
+)
 from placer.program.result import PLAIN
 
-_OWN = frozenset(nn.Module().__dict__)  # attributes of every nn.Module: tables, hooks and the mode
 _TABLES = ("_parameters", "_buffers", "_modules")
 PLAIN_VALUES = (*PLAIN, torch.device)
 DEPTH = 6  # nesting of containers and objects; deeper values are compared by identity
@@ -246,7 +253,7 @@ def watch_attributes(
         cls: type[nn.Module], original: Callable[..., Any]
     ) -> Callable[[nn.Module, str], Any]:
         def getattribute(module: nn.Module, name: str) -> Any:
-            if name in _OWN and id(module) in paths:  # most are
+            if name in MODULE_TABLES and id(module) in paths:  # most are
                 return original(module, name)
             if name.startswith("__"):
                 return original(module, name)

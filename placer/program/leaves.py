@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from placer._torch import FORWARD_HOOK_TABLES, HOOK_TABLES
+from placer._torch import FORWARD_HOOK_TABLES, HOOK_TABLES, hooks_of
 from placer.program.failure import locate_function
 from placer.program.objects.paths import function_parts
 from placer.program.objects.reachable import ReachableState
@@ -75,8 +75,7 @@ def own_hooks(
     module: nn.Module, code: ReachableState, modules: Container[int]
 ) -> tuple[OwnHook, ...]:
     """The hooks of ``module`` that are the model's own, with ``code`` and ``modules`` (ids)."""
-    hooks = [hook for name in HOOK_TABLES for hook in (module.__dict__.get(name) or {}).values()]
-    return tuple(OwnHook(hook) for hook in hooks if _is_own(hook, code, modules))
+    return tuple(OwnHook(x) for x in hooks_of(module) if _is_own(x, code, modules))
 
 
 def runs_own_hooks(module: nn.Module, code: ReachableState, modules: Container[int]) -> bool:

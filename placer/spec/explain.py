@@ -68,7 +68,7 @@ def explain_errors(error: ValidationError, data: Any, keys: Sequence[str]) -> li
 
 
 def _is_device_map(data: Mapping[Any, Any], keys: Sequence[str]) -> bool:
-    """Has it the devices of layers, and nothing that a spec has, nor a word that may have been meant?"""
+    """Has every key a number or a name, and is none the name of a field of a spec, or nearly one?"""
     values = [x for x in data.values() if type(x) in (int, str)]
     return len(values) == len(data) > 0 and not any(nearest(str(k), keys) for k in data)
 

@@ -18,11 +18,18 @@ from torch._subclasses import FakeTensor
 from placer._torch import HOOK_TABLES
 from placer.operands import tensors_in
 from placer.program.leaves import without_hooks
-from placer.program.objects.paths import Path, function_parts, is_object, parts, spell, walk
+from placer.program.objects.paths import (
+    MODULE_TABLES,
+    Path,
+    function_parts,
+    is_object,
+    parts,
+    spell,
+    walk,
+)
 from placer.program.objects.reachable import find_reachable_state
 from placer.program.objects.restore import MISSING, Snapshot, module_roots
 
-_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _LEAVES = (*_ATOMS, Tensor, np.ndarray, np.generic, enum.Enum, torch.dtype)
 _MOST = 50_000  # values of one kind; of more, the first are compared
@@ -104,7 +111,7 @@ def values_in(
 
 def _is_own(value: Any, key: Any) -> bool:
     """Is ``key`` what every module has, besides its tensors?"""
-    return isinstance(value, nn.Module) and key in _TABLES - {"_parameters", "_buffers"}
+    return isinstance(value, nn.Module) and key in MODULE_TABLES - {"_parameters", "_buffers"}
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[Seen, Any]]:
@@ -113,7 +120,7 @@ def attributes(model: nn.Module) -> Iterator[tuple[Seen, Any]]:
         ((path, name), value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _TABLES
+        if name not in MODULE_TABLES
     ]
     for seen, value in values_in("attribute", roots, model.modules()):
         if not isinstance(value, nn.Parameter):  # it is seen as a parameter

@@ -385,15 +385,15 @@ class ProgramCache:
         recorded. If there are any, each comes with the number of hooks, which tells when one is added.
         """
         counted = self.captured.conditions.has_own_hooks
+        containers = [(i, m) for i, m in enumerate(self._containers) if must_stay_whole(m)]
+        layers = [module for module in self._leaves if must_stay_whole(module)]
         found: list[Hashable] = [
-            (index, hook_count(module) if counted else 0)
-            for index, module in enumerate(self._containers)
-            if must_stay_whole(module)
+            (index, hook_count(module) if counted else 0) for index, module in containers
         ]
         # Hooks of layers run once for every slice, which a capture checks; a single node has copies of them.
         if self._is_sliced or counted or "" in self.captured.conditions.whole:
-            found += [(m, hook_count(m)) for m in self._leaves if must_stay_whole(m)]
-        hooked = [m for m in (*self._containers, *self._leaves) if must_stay_whole(m)]
+            found += [(layer, hook_count(layer)) for layer in layers]
+        hooked = [*(module for _, module in containers), *layers]
         ids = set(map(id, self._modules)) if hooked else ()
         own = [(m, own_hooks(m, self._code, ids)) for m in hooked]
         found += [each for each in own if each[1]]

@@ -30,7 +30,7 @@ from placer.space import Exchange, exchanging
 
 _CPU = torch.device("cpu")
 
-# Held while a tensor that a segment did not save is made again, or taken from those that have been. Backward
+# Held while backward recomputes a segment, and while it takes one of the recomputed tensors. Backward
 # runs in a thread per device: several of them may want tensors of one segment that is split in space, and
 # all draw from the one generator of the CPU. Reentrant, because a thread that waits for an inner backward may
 # run another recomputation.

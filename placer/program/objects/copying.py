@@ -30,9 +30,11 @@ from placer.program.objects.paths import (
 
 
 class Held(NamedTuple):
-    """What the modules of a model hold besides each other: objects, and by id a new table for each empty one.
+    """What the modules of a model hold.
 
-    Every module has a dozen empty tables, for hooks; to search or deep-copy them would take most of the time.
+    ``values`` are all objects but the modules, each once; ``empty`` has a new table for each empty one, by
+    its id. Every module has a dozen empty tables, for hooks; to search or deep-copy them would take most of
+    the time.
     """
 
     values: list[Any]

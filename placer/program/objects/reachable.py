@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from placer._torch import ALL_HOOK_TABLES
 from placer.program.failure import OWN_FOLDER, TORCH_FOLDER
 from placer.program.objects.hook_table import HookTable
 from placer.program.objects.paths import (
@@ -232,7 +233,7 @@ def find_reachable_state(model: nn.Module, arguments: Mapping[str, Any] = _NONE)
     for module in model.modules():
         search.add(type(module))
         for key, value in vars(module).items():
-            if key not in MODULE_TABLES or (value and "hooks" in key):
+            if key not in MODULE_TABLES or (key in ALL_HOOK_TABLES and value):
                 search.look(vars(module), key, value)
     search.run()
     return search.found

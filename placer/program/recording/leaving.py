@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_map
 from placer._torch import without_torch_function
 from placer.program.failure import Untraceable
 from placer.program.fake.sizes import RecordedNumber, plain
-from placer.program.objects.paths import Path, has_slots, spell
+from placer.program.objects.paths import MODULE_TABLES, Path, has_slots, spell
 from placer.program.objects.reachable import Reference
 from placer.program.objects.restore import Change, Snapshot
 from placer.program.recording.writer import GraphWriter
 from placer.program.result import ModelPart, flatten_result
 from placer.program.stored import Stored
 
-_TABLES = frozenset(vars(nn.Module())) - {
+_TABLES = MODULE_TABLES - {
     *("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 }
 
