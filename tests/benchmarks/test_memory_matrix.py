@@ -1,4 +1,7 @@
-"""The planner's estimates equal peaks of the timeline, on a part of the benchmark's memory matrix."""
+"""The planner's estimates are near the peaks of the timeline, on a part of the benchmark's memory matrix.
+
+How near is what docs/memory.md says: never more than 1 % too low, and more than 1 % too high in bf16 only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from benchmarks.memory_matrix import MODELS, MODES, cells_of, differences
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=list(MODELS))
-def test_estimated_peaks_are_those_of_the_timeline(number: int) -> None:
+def test_estimates_are_near_the_peaks_of_the_timeline(number: int) -> None:
     """Checks two modes per model, one cell each; across models all modes occur."""
     torch.manual_seed(0)
     case = list(MODELS.values())[number]()
@@ -20,4 +23,5 @@ def test_estimated_peaks_are_those_of_the_timeline(number: int) -> None:
         cell = cells[len(cells) // 2 + (3 * number + turn + 1) % (len(cells) // 2)]
         found = differences(case, training=training, precision=precision, way=way, cells=[cell])
         assert len(found) == cell[1]
-        assert max(map(abs, found)) < 0.01, (training, precision, way, cell, found)
+        too_high = 0.09 if precision == "bf16" else 0.01
+        assert -too_high < min(found) and max(found) < 0.01, (training, precision, way, cell, found)
