@@ -93,8 +93,8 @@ def choose_partition(
     position = {name: i for i, name in enumerate(program.order)}
     layers = [program.nodes[name].layer for name in program.order]
     pin_of = unit_pins(units, {position[name]: pins[name] for name in pins}, layers)
-    search = _Search(units, costs, devices, pin_of, options, tables or TableCache())
     order = program_order(units)
+    search = _Search(units, order, costs, devices, pin_of, options, tables or TableCache())
     search.try_order(order)
     found = search.best
     if stop_at_share and found is not None and found.fullest <= stop_at_share:
@@ -167,6 +167,7 @@ class _Search:
     def __init__(
         self,
         units: nx.DiGraph,
+        order: Sequence[int],
         costs: CostTable,
         devices: Sequence[DeviceSlot],
         pin_of: Mapping[int, str],
@@ -176,7 +177,7 @@ class _Search:
         self._units, self._costs, self._devices = units, costs, devices
         self._pin_of, self._options = pin_of, options
         self._cache = tables
-        self._rank_of = {unit: i for i, unit in enumerate(program_order(units))}
+        self._rank_of = {unit: i for i, unit in enumerate(order)}
         self._unit_of = {node: u for u, nodes in units.nodes(data="nodes") for node in nodes}
         self._chains: dict[tuple[str, ...], tuple[DeviceSlot, ...]] = {}
         self._tried: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()

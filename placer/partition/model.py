@@ -86,7 +86,8 @@ def seconds_problem(
 ) -> PartitionProblem:
     """The problem of minimising the seconds of the slowest stage, with at most ``most_bytes`` on each."""
     slots = []
-    for q, (slot, most) in enumerate(zip(chain, most_bytes, strict=True)):
+    needed = least_bytes(model, costs, options, len(chain))
+    for slot, most, nbytes in zip(chain, most_bytes, needed, strict=True):
         seconds = unit_seconds(
             costs,
             slot.kind,
@@ -99,7 +100,7 @@ def seconds_problem(
                 device=slot.name,
                 seconds=_by_unit(model, seconds),
                 seconds_per_byte=(2 if options.training else 1) / slot.kind.link_bandwidth,
-                nbytes=least_bytes(model, costs, options, len(chain), q),
+                nbytes=nbytes,
                 budget=most,
             )
         )
@@ -126,8 +127,7 @@ def memory_problem(
 ) -> PartitionProblem:
     """The problem of minimising the largest share of a budget (or of `reference_bytes`) of any stage."""
     slots = []
-    for q, slot in enumerate(chain):
-        nbytes = least_bytes(model, costs, options, len(chain), q)
+    for slot, nbytes in zip(chain, least_bytes(model, costs, options, len(chain)), strict=True):
         share = nbytes / (slot.budget or reference_bytes(chain))
         slots.append(
             StageSlot(device=slot.name, seconds=share, seconds_per_byte=0.0, nbytes=nbytes)
@@ -158,25 +158,27 @@ def _problem(model: ModelUnits, slots: Sequence[StageSlot]) -> PartitionProblem:
 
 
 def least_bytes(
-    model: ModelUnits, costs: CostTable, options: PlanningOptions, num_stages: int, stage_index: int
-) -> Vector:
-    """Bytes per unit whose sum over a stage is a lower bound on the stage's peak.
+    model: ModelUnits, costs: CostTable, options: PlanningOptions, num_stages: int
+) -> list[Vector]:
+    """For every stage of a chain, bytes per unit whose sum over the stage is a lower bound on its peak.
 
-    ``stage_index`` is the stage's position in the chain. Parameters, buffers and optimizer state count for
-    the first unit that uses them. In addition there are either saved activations, times the micro-batches
-    in flight, or gradients, whichever are more in total. Activations that are recomputed or offloaded do
-    not count.
+    Parameters, buffers and optimizer state count for the first unit that uses them. In addition there are
+    either saved activations, times the micro-batches in flight, or gradients, whichever are more in total.
+    Activations that are recomputed or offloaded do not count.
     """
     count = len(model.order) + 1  # with the loss
     state = unit_state(costs, model.unit_of, count, optimizer_on(options, ()))
     if not options.training:
-        return state.static
+        return [state.static] * num_stages
     saved = np.zeros(count)
     for value in costs.values:
         if value.savers and not any(s < len(costs.keys) and costs.keys[s] for s in value.savers):
             saved[min(int(model.unit_of[s]) for s in value.savers)] += value.nbytes
-    saved *= in_flight_at(options, num_stages, stage_index).most
-    return state.static + (saved if saved.sum() >= state.gradients.sum() else state.gradients)
+    in_flight = [in_flight_at(options, num_stages, q).most for q in range(num_stages)]
+    kept, gradients = saved.sum(), state.gradients.sum()
+    return [
+        state.static + (n * saved if n * kept >= gradients else state.gradients) for n in in_flight
+    ]
 
 
 def least_peak(
@@ -193,7 +195,7 @@ def least_peak(
     """
     count = len(chain)
     fewest = min(range(count), key=lambda q: in_flight_at(options, count, q).most)
-    moments = [least_bytes(model, costs, options, count, fewest)]
+    moments = [least_bytes(model, costs, options, count)[fewest]]
     if options.training:
         state = unit_state(costs, model.unit_of, len(model.order) + 1, optimizer_on(options, ()))
         together = min(optimizer_on(options, [slot.name]).together for slot in devices)

@@ -110,7 +110,7 @@ def measure_limits(
     units = unit_graph(program)
     order = program_order(units)
     model = model_units(units, order, costs, {})
-    nbytes = least_bytes(model, costs, options, 1, 0)
+    nbytes = least_bytes(model, costs, options, 1)[0]
     kind = device_slot(spec.devices[0], spec).kind
     seconds = unit_seconds(costs, kind, training=spec.training)
     by_unit = np.bincount(model.unit_of, weights=seconds, minlength=len(nbytes))

@@ -46,6 +46,8 @@ def wanted_devices(program: Program, spec: PlacementSpec) -> dict[str, str]:
     compiler places those. A module that cannot be split goes to the device of the layers inside it. Raises
     ``SpecError`` for layers that do not exist, and if the layers inside such a module are on several devices.
     """
+    if not spec.layers:
+        return {}
     placed, problems = resolve_layers(spec.layers, layer_paths(program))
     for layer, reason in _one_node_modules(program).items():
         inside = {path: device for path, device in placed.items() if _is_part(path, layer)}
@@ -110,11 +112,14 @@ def wanted_regions(program: Program, spec: PlacementSpec) -> tuple[RegionKey | N
 
     Raises ``SpecError`` for patterns that match no layer, or only layers inside a module that stays whole.
     """
+    by_field = {"checkpoint": spec.checkpoint, "offload": spec.offload}
+    asked = {field: () if value == "auto" else value for field, value in by_field.items()}
+    if not any(asked.values()):
+        return (None,) * len(program.order)
     paths = layer_paths(program)
     whole = _one_node_modules(program)
     chosen, problems = {}, []
-    for field, asked in (("checkpoint", spec.checkpoint), ("offload", spec.offload)):
-        patterns = () if asked == "auto" else asked
+    for field, patterns in asked.items():
         found, unmatched = resolve_patterns(field, patterns, paths)
         chosen[field] = found if spec.training else set()
         problems += unmatched
