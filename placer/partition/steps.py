@@ -154,7 +154,7 @@ class StepClock:
         count = cuts.shape[1] - 1
         ends = np.array(self._tables.cuts)[cuts[:, 1:-1]]
         source, target = (
-            (ends[:, None] <= places[:, None]).sum(axis=2)
+            np.array([np.searchsorted(each, places, side="right") for each in ends])
             for places in (self._makers, self._readers)
         )
         row, pair = np.nonzero(source != target)
