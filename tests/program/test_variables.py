@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -281,6 +282,36 @@ def test_what_forward_leaves_in_an_object_of_its_code(way: str) -> None:
         assert torch.allclose(RESULTS.inner.mean, net.first(x).mean(1))  # type: ignore[arg-type]
         assert RESULTS.inner.mean.grad_fn is not None  # type: ignore[union-attr]
         assert torch.allclose(torch.cat(RESULTS.log), net.first(x))
+
+
+class MadeAtFirst(Net):
+    """Makes a buffer and a list in a variable at its first call, and reads both in later ones."""
+
+    bias: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(LOCAL, "stack"):
+            LOCAL.stack = []
+        if self.bias is None:
+            self.bias = torch.arange(8, dtype=x.dtype)
+        LOCAL.stack.append(1)
+        x = self.first(x) + self.bias[: x.shape[1]]
+        LOCAL.stack.pop()
+        return self.last(x)
+
+
+LOCAL = threading.local()
+
+
+@pytest.mark.parametrize("way", ["stages", "micro-batches"])
+def test_what_the_first_call_makes_in_the_model_and_in_a_variable(way: str) -> None:
+    vars(LOCAL).clear()
+    assert_equal_calls(MadeAtFirst, [call, call, call], way, between=vars(LOCAL).clear)
+    assert LOCAL.stack == []
 
 
 def test_variables_are_guarded_though_a_tool_takes_over_the_trace() -> None:

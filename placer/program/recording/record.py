@@ -479,7 +479,7 @@ def _compare_with_next(
     once: list[Change] = []
     # What the model makes at its first call, and then reads: the next call is recorded again.
     makes = any(
-        each.stored.kind == "set" and each.stored.path[:2] in first.attributes
+        each.stored.kind == "set" and attribute_of(each.stored.path) in first.attributes
         for each in left
         if each.stored.root == "model" and ("model", each.stored.path) not in following
     )
@@ -491,7 +491,7 @@ def _compare_with_next(
             once += [] if each.change is None else [each.change]
         elif second is not None and not makes:
             silent = silent and _is_left_again(each, following.get(key), run, second)
-        if each.stored.root == "code" and not (repeats and silent):
+        if each.stored.root == "code" and not (makes or (repeats and silent)):
             raise _read_again(each)
     for key, other in following.items():
         if other.stored.root == "code" and key not in keys:
