@@ -164,3 +164,22 @@ def test_a_dict_by_the_ids_of_layers_is_that_of_the_copy() -> None:
     placed = placer.compile(model, {"devices": ["cpu:0", "cpu:1"]}, x)
     torch.testing.assert_close(placed(x), model(x))
     assert list(model.scales) == [id(model.a), id(model.b.weight)]
+
+
+class Descriptor(type):
+    """A metaclass as Cython makes them: its own ``__module__`` is a descriptor."""
+
+    __module__ = property(lambda cls: __name__)  # type: ignore[assignment]
+
+
+SCALE = Descriptor("Scale", (), {"by": 2.0})()
+
+
+def test_a_metaclass_whose_module_is_a_descriptor() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * SCALE.by
+
+    net, x = nn.Sequential(Scaled(4, 4), nn.Linear(4, 2)).double(), torch.randn(3, 4).double()
+    placed = placer.compile(net, {"devices": ["cpu:0", "cpu:1"], "layers": {}}, x, run_on="cpu")
+    assert torch.equal(placed(x), net(x))

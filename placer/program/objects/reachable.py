@@ -317,8 +317,8 @@ class _Search:
             self.variable(value, key, part, getattr(function, "__code__", None))
 
     def _class(self, cls: type) -> None:
-        module = sys.modules.get(cls.__module__)
-        if cls.__module__.partition(".")[0] in _FOREIGN_CLASSES or _is_without_torch(module):
+        module = sys.modules.get(str(cls.__module__))  # of a metaclass of Cython it is a descriptor
+        if _root(cls) in _FOREIGN_CLASSES or _is_without_torch(module):
             return
         if not _is_foreign(module):
             self.found.spaces.append(cls)
