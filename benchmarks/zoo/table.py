@@ -15,7 +15,8 @@ eager in train mode (outputs, loss, every gradient and buffer) and in eval mode 
 1e-9 of each tensor's largest value where the model runs in float64, else float32 to 1e-4 (a gradient
 as small as the rounding error of the largest, such as that of a bias before a norm, to ten times what
 eager moves it by when every weight changes by its rounding error); captured again after a plain forward,
-the same program (same fingerprint); at least five pieces to cut
+the same program (same fingerprint), or placed after it and equal, if the model keeps something of that
+call; at least five pieces to cut
 between; and of two stages none with more than 60% of the seconds of forward and backward (the plan's
 own figures), unless no cut of the program's order is better by a hundredth.
 *Another batch*: three rows through the module that was captured with two, in eval mode.
