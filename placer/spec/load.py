@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,22 @@ def load_spec(
     return spec_in(text, text.values(), layer_paths)
 
 
-def _validated(data: Mapping[str, Any], layer_paths: LayerPaths | None) -> PlacementSpec:
+def _validated(
+    data: Mapping[str, Any], layer_paths: LayerPaths | None, twice: Sequence[Problem] = ()
+) -> PlacementSpec:
+    problems, cause = list(twice), None
     try:
-        return PlacementSpec.model_validate(dict(data))
+        spec = PlacementSpec.model_validate(dict(data))
     except SpecError as error:
-        paths = None if layer_paths is None else layer_paths()
-        if paths is None:
-            raise
-        known = {where for where, *_ in error.problems}
-        misspelt = [each for each in written_problems(data, paths) if each[0] not in known]
-        raise SpecError(error.source, [*error.problems, *misspelt]) from error.__cause__
+        problems += error.problems
+        cause = error.__cause__
+    if not problems:
+        return spec
+    if layer_paths is not None and (paths := layer_paths()) is not None:
+        # A field that is written among the layers is no layer either, which is one slip.
+        fields = {f"/layers/{name}" for name in _FIELDS} & {where for where, *_ in problems}
+        problems += (each for each in written_problems(data, paths) if each[0] not in fields)
+    raise SpecError(SpecError.UNNAMED, problems) from cause
 
 
 def spec_in(text: SpecText, data: Any, layer_paths: LayerPaths | None = None) -> PlacementSpec:
@@ -59,7 +65,7 @@ def spec_in(text: SpecText, data: Any, layer_paths: LayerPaths | None = None) ->
                 "take a plan (in Python: placer.load_plan)"
             )
             raise SpecError(text.source, [(text.source, "is a plan, not a spec", remedy)])
-        return _validated(data, layer_paths)
+        return _validated(data, layer_paths, text.twice())
 
 
 @contextmanager

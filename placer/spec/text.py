@@ -25,6 +25,7 @@ FORMATS: Mapping[str, Format] = {  # by the end of a file's name; others are JSO
     ".json": "JSON", ".jsonc": "JSON", ".json5": "JSON",
     ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
 }  # fmt: skip
+_Parsed = tuple[Any, dict[str, Span], dict[str, Span], dict[str, None]]
 _LARGEST = 1_000_000  # characters of a text in which places are looked for
 _MOST = 100_000  # values, which a small YAML file can exceed by aliases of aliases
 # What JSON5 has and YAML has not: comments of other languages, and tabs. In strings they are text.
@@ -73,26 +74,35 @@ class SpecText:
     def values(self) -> Any:
         """What the text says. JSON may have comments, trailing commas, unquoted keys and 'single quotes'.
 
-        YAML is version 1.2 with JSON's words: ``yes`` is text. Raises ``SpecError``, with the place, for what
-        is not the format, and for keys that are written twice.
+        YAML is version 1.2 with JSON's words: ``yes`` is text. Of the values of a key, the last counts.
+        Raises ``SpecError``, with the place, for what is not the format.
         """
+        return self._read[0]
+
+    def twice(self) -> list[Problem]:
+        """A problem for each key that is written twice in an object."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[Any, list[Problem]]:
         if not self.text.strip():
             raise self._wrong(0, "there is no text", "write an object")
         if self.format == "JSON":
             try:
-                return json.loads(self.text, object_pairs_hook=_unique)
+                return json.loads(self.text, object_pairs_hook=_unique), []
             except json.JSONDecodeError as error:
                 if len(self.text) > _LARGEST:
                     raise self._wrong(error.pos, error.msg) from None
             except (ValueError, RecursionError):  # a key is there twice; or limits of Python
                 pass
-        return self._parsed[0]
+        data, _, _, twice = self._parsed
+        return data, [KeyProblem(where, "is written twice", "keep one") for where in twice]
 
     def locate(self, problem: Problem) -> Location | None:
         """Where in the text the key or value with the problem is; for a missing key, its object."""
         where = problem[0] if problem[0] != "/" else ""
         try:
-            _, keys, values = self._parsed
+            _, keys, values, _ = self._parsed
         except SpecError:  # of a text that is not the format, which has been said
             return None
         if isinstance(problem, KeyProblem) and where in keys:
@@ -104,8 +114,8 @@ class SpecText:
         return self._location(values[where]) if where in values else None
 
     @cached_property
-    def _parsed(self) -> tuple[Any, dict[str, Span], dict[str, Span]]:
-        """The values, and the spans of keys and values by their JSON pointers."""
+    def _parsed(self) -> _Parsed:
+        """The values, the spans of keys and values by their JSON pointers, and the keys written twice."""
         if self.format == "TOML":
             return self._parsed_toml()
         if len(self.text) > _LARGEST:
@@ -113,7 +123,7 @@ class SpecText:
         try:
             root = self._compose()
             reader = _Reader(self)
-            return reader.read(root, ""), reader.keys, reader.values
+            return reader.read(root, ""), reader.keys, reader.values, reader.twice
         except RecursionError:
             raise self._wrong(0, "it is nested too deep") from None
 
@@ -165,7 +175,7 @@ class SpecText:
         problem += f", since {text[opened]!r} of line {line} is open"
         return self._wrong(mark.index, problem, _MISSING)
 
-    def _parsed_toml(self) -> tuple[Any, dict[str, Span], dict[str, Span]]:
+    def _parsed_toml(self) -> _Parsed:
         try:
             data = tomllib.loads(self.text)
         except tomllib.TOMLDecodeError as error:
@@ -180,9 +190,9 @@ class SpecText:
         except RecursionError:
             raise self._wrong(0, "it is nested too deep") from None
         if len(self.text) > _LARGEST // 10:  # places take a while
-            return data, {}, {}
+            return data, {}, {}, {}
         places = TomlPlaces(self.text)
-        return data, places.keys, places.values
+        return data, places.keys, places.values, {}
 
     def _wrong(self, index: int, problem: str, remedy: str = "") -> SpecError:
         """The error for a text that is not the format, from the character at ``index``."""
@@ -238,6 +248,7 @@ class _Reader:
         self.text = text
         self.keys: dict[str, Span] = {}
         self.values: dict[str, Span] = {}
+        self.twice: dict[str, None] = {}  # in the order of the text
 
     def read(self, node: yaml.Node, pointer: str) -> Any:
         """The value of ``node``. Raises ``SpecError``."""
@@ -258,8 +269,7 @@ class _Reader:
                 if not isinstance(key, yaml.ScalarNode):
                     raise self.text._wrong(span[0], "a key is not text")
                 if name in found:
-                    twice = KeyProblem(inside, "is written twice", "keep one")
-                    raise SpecError(self.text.source, [twice], [self.text._location(span)])
+                    self.twice[inside] = None
                 found[name] = self.read(value, inside)
             return found
         return self._scalar(node)

@@ -146,6 +146,22 @@ def test_every_problem_has_its_place(tmp_path: Path, ending: str, text: str) -> 
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_no_slip_hides_another(tmp_path: Path, ending: str) -> None:
+    """Neither a key that is written twice nor a wrong device of a layer that is misspelt."""
+    text = '{"devices": [cpu],\n "devices": [cpu],\n "layers": {"encodr": "gpu9"},\n "replica": 2}'
+    path = _file(tmp_path, ending, text.replace("cpu", '"cpu"'))
+    with pytest.raises(SpecError) as caught:
+        load_spec(path, layer_paths=lambda: ["encoder"])
+    said = str(caught.value).replace(f"{path}:", "").splitlines()
+    assert [line for line in said if line.partition(":")[0].isdecimal()] == [
+        "2:2: /devices: is written twice",
+        "3:13: /layers/encodr: no layer matches 'encodr'",
+        "3:23: /layers/encodr: 'gpu9' is not a device",
+        "4:2: /replica: is not a key of a placement spec",
+    ]
+
+
 def test_a_problem_reads_like_one_of_a_compiler(tmp_path: Path) -> None:
     path = _file(tmp_path, "yaml", "devices: [cuda:0]\ntraining: yes\n")
     assert str(_error(path)) == (
