@@ -166,6 +166,10 @@ class PlacedModule(nn.Module):
         if it is not known how ``loss_fn`` combines rows.
         """
         refuse_compile()
+        if not isinstance(profile, bool):
+            problem = f"is {profile!r}, where True or False was expected"
+            trace = "placer.report.write_trace(placed.plan, 'step.json', measured=placed.report())"
+            raise PlacerError("profile", problem, f"pass True; a trace is written by {trace}")
         refuse_boxes(target, why="is part of a target, but loss_fn is called with the whole result")
         runtime = runtime_of(self)
         own_call = type(runtime.tree).__call__ is not nn.Module.__call__

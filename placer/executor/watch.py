@@ -154,14 +154,14 @@ class StepWatch:
         yield
         self._intervals.append(_Interval(kind, task, device, start, _mark(device)))
 
-    def report(self, plan: Plan, *, rank: int = 0, replica: int = 0) -> StepReport:
-        """The report of the step that ends now, of a process whose first replica is ``replica``."""
+    def report(self, plan: Plan, *, rank: int = 0) -> StepReport:
+        """The report of the step that ends now, of this process."""
         for device in self._gpus:
             torch.cuda.synchronize(device)
         step = time.perf_counter() - self._began
         spans, totals, devices = [], dict[tuple[int, int], Seconds](), {}
         for kind, task, device, start, end in self._intervals:
-            action, at = task.action, task.replica + replica
+            action, at = task.action, task.replica
             assert action is not None
             key = at, action.stage_index
             name = plan.devices_of(plan.stages[action.stage_index], at)[0]
@@ -177,7 +177,7 @@ class StepWatch:
                     (name,) if computes else (f"{name}, {kind}",),
                     first,
                     last,
-                    task=Task(action, at) if computes else None,
+                    task=task if computes else None,
                 )
             )
         peaks = {device.device: device for device in plan.devices}
@@ -243,7 +243,8 @@ def timed(kind: Kind, task: Task, device: torch.device) -> Iterator[None]:
     named: AbstractContextManager[object] = nullcontext()
     action = task.action
     if is_profiling() and action is not None and kind in ("forward", "backward"):
-        name = f"stage {action.stage_index} {action.kind}{action.microbatch_index}"
+        where = f"replica {task.replica} stage {action.stage_index}"
+        name = f"{where} {action.kind}{action.microbatch_index}"
         named = torch.profiler.record_function(name)
     with named, _watches[-1].timed(kind, task, device) if _watches else nullcontext():
         yield

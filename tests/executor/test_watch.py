@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -69,6 +70,23 @@ def test_without_a_prediction_no_brackets_are_explained() -> None:
     placed = placer.compile(model, {"devices": ["cuda:0", "cuda:1"]}, x, run_on="cpu")
     placed.step(x, target=torch.zeros(8, 10), loss_fn=F.mse_loss, profile=True)
     assert "(" not in str(placed.report())
+
+
+def test_the_profile_of_torch_names_the_replica_of_every_action() -> None:
+    placed, x, target = _placed(replicas=2)
+    with torch.profiler.profile() as profile:
+        placed.step(x, target=target, loss_fn=F.mse_loss)
+    named = [event.name for event in profile.events() if event.name.startswith("replica")]
+    assert sorted(named) == [
+        f"replica {r} stage {s} {kind}{m}"
+        for r, s, kind, m in itertools.product((0, 1), (0, 1), "BF", (0, 1))
+    ]
+
+
+def test_a_file_is_not_taken_for_true() -> None:
+    placed, x, target = _placed(replicas=1)
+    with pytest.raises(placer.PlacerError, match=r"'step\.json'(.|\n)*write_trace"):
+        placed.step(x, target=target, loss_fn=F.mse_loss, profile="step.json")  # type: ignore[arg-type]
 
 
 def test_an_optimizer_of_the_model_that_was_placed_is_warned_of_once() -> None:

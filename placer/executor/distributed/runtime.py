@@ -447,9 +447,7 @@ class DistributedRuntime(Runtime):
         return ShardedGradScaler(self.device.type, **options)
 
     def _report(self, watch: StepWatch) -> StepReport:
-        own = watch.report(
-            self.plan, rank=self.assignment.rank, replica=self.assignment.replica_index
-        )
+        own = watch.report(self.plan, rank=self.assignment.rank)
         return joined(gather_objects(own, self.process_groups.world))
 
     def announce(self, method: Method, **options: object) -> None:

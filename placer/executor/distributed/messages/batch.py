@@ -135,6 +135,7 @@ def take_share(
             target=targets[index],
             counted=counts[index],
             numbers=called.leaves_by_name,
+            replica_index=assignment.replica_index,
         )
         for index, (position, each) in enumerate(zip(own, found, strict=True))
     ]
