@@ -166,7 +166,7 @@ class PlacedModule(nn.Module):
         if it is not known how ``loss_fn`` combines rows.
         """
         refuse_compile()
-        if not isinstance(profile, bool):
+        if profile not in (True, False):
             problem = f"is {profile!r}, where True or False was expected"
             trace = "placer.report.write_trace(placed.plan, 'step.json', measured=placed.report())"
             raise PlacerError("profile", problem, f"pass True; a trace is written by {trace}")
