@@ -73,4 +73,23 @@ def made_of(plan: Plan, given: ModelOptions) -> tuple[ModelOptions, PlacementSpe
         problem = "says how the model was called, and options do too"
         raise PlacerError(given.model, problem, "leave them out, or give MODEL and SPEC instead")
     options = ModelOptions(model=plan.origin.model, **plan.origin.options)  # type: ignore[arg-type]
+    saved = Path(given.model)
+    inputs = [_found(text, saved) for text in options.inputs]
+    options = replace(options, model=_found(options.model, saved), inputs=inputs)
     return options, PlacementSpec.model_validate_json(plan.origin.spec)
+
+
+def _found(text: str, saved: Path) -> str:
+    """``text`` of the plan ``saved``; if it names a file that is not here, the one beside or above the plan.
+
+    Raises ``PlacerError`` if there is none.
+    """
+    path = Path(text.rpartition(":")[0])
+    if path.suffix != ".py" or path.is_file():
+        return text
+    for folder in saved.resolve().parents:
+        if (folder / path).is_file():
+            return str(folder / text)
+    problem = f"was made with {text}, which is neither here nor in a folder above the plan"
+    remedy = "call placer in the folder where the plan was made, or give MODEL and SPEC"
+    raise PlacerError(str(saved), problem, remedy)

@@ -206,6 +206,20 @@ def test_a_plan_file_is_enough_to_ask_what_if(placer: Run) -> None:
     assert placer("what-if", "asked.json", "--microbatches", "2").stdout.startswith("no diff")
 
 
+def test_a_plan_file_is_asked_from_another_folder(
+    placer: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "plans").mkdir()
+    made = ("plan", "net.py:Net", "pinned.json", *X, "-o", "plans/asked.json")
+    assert placer(*made).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    asked = placer("what-if", str(folder / "plans/asked.json"), "--microbatches", "1")
+    assert asked.exit_code == 0, asked.stderr
+    (folder / "plans/asked.json").rename("asked.json")
+    alone = placer("what-if", "asked.json", "--microbatches", "1")
+    assert alone.exit_code == 2 and "in the folder where the plan was made" in alone.stderr
+
+
 @pytest.mark.parametrize("command", ["simulate", "verify", "export"])
 def test_a_plan_file_is_enough_to_run_it(command: str, placer: Run) -> None:
     assert placer("plan", "net.py:Net", "pinned.json", *X, "-o", "run.json").exit_code == 0
