@@ -343,11 +343,11 @@ class _Search:
         without = replace(strategy, recompute=False)
         if strategy.recompute and not plan.checkpoint and not self._was_refuted(without):
             strategy = without  # there was no need
-        given = isinstance(self._wanted.stages, int)
-        if plan.grid.devices < strategy.stages and not given:  # no more pieces, or fewer are faster
+        if plan.grid.devices < strategy.stages:  # no more pieces, or fewer are faster
             strategy = replace(strategy, stages=plan.grid.devices)
-            spec = strategy.spec(self._wanted, self._pool) or rated.spec
-            rated = replace(rated, spec=spec)
+            if self._wanted.stages == "auto":
+                spec = strategy.spec(self._wanted, self._pool) or rated.spec
+                rated = replace(rated, spec=spec)
         rated = replace(rated, strategy=strategy)
         worst = plan.rank_time
         if self._links.network is not None and plan.processes and plan.step_seconds is not None:

@@ -106,6 +106,14 @@ def test_a_slow_network_decides_against_replicas_over_nodes(tmp_path: Path) -> N
 
 
 @captured_once()
+def test_a_strategy_has_the_stages_of_its_plan_where_layers_leave_a_device_without() -> None:
+    given = {"machine": "dgx-a100", "stages": 2, "layers": {"**": "cuda:0"}}
+    plan = placer.auto_plan(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.empty(4, 8), **given)
+    said = [plan.strategy, *(each.strategy for each in plan.alternatives)]
+    assert said == ["one device", "2 replicas"]
+
+
+@captured_once()
 def test_replicas_of_a_stage_share_a_node_where_sums_take_longer_than_sends(tmp_path: Path) -> None:
     """Two nodes of two: with wide layers and few rows gradients are large, with many rows activations."""
     path = tmp_path / "two.json"
