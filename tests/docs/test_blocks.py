@@ -80,7 +80,7 @@ def _run(block: pages.Block, folder: Path, names: dict[str, Any]) -> None:
 
 
 def _run_command(block: pages.Block, command: pages.Command) -> int:
-    program, *arguments = shlex.split(command.line)
+    program, *arguments = shlex.split(command.line.partition(" > ")[0])
     assert program == "placer", f"{block.place}: cannot run {program!r} here"
     result = CliRunner().invoke(app, arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
