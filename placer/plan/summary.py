@@ -66,10 +66,14 @@ def summarize_stage(stage: StagePlan) -> str:
 
 
 def describe_step(plan: Plan) -> str:
-    """The estimated seconds of a step, which takes longer if kernels are starved."""
+    """The estimated seconds of a step, and the samples per second; it takes longer if kernels are starved."""
     if plan.step_seconds is None:
         return "not known"
-    return f"{'at least' if plan.starved else '~'} {format_seconds(plan.step_seconds)}"
+    if plan.starved or plan.rows is None:
+        return f"{'at least' if plan.starved else '~'} {format_seconds(plan.step_seconds)}"
+    speed = plan.rows / plan.step_seconds
+    rate = f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+    return f"~ {format_seconds(plan.step_seconds)} ({rate} samples/s)"
 
 
 def describe_host(host: HostPeak) -> str:

@@ -329,6 +329,7 @@ class Plan:
     batch: Count | None = (
         None  # rows of a step, if the spec says so; None: as many as the example has
     )
+    rows: Count | None = None  # of the step that was planned; None: an older file, or no batch
     # How many micro-batches the rows of the example input make, if fewer than ``microbatches``.
     example_microbatches: Count | None = None
     host: HostPeak | None = None  # None: nothing is offloaded

@@ -11,6 +11,7 @@ from placer.partition import Partition, PlanningOptions
 from placer.plan.summary import describe_loss
 from placer.plan.types import DevicePeak, HostPeak, Plan, PlannedLoss, everything_fits
 from placer.planner.activation_policy import PolicyChoice
+from placer.planner.batch import rows_of_step
 from placer.planner.host_memory import estimate_host
 from placer.planner.notes import placement_notes
 from placer.planner.resolve import shard_state_of
@@ -54,6 +55,7 @@ def assemble_plan(
         microbatches=microbatches,
         shards=spec.space.number,
         batch=None if spec.batch == "auto" else spec.batch,
+        rows=rows_of_step(program, spec),
         schedule=options.schedule,
         precision=spec.precision,
         batch_norm=spec.batch_norm,

@@ -42,11 +42,14 @@ def test_devices_and_seconds_that_only_one_plan_has() -> None:
     after = replace(before, devices=before.devices[:1], step_seconds=1.5)
     found = {change.what: change for change in differences(before, after)}
     assert set(found) == {"step", "cpu:1 needs"}
-    assert found["step"] == Change("step", "~ 2.00 s", "~ 1.50 s (-25 %)")
+    slow = "~ 2.00 s (4 samples/s)"
+    assert found["step"] == Change("step", slow, "~ 1.50 s (5.33 samples/s) (-25 %)")
     assert found["cpu:1 needs"].after == "—"
     nearly, other = replace(before, step_seconds=2.001), replace(before, step_seconds=200.0)
     assert differences(before, nearly) == []
-    assert differences(before, other) == [Change("step", "~ 2.00 s", "~ 200.00 s (100 times)")]
+    assert differences(before, other) == [
+        Change("step", slow, "~ 200.00 s (0.04 samples/s) (100 times)")
+    ]
 
 
 def test_the_kinds_of_devices() -> None:
