@@ -30,8 +30,8 @@ def cross_problems(data: Any, wrong: Collection[str]) -> list[Problem]:
         problems.append(("/machine", "stands for the devices, which are given too", remedy))
     data = with_machine_devices(data)
     names = _names(data.get("devices"))
-    problems += _twice(names)
-    problems += _unknown_targets(data, names)
+    # What is listed twice was meant to be another one, which layers may name.
+    problems += _twice(data.get("devices"), names) or _unknown_targets(data, names)
     if not {"replicas", "replica_devices"}.intersection(wrong):
         problems += _rows(data, names)
     if not {"shard_state", "shard_over"}.intersection(wrong):
@@ -196,11 +196,15 @@ def _name(value: Any) -> str | None:
         return None
 
 
-def _twice(names: list[str | None]) -> list[Problem]:
+def _twice(devices: Any, names: list[str | None]) -> list[Problem]:
     known = [None if name is None else _torch_name(name) for name in names]
     first = {name: i for i, name in reversed(list(enumerate(known)))}
     return [
-        (f"/devices/{i}", f"{name!r} is listed twice", "remove it, or name another device")
+        (
+            f"/devices/{i}" + "/name" * isinstance(devices[i], Mapping),
+            f"{name!r} is listed twice",
+            "remove it, or name another device",
+        )
         for i, name in enumerate(names)
         if name is not None and first[known[i]] < i
     ]

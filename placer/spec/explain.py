@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from placer.errors import KeyProblem, nearest
-from placer.jsonfile import json_pointer, spell
+from placer.jsonfile import escape_token, json_pointer, spell
 from placer.spec.check import Problem
 
 _JSON_WORDS = {
@@ -26,6 +26,7 @@ _YES_AND_NO = {
     **dict.fromkeys(("no", "off", "false", "0"), "false"),
 }
 _REQUIRED = "is required"
+_UNKNOWN = "is not a key of a placement spec"
 _DID_YOU_MEAN = "did you mean '{}'?"
 _KEYS = {
     "devices": ["name", "memory", "kind", "allocator"],
@@ -91,15 +92,39 @@ def wrong_fields(problems: Sequence[Problem]) -> set[str]:
     return meant | {where.split("/")[1] for where, *_ in problems}
 
 
+def misspelt_keys(problems: Sequence[Problem], data: Any) -> dict[str, str]:
+    """The misspelt keys of a spec, each with the field that it was meant to be and that is not there."""
+    meant: dict[str, str] = {}
+    for where, problem, hint in problems:
+        _, *name = hint.split("'")[:2]
+        is_top = problem == _UNKNOWN and where[1:] in data
+        if is_top and name and name[0] not in (*data, *meant.values()):
+            meant[where[1:]] = name[0]
+    return meant
+
+
+def as_written(problems: Sequence[Problem], meant: Mapping[str, str]) -> Iterator[Problem]:
+    """``problems`` of a spec in which keys are as they were ``meant``, with pointers to those written."""
+    written = {name: escape_token(key) for key, name in meant.items()}
+    for problem in problems:
+        first, slash, rest = problem[0][1:].partition("/")
+        where = f"/{written.get(first, first)}{slash}{rest}"
+        is_key = isinstance(problem, KeyProblem)
+        yield KeyProblem(where, *problem[1:]) if is_key else (where, *problem[1:])
+
+
 def one_per_slip(problems: Sequence[Problem]) -> list[Problem]:
-    """``problems``, the first of each place, without those of a whole whose parts have problems."""
+    """``problems``, the first of each key and value, without those of a whole whose parts have problems."""
     inner = {
         "/".join(steps[:count])
         for steps in (where.split("/") for where, *_ in problems)
         for count in range(2, len(steps))
     }
-    firsts = {problem[0]: problem for problem in reversed(problems)}
-    return [p for p in problems if firsts[p[0]] is p and p[0] not in inner]
+    keys = {p[0]: p for p in reversed(problems) if isinstance(p, KeyProblem)}
+    values = {p[0]: p for p in reversed(problems) if not isinstance(p, KeyProblem)}
+    return [
+        p for p in problems if p is keys.get(p[0]) or (p is values.get(p[0]) and p[0] not in inner)
+    ]
 
 
 def _is_echo(detail: ErrorDetails) -> bool:
@@ -116,7 +141,7 @@ def _explain(detail: ErrorDetails, data: Any, keys: Sequence[str]) -> Problem:
             keys if len(detail["loc"]) == 1 else _KEYS.get(str(detail["loc"][0]), _KEYS["devices"])
         )
         hint = _hint(str(detail["loc"][-1]), known)
-        return KeyProblem(where, "is not a key of a placement spec", hint)
+        return KeyProblem(where, _UNKNOWN, hint)
     if kind == "missing":
         key = str(detail["loc"][-1])
         return f"{where}/{key}".replace("//", "/"), _REQUIRED, f"add the key {key!r}"

@@ -121,7 +121,7 @@ def _without_last_dot(regex: str) -> str:
 
 def _unmatched(pattern: str, paths: Sequence[str]) -> tuple[str, str]:
     problem = f"no layer matches {pattern!r}"
-    if set("?[]{}") & set(pattern):
+    if re.search(r"[?\[\]{}]|\d[-:,]\d", pattern):
         return problem, "only * and ** stand for other names; write an entry for each layer"
     parent, _, name = pattern.rpartition(".")
     inside = match_paths(parent, paths) if parent else []

@@ -38,7 +38,7 @@ def _function(value: Any) -> str:
     near = f"{name}_loss" if f"{name}_loss" in LOSSES else nearest(name, LOSSES)
     known = f"did you mean {near!r}?" if near else f"known are {', '.join(LOSSES)}."
     raise ValueError(
-        f"{value!r} is not a loss; {known} Or name a function of yours: path/file.py:callable"
+        f"{value!r} is not a known loss; {known} Or name a function of yours: path/file.py:callable"
     )
 
 

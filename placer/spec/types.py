@@ -27,7 +27,13 @@ from placer.errors import SpecError, nearest
 from placer.grid import NodeLayout
 from placer.quantities import format_bytes, spell_bytes
 from placer.spec.check import cross_problems, shift_clashes, with_machine_devices
-from placer.spec.explain import explain_errors, one_per_slip, wrong_fields
+from placer.spec.explain import (
+    as_written,
+    explain_errors,
+    misspelt_keys,
+    one_per_slip,
+    wrong_fields,
+)
 from placer.spec.fields import (
     OPTIMIZERS,
     AllocatorName,
@@ -321,6 +327,11 @@ class PlacementSpec(BaseModel):
             problems = explain_errors(error, given, cls.known_keys())
         if not isinstance(data, PlacementSpec):
             problems += cross_problems(data, wrong_fields(problems))
+        if meant := misspelt_keys(problems, data):
+            try:
+                cls.model_validate({meant.get(key, key): value for key, value in data.items()})
+            except SpecError as error:
+                problems += as_written(error.problems, meant)
         if problems:
             raise SpecError(SpecError.UNNAMED, one_per_slip(problems))
         return spec

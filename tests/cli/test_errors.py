@@ -57,7 +57,10 @@ CASES = [
         "needs its values",
     ),
     # --loss and --target
-    ((*PLAN, *X, "--loss", "mse"), "--loss mse: 'mse' is not a loss; did you mean 'mse_loss'?"),
+    (
+        (*PLAN, *X, "--loss", "mse"),
+        "--loss mse: 'mse' is not a known loss; did you mean 'mse_loss'?",
+    ),
     ((*PLAN, *X, "--target", "8x2"), "--target: is given without a loss\n  -> give --loss too"),
     ((*PLAN, *X, "--loss", "mse_loss", "--target", "8y2"), "--target: '8y2': '8y2' is not a shape"),
     ((*PLAN, *X, "--loss", "mse_loss", "--target", "4x2"), "has 4 rows, and the batch has 8"),

@@ -147,19 +147,42 @@ def test_every_problem_has_its_place(tmp_path: Path, ending: str, text: str) -> 
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])
-def test_no_slip_hides_another(tmp_path: Path, ending: str) -> None:
-    """Neither a key that is written twice nor a wrong device of a layer that is misspelt."""
-    text = '{"devices": [cpu],\n "devices": [cpu],\n "layers": {"encodr": "gpu9"},\n "replica": 2}'
-    path = _file(tmp_path, ending, text.replace("cpu", '"cpu"'))
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            """{"devices": ["cpu"],
+"devices": ["cpu"],
+"layers": {"encodr": "gpu9"},
+"replica": 2}""",
+            [
+                "2:1: /devices: is written twice",
+                "3:12: /layers/encodr: no layer matches 'encodr'",
+                "3:22: /layers/encodr: 'gpu9' is not a device",
+                "4:1: /replica: is not a key of a placement spec",
+            ],
+        ),
+        (
+            """{"device": ["cuda:0", {"name": "cuda:0", "memory": "1 GX"}],
+"layers": {"encoder.0-2": "cuda:1"},
+"replica": 0}""",
+            [
+                "1:2: /device: is not a key of a placement spec",
+                "1:32: /device/1/name: 'cuda:0' is listed twice",
+                "1:52: /device/1/memory: '1 GX' is not a size",
+                "2:12: /layers/encoder.0-2: no layer matches 'encoder.0-2'",
+                "3:1: /replica: is not a key of a placement spec",
+                "3:12: /replica: 0 is not a count",
+            ],
+        ),
+    ],
+)
+def test_no_slip_hides_another(tmp_path: Path, ending: str, text: str, said: list[str]) -> None:
+    path = _file(tmp_path, ending, text)
     with pytest.raises(SpecError) as caught:
         load_spec(path, layer_paths=lambda: ["encoder"])
-    said = str(caught.value).replace(f"{path}:", "").splitlines()
-    assert [line for line in said if line.partition(":")[0].isdecimal()] == [
-        "2:2: /devices: is written twice",
-        "3:13: /layers/encodr: no layer matches 'encodr'",
-        "3:23: /layers/encodr: 'gpu9' is not a device",
-        "4:2: /replica: is not a key of a placement spec",
-    ]
+    lines = str(caught.value).replace(f"{path}:", "").splitlines()
+    assert [line for line in lines if line.partition(":")[0].isdecimal()] == said
 
 
 def test_a_problem_reads_like_one_of_a_compiler(tmp_path: Path) -> None:
