@@ -146,7 +146,7 @@ def _launching(plan: Plan) -> str:
         return ""
     return (
         f"Devices run the operations of a micro-batch in {format_seconds(running)}, but launching them takes "
-        f"{format_seconds(launching)}, which decides how long a step takes. Larger micro-batches cost no "
+        f"{format_seconds(launching)}, which decides how long they take. Larger micro-batches cost no "
         "more to launch."
     )
 

@@ -108,13 +108,20 @@ def _min_limit(
 
     A bisection. Without ``starving`` no kernel may be starved.
     """
-    usage = _usage(device, run, None)
-    enough = max(usage.reserved, too_little + 1)
+
+    def is_enough(limit: int) -> bool:
+        tried = _usage(device, run, limit)
+        within = tried.failed is None and tried.reserved <= limit
+        return within and (starving or not tried.starved)
+
+    # The allocator may ask the driver for more than it takes, and may take more than it asked for.
+    enough = max(_usage(device, run, None).reserved, too_little + 1)
+    while not is_enough(enough):
+        too_little, enough = enough, enough + enough // 16 + 1
     while enough - too_little > _PRECISION * enough:
         half = (enough + too_little) // 2
-        tried = _usage(device, run, half)
-        if tried.failed is None and (starving or not tried.starved):
-            enough, usage = half, tried
+        if is_enough(half):
+            enough = half
         else:
             too_little = half
-    return enough, usage
+    return enough, _usage(device, run, enough)

@@ -101,6 +101,21 @@ def test_a_plan_says_what_its_process_takes_of_a_gpu() -> None:
     assert default.peak == found.peak
 
 
+@pytest.mark.parametrize("rows", [100_000, 500_000])
+def test_what_a_device_needs_where_a_plan_does_not_fit_is_enough(rows: int) -> None:
+    """The allocator takes less than it asks the driver for (many rows), or more (few rows)."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Embedding(rows, 128), nn.Linear(128, 128)), torch.zeros(64, 5)
+
+    def needs(memory: int) -> DevicePeak:
+        gpu = {"name": NAME, "memory": memory, "allocator": "expandable"}
+        (found,) = placer.make_plan(model, {"devices": [gpu], "reserve": 0}, x.long()).devices
+        return found
+
+    misfit = needs(700 * MIB)
+    assert not misfit.fits and needs(misfit.needed).fits
+
+
 def test_a_plan_near_the_edge_prefers_to_leave_kernels_their_workspaces() -> None:
     """It would fit without recomputing, but without room for workspaces."""
     (found,) = _plan("16GiB").devices
