@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,9 +34,10 @@ _FOREIGN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)")
+_TOML_TWICE = "Cannot overwrite a value"
 _TOML_REMEDIES = {
     "Invalid value": "write text in quotes",
-    "Cannot overwrite a value": "this key is written twice: keep one",
+    _TOML_TWICE: "this key is written twice: keep one",
     "Unclosed array": "write ']' where it ends",
 }
 _MISPLACED = "this does not go with the lines above; is it indented like them?"
@@ -185,6 +186,11 @@ class SpecText:
                 starts = [0, *(m.end() for m in re.finditer("\n", self.text))]
                 index = min(starts[int(place[1]) - 1] + int(place[2]) - 1, len(self.text) - 1)
             problem = _TOML_PLACE.sub("", str(error))
+            if problem == _TOML_TWICE and len(self.text) <= _LARGEST // 10:
+                places = TomlPlaces(self.text)
+                if places.twice:
+                    data = replace(self, text=places.once)._parsed_toml()[0]
+                    return data, places.keys, places.values, places.twice
             remedy = _TOML_REMEDIES.get(problem, "")
             raise self._wrong(index, problem[0].lower() + problem[1:], remedy) from None
         except RecursionError:

@@ -13,15 +13,18 @@ Span = tuple[int, int]  # characters of a text: from, to
 
 
 class TomlPlaces:
-    """The spans of keys and values of a valid TOML text, by pointer.
+    """The spans of keys and values of a TOML text, by pointer. What is not valid has none.
 
     tomllib has no places, but each statement of TOML can be read alone. Its keys and values are then found in
-    its text, in their order.
+    its text, in their order. ``twice`` are the keys that are written twice, and ``once`` is the text
+    with blanks in place of statements that repeat one.
     """
 
     def __init__(self, text: str) -> None:
         self.keys: dict[str, Span] = {}
         self.values: dict[str, Span] = {"": (0, 0)}
+        self.twice: dict[str, None] = {}
+        self.once = ""
         self._text = text
         self._end = 0  # of what has been read
         self._tables: dict[str, int] = {}  # of an array of tables, the index of the last one
@@ -32,11 +35,14 @@ class TomlPlaces:
                 data = tomllib.loads(statement)
             except tomllib.TOMLDecodeError:
                 continue  # it goes on in the next line
-            self._end, start = start, end
+            self._end, start, known = start, end, len(self.twice)
             if statement.lstrip().startswith("["):
                 table = self._header(data)
             else:
                 self._add(table, data)
+            repeats = len(self.twice) > known
+            self.once += re.sub(r"[^\n]", " ", statement) if repeats else statement
+        self.once += text[start:]
 
     def _header(self, data: Any) -> str:
         pointer = ""
@@ -57,7 +63,11 @@ class TomlPlaces:
         if isinstance(value, dict):
             for key, inner in value.items():
                 inside = f"{pointer}/{escape_token(key)}"
-                self.keys[inside] = self.values[inside] = self._find(key)
+                self.keys[inside] = span = self._find(key)
+                if inside in self.values and not isinstance(inner, dict):
+                    self.twice[inside] = None
+                    continue
+                self.values[inside] = span
                 self._add(inside, inner)
         elif isinstance(value, list):
             for index, inner in enumerate(value):
