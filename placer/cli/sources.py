@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -42,7 +43,11 @@ def saved_plan(options: ModelOptions) -> Plan:
     """The plan in the file that ``options`` have as their model. Raises ``PlacerError`` if it is no file."""
     if not options.model.endswith(".json"):
         raise PlacerError("SPEC", "is missing", "give MODEL and SPEC, or only a saved plan (.json)")
-    return load_plan(options.model)
+    plan = load_plan(options.model)
+    if (loss := plan.loss) is not None:
+        function, *target = _found(options.model, loss.function, *loss.target)
+        plan = replace(plan, loss=replace(loss, function=function, target=tuple(target)))
+    return plan
 
 
 def with_origin(plan: Plan, options: ModelOptions, inputs: str, spec: PlacementSpec) -> Plan:
@@ -73,23 +78,26 @@ def made_of(plan: Plan, given: ModelOptions) -> tuple[ModelOptions, PlacementSpe
         problem = "says how the model was called, and options do too"
         raise PlacerError(given.model, problem, "leave them out, or give MODEL and SPEC instead")
     options = ModelOptions(model=plan.origin.model, **plan.origin.options)  # type: ignore[arg-type]
-    saved = Path(given.model)
-    inputs = [_found(text, saved) for text in options.inputs]
-    options = replace(options, model=_found(options.model, saved), inputs=inputs)
-    return options, PlacementSpec.model_validate_json(plan.origin.spec)
+    model, *inputs = _found(given.model, options.model, *options.inputs)
+    spec = PlacementSpec.model_validate_json(plan.origin.spec)
+    if plan.loss is not None and spec.loss is not None:
+        spec = spec.model_copy(update={"loss": plan.loss.spec})
+    return replace(options, model=model, inputs=inputs), spec
 
 
-def _found(text: str, saved: Path) -> str:
-    """``text`` of the plan ``saved``; if it names a file that is not here, the one beside or above the plan.
+def _found(saved: str, *texts: str) -> Iterator[str]:
+    """``texts`` of the plan ``saved``: those that name a file which is not here have its whole path.
 
-    Raises ``PlacerError`` if there is none.
+    It is looked for beside the plan and above. Raises ``PlacerError`` if it is not there either.
     """
-    path = Path(text.rpartition(":")[0])
-    if path.suffix != ".py" or path.is_file():
-        return text
-    for folder in saved.resolve().parents:
-        if (folder / path).is_file():
-            return str(folder / text)
-    problem = f"was made with {text}, which is neither here nor in a folder above the plan"
-    remedy = "call placer in the folder where the plan was made, or give MODEL and SPEC"
-    raise PlacerError(str(saved), problem, remedy)
+    for text in texts:
+        path = Path(text.rpartition(":")[0])
+        folders = [Path(), *Path(saved).resolve().parents]
+        if path.suffix != ".py":
+            yield text
+        elif found := next((each for each in folders if (each / path).is_file()), None):
+            yield str(found / text)
+        else:
+            problem = f"was made with {text}, which is neither here nor in a folder above the plan"
+            remedy = "call placer in the folder where the plan was made, or give MODEL and SPEC"
+            raise PlacerError(saved, problem, remedy)

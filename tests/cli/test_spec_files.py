@@ -210,8 +210,9 @@ def test_a_plan_file_is_asked_from_another_folder(
     placer: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "plans").mkdir()
+    (folder / "loss.py").write_text("def loss(x):\n    return x.sum()\n")
     made = ("plan", "net.py:Net", "pinned.json", *X, "-o", "plans/asked.json")
-    assert placer(*made).exit_code == 0
+    assert placer(*made, "--loss", "loss.py:loss").exit_code == 0
     monkeypatch.chdir(tmp_path)
     asked = placer("what-if", str(folder / "plans/asked.json"), "--microbatches", "1")
     assert asked.exit_code == 0, asked.stderr
