@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -65,14 +66,26 @@ def test_a_tensor_that_is_replaced_is_followed() -> None:
 
 
 class Sets(Scaled):
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.a.weight.seen, self.change = [], change
+
     def forward(self, x: Tensor) -> Tensor:
-        self.a.weight.scale = 3.0
+        self.change(self.a.weight)
         return super().forward(x)
 
 
-def test_one_that_forward_changes_is_refused() -> None:
-    with pytest.raises(placer.CaptureError, match="sets the attribute 'scale' on a tensor"):
-        placer.compile(Sets(), TWO, X)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: setattr(weight, "sc" + "ale", 3.0),
+        lambda weight: vars(weight).update(tag=1),
+        lambda weight: weight.seen.append(1),
+    ],
+)
+def test_one_that_forward_changes_is_refused(change: Callable[[Any], object]) -> None:
+    with pytest.raises(placer.CaptureError, match=r"sets the attribute '(scale|tag|seen)' on a"):
+        placer.compile(Sets(change), TWO, X)
 
 
 def test_one_of_an_input_is_refused_if_forward_reads_it() -> None:

@@ -87,7 +87,7 @@ def run_forward(
     passed = Snapshot(arguments_roots(bound, arguments), root="call", without=apart)
     flags = recorder.watch_inputs(inputs)
     own = (*inputs, *model.parameters(), *model.buffers())
-    known = {id(tensor): dict(vars(tensor)) for tensor in own}
+    attributes = _TensorAttributes(recorder, own)
     try:
         with refusing_unknown_names(recorder.reachable), forbid_python_random(recorder.generators):
             if isinstance(model, nn.TransformerEncoder):
@@ -102,7 +102,6 @@ def run_forward(
         for leaf in leaves:
             writer.argument(leaf)  # it can be written down
         recorder.check()
-        _refuse_attributes(recorder, (*leaves, *own), known)
         all_changes = [*before.changes(), *passed.changes()]
         refuse_changes_besides(recorder, all_changes)
         changes = [
@@ -128,6 +127,7 @@ def run_forward(
         # At the end, so that an input that is written and returned is one value.
         written_leaves = [writer.argument(leaf) for leaf in leaves]
         kept = leaves, [change.value for change in changes]
+        attributes.refuse_changes((*kept, own))
         _refuse_leaves(recorder, kept, own)
         _refuse_retained(recorder, kept)
         recorder.run_backward(kept, inputs)
@@ -177,25 +177,32 @@ def retained_result(model: nn.Module, calls: str) -> CaptureError:
     )
 
 
-def _refuse_attributes(
-    recorder: Recorder, values: Sequence[Any], known: Mapping[int, Mapping[str, Any]]
-) -> None:
-    """Raise ``CaptureError`` if the model's code has set an attribute on a tensor of ``values``.
+class _TensorAttributes:
+    """The attributes that ``own`` tensors, inputs and state, have before forward; programs set none."""
 
-    Programs make other tensors. ``known`` are the attributes that inputs and state had before, by id.
-    """
-    ran = {id(code) for code in list(recorder.codes.values())}
-    codes = [code for code in recorder.reachable.codes if id(code) in ran]
-    with without_modes(), without_torch_function():  # it is no operation of forward
-        (fake,) = recorder.setup.converter.copies([torch.empty(0)])
-    names = set[str]().union(*map(stored_names, codes)) - vars(fake).keys()
-    for value in values if names else ():
-        before = known.get(id(value), {})
-        now = vars(value) if isinstance(value, Tensor) else {}
-        for name in sorted(n for n in names & now.keys() if now[n] is not before.get(n, MISSING)):
+    def __init__(self, recorder: Recorder, own: Sequence[Tensor]) -> None:
+        self._model = type(recorder.fake_model).__name__
+        with without_modes(), without_torch_function():  # it is no operation of forward
+            (fake,) = recorder.setup.converter.copies([torch.empty(0)])
+        self._torchs = vars(fake).keys()
+        self._before = {id(tensor): self._of(tensor) for tensor in own}
+        held = [((name,), x) for each in self._before.values() for name, x in each.items()]
+        self._inside = Snapshot(held)
+
+    def _of(self, tensor: Tensor) -> dict[str, Any]:
+        return {name: x for name, x in vars(tensor).items() if name not in self._torchs}
+
+    def refuse_changes(self, values: Sequence[Any]) -> None:
+        """Raise ``CaptureError`` if forward has changed attributes of tensors in ``values``."""
+        changed = [spell(each.path) for each in self._inside.changes()]
+        for value in tensors_of_tree(values):
+            before, now = self._before.get(id(value), {}), self._of(value)
+            names = sorted(before.keys() | now.keys())
+            changed += [n for n in names if now.get(n, MISSING) is not before.get(n, MISSING)]
+        if changed:
             raise CaptureError(
-                type(recorder.fake_model).__name__,
-                f"its forward sets the attribute {name!r} on a tensor that the caller sees; it would be lost",
+                self._model,
+                f"its forward sets the attribute {changed[0]!r} on a tensor that the caller sees; it would be lost",
                 "return it, or keep it in an attribute of the model",
             )
 
