@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -25,8 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from placer._torch_patches import override_getattribute, override_setattr
 from placer.program.constants import digest
 from placer.program.objects.paths import (
+    ARRAYS,
     MODULE_TABLES,
     Path,
+    array_contents,
     at,
     attributes_of,
     has_slots,
@@ -359,8 +360,8 @@ class Freezer:
             held = vars(value) if depth == DEPTH else {}  # what the user has set on it
             attributes = {name: self._attribute(x) for name, x in held.items()}
             return kind, value.shape, value.dtype, number, values, attributes
-        if isinstance(value, np.ndarray):
-            return kind, value.shape, value.dtype, value.tobytes()
+        if isinstance(value, ARRAYS):
+            return kind, array_contents(value)
         if isinstance(value, set | frozenset):
             return kind, set(value)
         if isinstance(value, weakref.ref):  # recurrent layers of torch hold some of their weights
@@ -431,7 +432,7 @@ def _tensors_in(value: Any, depth: int = DEPTH) -> Iterator[tuple[tuple[Any, ...
     """The tensors in ``value``, as deep as `Freezer` looks, each with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield (), value
-    elif depth > 0 and not isinstance(value, (*PLAIN_VALUES, np.ndarray, set, frozenset)):
+    elif depth > 0 and not isinstance(value, (*PLAIN_VALUES, *ARRAYS, set, frozenset)):
         for key, item in _parts(value) or ():
             for keys, tensor in _tensors_in(item, depth_inside(value, depth)):
                 yield (key, *keys), tensor

@@ -170,9 +170,11 @@ def _store(each: Stored, value: Any, target: Target) -> Callable[[], object]:
         before = holder.read()
         holder.write(value)
         return partial(holder.write, before)
-    if each.kind in ("set", "delete"):
+    if each.kind in ("set", "delete", "move"):
         table, key = at(holder, path[:-1]), path[-1]
         table = table if isinstance(table, dict | list | deque) else vars(table)
+        if each.kind == "move":
+            return _move_to_end(table, key)
         return _store_entry(table, key, value, deleted=each.kind == "delete")
     items = at(holder, path)
     kept = [*items]
@@ -194,6 +196,13 @@ def _holder(each: Stored, target: Target) -> tuple[Any, Path]:
     if each.root == "input":
         return list(target.inputs), each.path
     return each.holder, each.path[1:]
+
+
+def _move_to_end(table: Any, key: Any) -> Callable[[], object]:
+    before = dict(table)
+    if key in table:  # a rank may lack a tensor
+        table[key] = table.pop(key)
+    return lambda: (table.clear(), table.update(before))
 
 
 def _store_entry(table: Any, key: Any, value: Any, *, deleted: bool) -> Callable[[], object]:

@@ -19,7 +19,15 @@ from placer.program.guards import (
     part_of,
     values_of,
 )
-from placer.program.objects.paths import Path, module_parts, parts, walk
+from placer.program.objects.paths import (
+    ARRAYS,
+    Path,
+    array_contents,
+    is_large_array,
+    module_parts,
+    parts,
+    walk,
+)
 from placer.program.objects.reachable import ReachableState, Reference
 from placer.program.objects.restore import Change
 from placer.program.stored import StateInput
@@ -173,7 +181,10 @@ def _settings(
         return
     compared = isinstance(value, _COMPARED)
     # A module is compared by its identity
-    yield keys, type(value), value if compared or isinstance(value, nn.Module) else None
+    held: Any = value if compared or isinstance(value, nn.Module) else None
+    if isinstance(value, ARRAYS) and not is_large_array(value):
+        held = array_contents(value)
+    yield keys, type(value), held
     inside = isinstance(value, FunctionType) or not compared
     if depth > 0 and inside and not (keys and isinstance(value, nn.Module)):
         for key, part in parts(value):

@@ -10,6 +10,7 @@ import functools
 import itertools
 import queue
 import threading
+from array import array
 from collections import ChainMap, Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -393,7 +394,7 @@ COUNTED = np.zeros(2)
 
 
 class CountsInArray(Net):
-    def __init__(self, counts: np.ndarray[Any, Any]) -> None:
+    def __init__(self, counts: Any) -> None:
         super().__init__()
         self.counts = counts
 
@@ -406,20 +407,63 @@ class CountsInGlobalArray(Net):
         COUNTED[0] += 1
 
 
-def test_elements_of_arrays() -> None:
+@pytest.mark.parametrize("counts", [np.zeros(2), bytearray(2), array("i", [0, 0])], ids=str)
+def test_elements_of_arrays(counts: Any) -> None:
     """The model's own are refused, as a model that stays whole has copies; those of variables count."""
     x = torch.randn(4, 8, dtype=D)
-    with pytest.raises(placer.CaptureError, match=r"sets counts.*numpy array"):
-        compile_way(CountsInArray(np.zeros(2)).double(), (x,), "stages")
-    part = nn.Sequential(CountsInArray(np.zeros(2)), nn.Linear(2, 2)).double()
+    with pytest.raises(placer.CaptureError, match=r"sets counts.*array"):
+        compile_way(CountsInArray(counts).double(), (x,), "stages")
+    part = nn.Sequential(CountsInArray(counts), nn.Linear(2, 2)).double()
     placed = compile_way(part, (x,), "stages")
     for model in (placed, placed, CountsInGlobalArray().double()):
         model(x)
     placed_global = compile_way(CountsInGlobalArray().double(), (x,), "stages")
-    assert placed[0].counts.tolist() == [16.0, 0.0]  # type: ignore[index, union-attr, operator]
+    assert list(placed[0].counts) == [16, 0]  # type: ignore[index, union-attr, operator]
     placed_global(x)
     assert COUNTED.tolist() == [2.0, 0.0]
     COUNTED.fill(0)
+
+
+class ScaledByArrays(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * float(COUNTED[0]) * BYTES[0]
+
+
+BYTES = bytearray(b"a")
+
+
+def test_the_present_elements_of_arrays_in_variables_are_used() -> None:
+    model, x = ScaledByArrays().double(), torch.randn(4, 8, dtype=D)
+    placed = compile_way(model, (x,), "stages")
+    for COUNTED[0], BYTES[0] in ((1, 2), (3, 4)):
+        torch.testing.assert_close(placed(x), model(x))
+
+
+class LastUsed(Net):
+    """Keeps two values, the last used at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: OrderedDict[str, Tensor] = OrderedDict()
+
+    def forward(self, x: Tensor, name: str) -> Tensor:  # type: ignore[override]
+        x = self.first(x)
+        if name not in self.kept:
+            self.kept[name] = x.detach()
+        self.kept.move_to_end(name)
+        while len(self.kept) > 2:
+            self.kept.popitem(last=False)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_entries_of_a_dict_that_forward_moves_to_its_end(way: str) -> None:
+    model, x = LastUsed().double(), torch.randn(4, 8, dtype=D)
+    placed = compile_way(model, (x, "a"), way)
+    for name in "abbacab":
+        model(x, name)
+        placed(x, name)
+        assert list(placed.kept) == list(model.kept)  # type: ignore[call-overload]
 
 
 class KeepsGradient(nn.Module):

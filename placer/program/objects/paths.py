@@ -6,7 +6,8 @@ import functools
 import itertools
 import sys
 import weakref
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import (
     BuiltinFunctionType,
@@ -32,6 +33,7 @@ _ATOMS = (
     *(Tensor, np.ndarray, np.generic, torch.dtype, torch.device, torch.layout, torch.Generator),
     *(type, ModuleType, weakref.ref, torch.memory_format),
 )
+ARRAYS = (np.ndarray, bytearray, array)
 # Functions that are bound to objects; the parts of a function of Python are `function_parts`.
 BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _PLAIN = frozenset({str, bool, int, float, type(None), Tensor, nn.Parameter})  # looked up faster
@@ -47,7 +49,7 @@ def parts(value: Any) -> Iterable[tuple[Any, Any]]:
     arguments, unless they are modules.
     """
     if isinstance(value, dict):
-        return list(dict.items(value))
+        return list(entries_of(value))
     if type(value) in _PLAIN or isinstance(value, _ATOMS):
         return ()
     if isinstance(value, BOUND):
@@ -101,12 +103,31 @@ def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
         object.__setattr__(value, name, each)
 
 
+def entries_of(value: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """The entries of a dict in its order, even if its class has its own way to list them."""
+    return OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value)
+
+
 def items_of(value: Any) -> list[Any] | None:
     """The items of a list, tuple, deque or set, even if its class has its own way to list them; else None."""
     if not isinstance(value, _ITERABLES):
         return None
     kind = next(kind for kind in _ITERABLES if isinstance(value, kind))
     return list(kind.__iter__(value))
+
+
+def is_large_array(value: Any) -> bool:
+    """Is it one of `ARRAYS` that is not compared? Such are data and tables."""
+    if not isinstance(value, ARRAYS):
+        return False
+    return (value.nbytes if isinstance(value, np.ndarray) else len(value)) > 1 << 20
+
+
+def array_contents(value: Any) -> Any:
+    """What is in one of `ARRAYS`, to compare."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype, value.tobytes()
+    return bytes(value)
 
 
 def is_object(value: Any) -> bool:

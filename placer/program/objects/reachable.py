@@ -31,13 +31,13 @@ from types import (
 )
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from placer._torch import ALL_HOOK_TABLES
 from placer.program.failure import OWN_FOLDER, TORCH_FOLDER
 from placer.program.objects.hook_table import HookTable
 from placer.program.objects.paths import (
+    ARRAYS,
     BOUND,
     MODULE_TABLES,
     Path,
@@ -274,7 +274,7 @@ class _Search:
             if self._is_new(value):
                 self._waiting.append(value)
                 self.found.containers.append(Reference(holder, key, value))
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, ARRAYS):
             if self._is_new(value):
                 self.found.containers.append(Reference(holder, key, value))
         elif isinstance(value, GENERATORS):
@@ -382,7 +382,7 @@ class _Search:
             self.variable(value, value.name, Reference(value, "", None).read(), code)
         elif is_iterator(value):
             self.found.iterators.append(reference)
-        elif isinstance(value, enum.Enum) or type(value) in (*_CONTAINERS, tuple):
+        elif isinstance(value, enum.Enum) or type(value) in (*_CONTAINERS, *ARRAYS, tuple):
             self.found.variables.append(reference)
         elif is_object(value) or has_slots(value):
             self.found.objects.append(reference)

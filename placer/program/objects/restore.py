@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import ctypes
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Iterator, MutableSequence
+from collections.abc import Container, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any, Literal, TypeAlias
 
@@ -17,9 +20,13 @@ from torch import Tensor, nn
 from placer._torch import HOOK_TABLES
 from placer.program.objects.hook_table import HookTable
 from placer.program.objects.paths import (
+    ARRAYS,
     Path,
+    array_contents,
     attributes_of,
+    entries_of,
     has_slots,
+    is_large_array,
     is_object,
     items_of,
     parts,
@@ -32,12 +39,13 @@ from placer.program.objects.reachable import ReachableState, Reference
 MISSING = object()
 """The value of an entry that does not exist."""
 
-_Contents: TypeAlias = dict[Any, Any] | list[Any] | set[Any] | np.ndarray[Any, Any]
+_Contents: TypeAlias = (
+    dict[Any, Any] | list[Any] | set[Any] | np.ndarray[Any, Any] | bytearray | array  # type: ignore[type-arg]
+)
 _PLAIN = frozenset({dict, OrderedDict, list, set})
-_LARGE = 1 << 20  # bytes of an array that is not compared: such are data and tables
 
 
-Kind = Literal["set", "delete", "extend", "update", "items"]
+Kind = Literal["set", "delete", "move", "extend", "update", "items"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +54,9 @@ class Change:
 
     ``path`` leads to the entry, or to the list or set. "extend": a list or deque has ``value`` (a list) at
     its end, behind what it had; "update": a set has the items ``value`` besides those it had; "items": a
-    list or set has just the items ``value`` now. ``holder`` is the container, the object, or the reference
-    to the variable. ``root`` says where paths begin: "code" or what the `Snapshot` was given.
+    list or set has just the items ``value`` now; "move": an entry is the last of its dict now. ``holder`` is
+    the container, the object, or the reference to the variable. ``root`` says where paths begin: "code" or
+    what the `Snapshot` was given.
     """
 
     root: str
@@ -58,11 +67,16 @@ class Change:
     holder: Any
 
     @property
+    def is_entry(self) -> bool:
+        """Is it of one entry, at the last key of ``path``?"""
+        return self.kind in ("set", "delete", "move")
+
+    @property
     def place(self) -> tuple[int, Any]:
         """The id of the table and the key of what has changed; the key None stands for all items."""
         if isinstance(self.holder, Reference):
             return id(self.holder.holder), self.holder.key
-        return id(self.holder), self.path[-1] if self.kind in ("set", "delete") else None
+        return id(self.holder), self.path[-1] if self.is_entry else None
 
     @property
     def now(self) -> Any:
@@ -87,15 +101,19 @@ class _Holder:
         if type(self.object) in _PLAIN and not self.object and not self.contents:
             return  # as most are: every module has a dozen for hooks
         now, before = _contents(self.object), self.contents
-        if isinstance(now, np.ndarray) and isinstance(before, np.ndarray):
+        if isinstance(now, ARRAYS):
             if not _same_array(now, before):
                 yield Change(self.root, self.path, "items", now, before, self.object)
         elif isinstance(now, dict) and isinstance(before, dict):
-            for key in [*before, *(key for key in now if key not in before)]:
+            keys = [*before, *(key for key in now if key not in before)]
+            for key in keys:
                 value, old = now.get(key, MISSING), before.get(key, MISSING)
                 if not _same(value, old):
                     kind: Kind = "delete" if value is MISSING else "set"
                     yield Change(self.root, (*self.path, key), kind, value, old, self.object)
+            for key in _moved(now, keys) if isinstance(self.object, dict) else ():
+                value = now[key]
+                yield Change(self.root, (*self.path, key), "move", value, value, self.object)
         elif isinstance(now, set) and isinstance(before, set):
             if now > before:
                 yield Change(self.root, self.path, "update", now - before, before, self.object)
@@ -173,9 +191,9 @@ class Snapshot:
             set_state(generator, state)
         for holder in self._holders.values():
             now, before = _contents(holder.object), holder.contents
-            if isinstance(before, np.ndarray) and isinstance(now, np.ndarray):
+            if isinstance(before, ARRAYS):
                 if not _same_array(now, before):
-                    np.copyto(holder.object, before)
+                    holder.object[... if isinstance(before, np.ndarray) else slice(None)] = before
             elif isinstance(before, dict) and isinstance(now, dict):
                 if list(now) != list(before) or any(now[key] is not before[key] for key in before):
                     _refill(holder.object, before)
@@ -246,9 +264,11 @@ def _present(reference: Reference) -> Any:
 def _contents(value: Any) -> _Contents | None:
     """A copy of what can be changed in ``value``; None if nothing can."""
     if isinstance(value, dict):
-        return dict(value.items() if isinstance(value, HookTable) else dict.items(value))
+        return dict(value.items() if isinstance(value, HookTable) else entries_of(value))
     if isinstance(value, np.ndarray):
-        return value.copy() if value.flags.writeable and value.nbytes <= _LARGE else None
+        return value.copy() if value.flags.writeable and not is_large_array(value) else None
+    if isinstance(value, ARRAYS):
+        return None if is_large_array(value) else copy.copy(value)
     items = items_of(value) if isinstance(value, list | deque | set) else None
     if items is not None:
         return set(items) if isinstance(value, set) else items
@@ -278,7 +298,7 @@ def is_same(now: Any, before: Any) -> bool:
     """Are these the same contents of a place (`Change.now`)?"""
     if isinstance(now, list | set) and type(now) is type(before):
         return now == before if isinstance(now, set) else _same_items(now, before)
-    if isinstance(now, np.ndarray) and isinstance(before, np.ndarray):
+    if isinstance(now, ARRAYS) and type(now) is type(before):
         return _same_array(now, before)
     return _same(now, before)
 
@@ -308,8 +328,15 @@ def _same(now: Any, before: Any) -> bool:
     return isinstance(now, simple) and bool(now == before)
 
 
-def _same_array(now: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> bool:
-    return now.shape == before.shape and now.tobytes() == before.tobytes()
+def _moved(now: Iterable[Any], keys: Sequence[Any]) -> list[Any]:
+    """The keys ``now`` from the first that follows a later one of ``keys``."""
+    now, position = list(now), {key: index for index, key in enumerate(keys)}
+    pairs = enumerate(pairwise(now), 1)
+    return next((now[i:] for i, (a, b) in pairs if position[a] > position[b]), [])
+
+
+def _same_array(now: Any, before: Any) -> bool:
+    return bool(array_contents(now) == array_contents(before))
 
 
 def _same_items(now: Any, before: Any) -> bool:

@@ -202,7 +202,8 @@ class _TensorAttributes:
         if changed:
             raise CaptureError(
                 self._model,
-                f"its forward sets the attribute {changed[0]!r} on a tensor that the caller sees; it would be lost",
+                f"its forward sets the attribute {changed[0]!r} on a tensor that the caller sees; "
+                "it would be lost",
                 "return it, or keep it in an attribute of the model",
             )
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_map
 from placer._torch import without_torch_function
 from placer.program.failure import Untraceable
 from placer.program.fake.sizes import RecordedNumber, plain
-from placer.program.objects.paths import MODULE_TABLES, Path, has_slots, spell
+from placer.program.objects.paths import ARRAYS, MODULE_TABLES, Path, has_slots, spell
 from placer.program.objects.reachable import Reference
 from placer.program.objects.restore import Change, Snapshot
 from placer.program.recording.writer import GraphWriter
@@ -57,9 +56,8 @@ def write_changes(
     found = []
 
     def place(change: Change) -> tuple[Any, ...]:
-        is_entry = change.kind in ("set", "delete")
-        path = change.path[:-1] if is_entry else change.path
-        return -len(change.path), change.root, is_entry, spell(path)
+        path = change.path[:-1] if change.is_entry else change.path
+        return -len(change.path), change.root, change.is_entry, spell(path)
 
     # What is added to a list, before another list takes its place; entries of a dict as they were added
     changes = sorted(changes, key=place)
@@ -109,11 +107,11 @@ def _write(
         raise Untraceable("that is a layer: make all layers before forward")
     if has_slots(change.holder) and not isinstance(change.holder, Reference):
         raise Untraceable("that is an attribute of an object that has __slots__")
-    if isinstance(change.holder, np.ndarray):
-        raise Untraceable("that is a numpy array, of which it changes elements")
+    if isinstance(change.holder, ARRAYS):
+        raise Untraceable("that is an array, of which it changes elements")
     holder = change.holder if change.root == "code" else None
     stored = Stored(root=change.root, path=change.path, kind=change.kind, holder=holder)
-    if change.kind == "delete":
+    if change.kind in ("delete", "move"):
         return Left(stored=stored, leaves=(), shapes=(), change=change)
     if isinstance(change.value, nn.Parameter) and not writer.is_state(change.value):
         raise Untraceable("that is a new parameter: make all parameters before forward")

@@ -561,7 +561,12 @@ def _replace_buffers(
     for each in left:
         change = each.change
         name = attribute_of(each.stored.path) if each.stored.root == "model" else ("", "")
-        if change is None or change.root != "model" or change.path[1] != "_buffers":
+        if (
+            change is None
+            or change.root != "model"
+            or change.path[1] != "_buffers"
+            or change.kind == "move"
+        ):
             others.append(each)
             continue
         path, attribute = name

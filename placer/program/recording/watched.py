@@ -113,7 +113,7 @@ def watching(
         for change in changes:
             if change.root == "call":
                 continue
-            path = change.path[:-1] if change.kind in ("set", "delete") else change.path
+            path = change.path[:-1] if change.is_entry else change.path
             container = change.holder
             if id(container) not in made:
                 new = watched(container)
