@@ -61,6 +61,7 @@ from placer.program import (
     store,
     unflatten_output,
     unmarked,
+    with_parts,
 )
 from placer.schedule import Action, one_process_order
 from placer.space import Exchange
@@ -217,8 +218,14 @@ class Runtime:
         staged = run.replica.staged
         joined = join_results(staged, results, batch.sizes)
         joined = staged.same_objects(joined, call.leaves, self.tree)
-        self._store(staged, joined, call)
-        return unflatten_output(staged.call, joined)
+        return self._left_behind(staged, joined, call)
+
+    def _left_behind(self, staged: StagedModel, leaves: Sequence[Any], call: Call) -> Any:
+        """The result with these leaves, in the caller's own containers; what forward stores is there, too."""
+        output, form = unflatten_output(staged.call, leaves), staged.call.result
+        output = with_parts(form, output, self._stored_in(call))
+        self._store(staged, leaves, call)
+        return output
 
     def _store(self, staged: StagedModel, leaves: Sequence[Any], call: Call) -> None:
         """Leave behind what forward would have left; ``leaves`` are those of the whole batch's result."""

@@ -7,18 +7,19 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from placer.errors import CaptureError
 from placer.operands import leaves_with_paths
 from placer.program.failure import Untraceable
 from placer.program.fake.packed import unflatten
 from placer.program.objects.paths import Path
+from placer.program.objects.reachable import Reference
 
 PLAIN = (  # types whose values may be arguments of a node as they are
     str,
@@ -37,12 +38,16 @@ PLAIN = (  # types whose values may be arguments of a node as they are
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """Stands for an object that the model has at ``path`` among the leaves of a value.
+    """Stands for an object that the model has at ``path``, in a value.
 
-    The path begins with that of a module, and may lead into its attributes.
+    The path begins with that of a module, and may lead into its attributes. Besides, for an object among
+    the arguments of the call (``root`` is "call": the path begins with the name of an argument), or one in a
+    ``variable`` of the model's code ("code").
     """
 
     path: Path
+    root: str = "model"
+    variable: Reference | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,9 @@ class ResultFormat:
     objects: tuple[PackedObject | None, ...]  # per leaf of ``spec``: an object, or None: itself
     # Per leaf of the flat list, such as "0.loss"; "" for a result that is one leaf
     names: tuple[str, ...]
+    # The leaves of ``outer`` that were there before forward ran; None for others
+    parts: tuple[ModelPart | None, ...] = ()
+    outer: TreeSpec | None = None
 
     def visible(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves that a loss is assumed to read: all except those of objects such as caches."""
@@ -130,6 +138,15 @@ def flatten_result(
         leaves += pickler.leaves
         names += [f"{name}.{i}".lstrip(".") for i in range(len(pickler.leaves))]
     return leaves, ResultFormat(spec=spec, objects=tuple(objects), names=tuple(names))
+
+
+def note_parts(
+    form: ResultFormat, value: Any, part_of: Callable[[Any], ModelPart | None]
+) -> ResultFormat:
+    """``form`` of ``value``, with the objects in it that were there before forward ran, by ``part_of``."""
+    held, outer = tree_flatten(value, is_leaf=lambda x: part_of(x) is not None)
+    parts = tuple(map(part_of, held))
+    return replace(form, parts=parts, outer=outer) if any(parts) else form
 
 
 def is_fixed(leaf: Any) -> bool:

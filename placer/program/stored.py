@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from placer.program.fake.packed import unflatten
 from placer.program.objects.paths import Path, at, spell
 from placer.program.objects.reachable import Reference
 from placer.program.objects.restore import MISSING, Kind, set_items
@@ -111,8 +112,9 @@ def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Ca
         own, rest = rest[: each.count], rest[each.count :]
         if not is_there(each, target):
             continue
-        own = [_part(target.model, leaf) if isinstance(leaf, ModelPart) else leaf for leaf in own]
-        values.append((each, None if each.format is None else each.format.unflatten(own)))
+        own = [_part(target, leaf) if isinstance(leaf, ModelPart) else leaf for leaf in own]
+        form = each.format
+        values.append((each, form and with_parts(form, form.unflatten(own), target)))
     for each, value in values:  # after all parts of the model were found where they were
         undo.callback(_store(each, value, target))
     return undo.close
@@ -153,9 +155,28 @@ def set_at(model: nn.Module, path: Path, value: Any) -> None:
         table_at(model, path)[path[-1]] = value
 
 
-def _part(model: nn.Module, part: ModelPart) -> Any:
+def with_parts(form: ResultFormat, value: Any, target: Target) -> Any:
+    """``value``, which ``form`` has rebuilt, with the very objects that were there before forward ran.
+
+    A slice has others, and a rank may lack some: then it has copies.
+    """
+    if form.outer is None:
+        return value
+    found = form.outer.flatten_up_to(value)
+    for index, part in enumerate(form.parts):
+        with suppress(AttributeError, LookupError):
+            found[index] = found[index] if part is None else _part(target, part)
+    return unflatten(found, form.outer)
+
+
+def _part(target: Target, part: ModelPart) -> Any:
+    if part.variable is not None:
+        return part.variable.read()
+    if part.root == "call":
+        return at(target.arguments or {}, part.path)
     module, *path = part.path
-    return at(vars(model.get_submodule(module)), path) if path else model.get_submodule(module)
+    model = target.model.get_submodule(module)
+    return at(vars(model), path) if path else model
 
 
 def _store(each: Stored, value: Any, target: Target) -> Callable[[], object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -141,3 +142,32 @@ def test_setting_such_an_object_is_an_error() -> None:
         placer.CaptureError, match="that is only equal to itself: use None, or a member"
     ):
         placer.compile(net, {"devices": ["cpu:0"]}, x)
+
+
+CONFIG, LOG = SimpleNamespace(scale=2.0), [1]
+
+
+class Returns(Net):
+    """Returns and keeps what the caller, the model and its code have."""
+
+    def forward(self, batch: dict[str, Any], kept: list[int]) -> Any:
+        batch["y"] = self.layer(batch["x"]) * CONFIG.scale
+        self.batch, self.config = [batch], CONFIG
+        return batch, (kept, batch["meta"], self.current), {"config": CONFIG, "log": LOG}
+
+
+@pytest.mark.parametrize("more", [{}, {"replicas": 2, "microbatches": 2}], ids=str)
+def test_what_was_there_before_is_returned_and_stored_itself(more: Any) -> None:
+    def example() -> tuple[dict[str, Any], list[int]]:
+        return {"x": torch.randn(8, 6), "meta": {"names": ["a"]}}, [3]
+
+    model = Returns(list)
+    spec = {"devices": ["cpu"], "inputs": {"batch.x": {"batch_dim": 0}}, **more}
+    placed = placer.compile(model, spec, example())
+    for _ in range(2):
+        batch, kept = example()
+        result, others, named = placed(batch, kept)
+        assert result is placed.batch[0] is batch
+        found = (*others, *named.values(), placed.config)
+        before = kept, batch["meta"], placed.first, CONFIG, LOG, CONFIG
+        assert all(map(operator.is_, found, before))

@@ -67,7 +67,7 @@ from placer.executor.whole_batch import check_whole_batch
 from placer.generators import own_random_state
 from placer.plan.types import Plan
 from placer.precision import autocast_state
-from placer.program import Program, Whole, unflatten_output, unmarked
+from placer.program import Program, Whole, unmarked
 
 # A call may have so many more inputs than that of ``compile`` until their values are compared as one.
 _MORE_INPUTS = 8
@@ -223,8 +223,7 @@ class DistributedRuntime(Runtime):
             self._share_written(share.largest, moments).wait()
             update_statistics(self.tree, moments)
             staged, result = self._gather(call, share, results, own_rows=False, grad=False)
-            self._store(staged, result, call)
-            return unflatten_output(staged.call, result)
+            return self._left_behind(staged, result, call)
 
     def step(
         self,

@@ -32,6 +32,7 @@ from placer.program.objects.restore import MISSING, Change, Snapshot
 from placer.program.recording.leaving import (
     Left,
     StoreFailure,
+    find_parts,
     flag_of,
     write_changes,
     written_tensor,
@@ -39,7 +40,7 @@ from placer.program.recording.leaving import (
 from placer.program.recording.new_names import refusing_unknown_names
 from placer.program.recording.recorder import Recorder
 from placer.program.recording.single_node import refuse_changes_besides
-from placer.program.result import ResultFormat, flatten_result
+from placer.program.result import ResultFormat, flatten_result, note_parts
 from placer.program.stored import StateInput, table_at
 from placer.program.targets import present_value
 
@@ -87,6 +88,7 @@ def run_forward(
     passed = Snapshot(arguments_roots(bound, arguments), root="call", without=apart)
     flags = recorder.watch_inputs(inputs)
     own = (*inputs, *model.parameters(), *model.buffers())
+    part_of = find_parts(arguments_roots(bound, arguments), before, recorder.reachable)
     attributes = _TensorAttributes(recorder, own)
     try:
         with refusing_unknown_names(recorder.reachable), forbid_python_random(recorder.generators):
@@ -112,7 +114,7 @@ def run_forward(
         ]
         _refuse_changed_again(recorder, changes)
         try:
-            left = write_changes(changes, writer, recorder.path_of, before)
+            left = write_changes(changes, writer, recorder.path_of, before, part_of)
         except StoreFailure as failure:
             location = locate_function(type(model.get_submodule(failure.layer)).forward)
             raise TraceFailure(failure.layer, failure.reason, location) from failure
@@ -137,7 +139,7 @@ def run_forward(
                 parameter.requires_grad_(flags.get(id(parameter), parameter.requires_grad))
     return ForwardRun(
         recorder=recorder,
-        result=form,
+        result=note_parts(form, result, part_of),
         leaves=written_leaves,
         shapes=shapes,
         left=left,

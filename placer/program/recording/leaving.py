@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +14,19 @@ from torch.utils._pytree import tree_map
 from placer._torch import without_torch_function
 from placer.program.failure import Untraceable
 from placer.program.fake.sizes import RecordedNumber, plain
-from placer.program.objects.paths import ARRAYS, MODULE_TABLES, Path, has_slots, spell
-from placer.program.objects.reachable import Reference
+from placer.program.objects.paths import (
+    ARRAYS,
+    MODULE_TABLES,
+    Path,
+    has_slots,
+    is_object,
+    spell,
+    walk,
+)
+from placer.program.objects.reachable import ReachableState, Reference
 from placer.program.objects.restore import Change, Snapshot
 from placer.program.recording.writer import GraphWriter
-from placer.program.result import ModelPart, flatten_result
+from placer.program.result import ModelPart, flatten_result, note_parts
 from placer.program.stored import Stored
 
 _TABLES = MODULE_TABLES - {
@@ -44,8 +53,42 @@ class StoreFailure(Exception):
         self.reason = reason  # begins with "it"
 
 
+def find_parts(
+    arguments: Iterable[tuple[Path, Any]], before: Snapshot, code: ReachableState
+) -> Callable[[Any], ModelPart | None]:
+    """A function that says of an object or container where it was before forward ran, if anywhere.
+
+    ``before`` has the model, ``arguments`` are the roots of those of the call. Of what ``code`` reaches, it
+    knows global variables and attributes of classes.
+    """
+    given = {id(value): path for path, value in walk(arguments)}
+    variables = {
+        id(each.value): each
+        for each in code.containers
+        if isinstance(each.holder, type)
+        or (type(each.holder) is dict and "__name__" in each.holder)
+    }
+
+    def part_of(value: Any) -> ModelPart | None:
+        is_container = isinstance(value, dict | list | set | deque)
+        if not (is_container or is_object(value) or has_slots(value)):
+            return None
+        if id(value) in given:
+            return ModelPart(given[id(value)], "call")
+        if (path := before.path_of(value)) is not None:
+            return ModelPart(path)
+        variable = variables.get(id(value))
+        return None if variable is None else ModelPart((), "code", variable)
+
+    return part_of
+
+
 def write_changes(
-    changes: Iterable[Change], writer: GraphWriter, paths: Mapping[int, str], before: Snapshot
+    changes: Iterable[Change],
+    writer: GraphWriter,
+    paths: Mapping[int, str],
+    before: Snapshot,
+    part_of: Callable[[Any], ModelPart | None],
 ) -> list[Left]:
     """The stored values for ``changes`` since ``before``; ``paths`` has the path of each module, by its id.
 
@@ -69,7 +112,7 @@ def write_changes(
         if change in hooks or (hooks and change.root == "model" and change.value is True):
             continue
         try:
-            left = _write(change, writer, paths, before)
+            left = _write(change, writer, paths, before, part_of)
         except Untraceable as error:
             raise StoreFailure(layer, f"it sets {spell(change.path)}, but {error}") from error
         if left is not None:
@@ -101,7 +144,11 @@ def flag_of(root: str, path: Path, flag: bool) -> Left:
 
 
 def _write(
-    change: Change, writer: GraphWriter, paths: Mapping[int, str], before: Snapshot
+    change: Change,
+    writer: GraphWriter,
+    paths: Mapping[int, str],
+    before: Snapshot,
+    part_of: Callable[[Any], ModelPart | None],
 ) -> Left | None:
     if change.root == "model" and "_modules" in change.path[1:2]:
         raise Untraceable("that is a layer: make all layers before forward")
@@ -131,8 +178,8 @@ def _write(
     def is_leaf(value: Any) -> bool:
         return isinstance(value, torch.Size) or before.path_of(value) is not None
 
-    value = list(change.value) if change.kind in ("update", "items") else change.value
-    value = tree_map(referred, value, is_leaf=is_leaf)
+    items = list(change.value) if change.kind in ("update", "items") else change.value
+    value = tree_map(referred, items, is_leaf=is_leaf)
     try:
         leaves, form = flatten_result(value, lambda leaf: isinstance(leaf, RecordedNumber))
     except Untraceable:
@@ -141,6 +188,8 @@ def _write(
         raise
     if change.root == "code" and not leaves and any(form.objects):
         return None
+    if change.root != "code":
+        form = note_parts(form, items, part_of)
     arguments = [x if isinstance(x, ModelPart) else writer.argument(x) for x in leaves]
     with without_torch_function():
         shapes = [x.shape if isinstance(x, Tensor) else plain(x) for x in leaves]
