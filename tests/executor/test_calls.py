@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import pickle
 from functools import partial
 from typing import Any
@@ -17,6 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import placer
 from placer import PlacedModule
+
+
+class Aux(enum.Enum):
+    NO, YES = False, True
+
+    def __bool__(self) -> bool:
+        return self.value
 
 
 class Reader(nn.Module):
@@ -36,7 +44,7 @@ class Reader(nn.Module):
         *,
         mask: Tensor | None = None,
         labels: Tensor | None = None,
-        with_aux: bool = False,
+        with_aux: bool | Aux = False,
         scale: float = 1.0,
     ) -> dict[str, Any]:
         x, cache = self.table(ids) * scale, []
@@ -95,6 +103,8 @@ def test_arguments_that_were_not_given_when_it_was_captured(fields: dict[str, An
     mask = torch.rand(4, 5) < 0.7
     _same(placed, model, ids, mask=mask)
     _same(placed, model, ids=ids, with_aux=True)
+    _same(placed, model, ids, with_aux=Aux.YES)
+    _same(placed, model, ids, with_aux=Aux.NO)
     cache = _same(placed, model, ids)["cache"]
     past = tuple(x.detach() for x in cache)
     _same(placed, model, _ids(4, 1), past)

@@ -44,6 +44,24 @@ class Shifts(Counts):
         return self.b(y)
 
 
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.counts.calls
+        return self.counts.b(self.counts.a(x) if scale is None else x * scale)
+
+
+def test_a_buffer_of_a_container_may_become_none() -> None:
+    model, x = Holds(), torch.randn(4, 4)
+    placed = placer.compile(copy.deepcopy(model), {"devices": ["cpu"]}, x)
+    for calls in (torch.ones(4), None, torch.ones(4)):
+        model.counts.calls = placed.counts.calls = calls  # type: ignore[assignment, union-attr]
+        torch.testing.assert_close(placed(x), model(x))
+
+
 class Swaps(Counts):
     def forward(self, x: Tensor) -> Tensor:
         self.last, self.calls = self.calls, self.last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,9 @@ from placer.program import (
 
 _MAX_CALLS = 64  # kinds of call that are kept, for different values of arguments
 _STEP_ARGUMENTS = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
-_PLAIN_TYPES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+_PLAIN_TYPES = (
+    *(Tensor, bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device, type(None)),
+)
 
 
 class Call(NamedTuple):
@@ -165,12 +168,6 @@ class CallCache:
         objects = [(n, leaf) for n, leaf in named if not isinstance(leaf, _PLAIN_TYPES)]
         if objects and method == "forward":
             raise difference
-        if objects:
-            name, found = objects[0]
-            kind = type(found).__qualname__
-            raise CaptureError(
-                f"{method}, {name}", f"is an object of type {kind}", "pass tensors and plain values"
-            )
         for programs in self._known:
             if numbers := changed_numbers(programs.call, bound):
                 bound = replace(bound, numbers=frozenset(numbers))

@@ -365,6 +365,8 @@ class ProgramCache:
         self._modules = list(self._module_at.values())
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         self._leaves = [module for module in self._modules if is_torch_leaf(module)]
+        own = (m for m in self._modules if m._parameters or m._buffers)
+        self._holders = [module for module in own if not is_torch_leaf(module)]
         self._sizes = self._sizes_now()
         self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
         lists = nn.ModuleList, nn.ModuleDict
@@ -374,9 +376,14 @@ class ProgramCache:
     def _children_now(self) -> list[list[nn.Module | None]]:
         return [list(module._modules.values()) for module in self._parents]
 
-    def _sizes_now(self) -> list[tuple[int, int]]:
-        """What parametrizations and the old ``spectral_norm`` change of a torch layer: one of the two."""
-        return [(len(layer._buffers), len(layer._modules)) for layer in self._leaves]
+    def _sizes_now(self) -> list[Any]:
+        """What parametrizations and the old ``spectral_norm`` change of a torch layer: one of the two.
+
+        And which parameters and buffers of other modules are None.
+        """
+        tables = [x for m in self._holders for x in (m._parameters, m._buffers)]
+        absent = [value is None for table in tables for value in table.values()]
+        return [*((len(layer._buffers), len(layer._modules)) for layer in self._leaves), *absent]
 
     def _kept_whole(self) -> tuple[Hashable, ...]:
         """The container modules, by index, and layers that have hooks or parametrizations at present.
