@@ -233,19 +233,17 @@ def join_results(
 
 def _join(name: str, column: tuple[Any, ...], rows: Rows, sizes: Sequence[int]) -> Any:
     if rows.dim is not None:
-        try:
-            if 1 in sizes and any(value.dim() != rows.rank for value in column):
-                raise RuntimeError("squeeze() of a slice with one row has dropped it")
-            blocks = zip(*(value.chunk(rows.blocks, rows.dim) for value in column), strict=True)
-            return torch.cat([part for block in blocks for part in block], rows.dim)
-        except RuntimeError as error:
+        shapes = {value.shape[: rows.dim] + value.shape[rows.dim + 1 :] for value in column}
+        if len(shapes) > 1 or (1 in sizes and any(value.dim() != rows.rank for value in column)):
             found = ", ".join("x".join(map(str, value.shape)) or "()" for value in column)
             raise PlacerError(
                 name,
                 f"slices of the batch have results of sizes that cannot be put together: {found}",
                 "let forward return the same size for every slice (total_length= of pad_packed_sequence; "
                 "squeeze(1), as squeeze() drops a single row), or use 1 replica and 1 micro-batch",
-            ) from error
+            )
+        blocks = zip(*(value.chunk(rows.blocks, rows.dim) for value in column), strict=True)
+        return torch.cat([part for block in blocks for part in block], rows.dim)
     if rows.combination == "concatenate":
         return torch.cat(column) if column[0].dim() else torch.stack(column)
     if rows.combination == "sum":

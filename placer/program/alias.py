@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,8 @@ class _AliasInterpreter(fx.Interpreter):
         # All values stay alive, because storages are identified by address and addresses are reused.
         super().__init__(model, garbage_collect_values=False, graph=graph)
         self.constants = constants
-        self.writes = _WriteLog(StateNames([*model.named_buffers(), *model.named_parameters()]))
+        self.named = [*model.named_buffers(), *model.named_parameters()]
+        self.writes = _WriteLog(StateNames(self.named))
         self.touched: dict[str, set[int]] = {}  # node -> storages that it reads or returns
         self.written: dict[str, set[int]] = {}  # node -> earlier storages that it writes
         # Node -> names of what it writes of parameters and buffers
@@ -143,11 +144,13 @@ class _AliasInterpreter(fx.Interpreter):
             return value
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         reads = set(_storages((args, kwargs)))
+        modules = [x for x in args if isinstance(x, nn.Module)]  # of `targets.call_module`
         if n.op == "call_module":
-            module = self.fetch_attr(str(n.target))
-            reads.update(_storages([*module.parameters(), *module.buffers()]))
-        for module in (x for x in args if isinstance(x, nn.Module)):  # of `targets.call_module`
-            reads.update(_storages([*module.parameters(), *module.buffers()]))
+            modules.append(self.fetch_attr(str(n.target)))
+        own = [x for module in modules for x in (*module.parameters(), *module.buffers())]
+        own = [x for x in own if x.layout == torch.strided]
+        before = _storages(own)
+        reads.update(before)
         self.writes.written.clear()
         self.writes.state.clear()
         self.writes.drew = False
@@ -158,6 +161,13 @@ class _AliasInterpreter(fx.Interpreter):
         if self.writes.drew:
             self.rng_nodes.append(n.name)
         gives = set(_storages(value))
+        for tensor, was, now in zip(own, before, _storages(own), strict=True):
+            if now != was:  # `weight.data = …`: to write it, and what is now there is the state
+                self.state.add(now)
+                gives.add(now)
+                self.known.add(now)
+                self.writes.written.update((was, now))
+                self.writes.state.update(name for name, x in self.named if x is tensor)
         if n.op == "placeholder":
             self.given |= gives
         if n.op not in ("placeholder", "output"):
@@ -193,6 +203,6 @@ def _groups(run: _AliasInterpreter, state: set[int]) -> tuple[tuple[str, ...], .
     return tuple(tuple(order[i] for i in group) for group in ordered)
 
 
-def _storages(value: Any) -> Iterable[int]:
+def _storages(value: Any) -> list[int]:
     with without_torch_function():  # otherwise torch-function modes would see every access
         return [storage_key(x) for x in tensors_of_tree(value) if x.layout == torch.strided]

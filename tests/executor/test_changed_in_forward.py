@@ -112,6 +112,35 @@ def test_a_module_that_stays_whole_counts_once(way: str) -> None:
     assert any("inside is neither recomputed" in note for note in notes) == (way == "recomputed")
 
 
+class Decays(nn.Module):
+    """It stays whole, and assigns its weight's data between two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x if x.sum() > 0 else -x)
+        self.linear.weight.data = 0.5 * self.linear.weight.data
+        return self.linear(x)
+
+
+class UsedLater(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Decays()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(nn.functional.linear(super().forward(x), self.last.weight.t()))
+        return nn.functional.linear(x @ self.last.weight, self.inside.linear.weight)
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("way", UNCUT)
+def test_data_that_a_module_assigns(way: str) -> None:
+    assert_equal_calls(UsedLater, [call] * 3, way)
+
+
 def doubling(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(forward)
     def wrapper(*args: Any) -> Tensor:
