@@ -136,8 +136,8 @@ def placement_notes(
         notes.append(f"{', '.join(first_few(layers, 3))} {stay} one device: {reason}")
     if spec.checkpoint or spec.offload:
         notes += [
-            f"{layer} is neither recomputed nor offloaded, because it changes attributes or variables, which "
-            "a second run would do again"
+            f"{layer} is neither recomputed nor offloaded, because it changes attributes or variables, or "
+            "differentiates, which a second run cannot do again"
             for layer in sorted(program.captured.changing)
         ]
     return (*notes, *program.captured.notes)

@@ -27,6 +27,7 @@ from placer.program.checks import (
 )
 from placer.program.failure import (
     CHANGES_FLAGS,
+    DIFFERENTIATES,
     ForwardFailure,
     TraceFailure,
     describe,
@@ -401,7 +402,9 @@ def _assemble(
             ),
         ),
         results=check.results(flow),
-        changing=recording.changing,
+        changing=recording.changing.union(
+            path for path, x in whole.items() if x.reason.startswith(DIFFERENTIATES)
+        ),
         fixed_batch_reason=capture.fixed_batch_reason,
         notes=(note,) if note else (),
         mixing=mixing,

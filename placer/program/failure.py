@@ -55,6 +55,7 @@ def with_own_lines(error: BaseException | None) -> BaseException | None:
     return error if own is None else error.with_traceback(own)
 
 
+DIFFERENTIATES = "it differentiates a part of itself"
 CHANGES_FLAGS = "it changes requires_grad of a tensor that it has used before"
 """Why a module stays whole that only runs where its parameters are leaves of the graph."""
 

@@ -135,10 +135,16 @@ class UsedLater(Around):
         return nn.functional.linear(x @ self.last.weight, self.inside.linear.weight)
 
 
+class Force(Decays):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: self.linear(y).square().sum())(x)
+
+
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("way", UNCUT)
-def test_data_that_a_module_assigns(way: str) -> None:
-    assert_equal_calls(UsedLater, [call] * 3, way)
+@pytest.mark.parametrize("make", [UsedLater, lambda: nn.Sequential(Force(), nn.Linear(8, 2))])
+def test_modules_that_assign_data_or_differentiate(make: Any, way: str) -> None:
+    assert_equal_calls(make, [call] * 3, way)
 
 
 def doubling(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

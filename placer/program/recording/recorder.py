@@ -51,6 +51,7 @@ from placer.program.constants import (
 )
 from placer.program.failure import (
     CHANGES_FLAGS,
+    DIFFERENTIATES,
     TraceFailure,
     Untraceable,
     describe,
@@ -376,7 +377,7 @@ class Recorder(TorchFunctionMode):
         if name in PACKING:
             return self.pack(func, args)
         if func in _DIFFERENTIATORS:
-            raise Untraceable(f"it differentiates a part of itself (torch.autograd.{name})")
+            raise Untraceable(f"{DIFFERENTIATES} (torch.autograd.{name})")
         if method and name in _SIZES:
             return self.sizes.size(func, name, args, kwargs)
         if (data := tensor_from_numpy(func, args, kwargs)) is not None:
