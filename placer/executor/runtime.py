@@ -61,7 +61,6 @@ from placer.program import (
     store,
     unflatten_output,
     unmarked,
-    with_parts,
 )
 from placer.schedule import Action, one_process_order
 from placer.space import Exchange
@@ -222,8 +221,8 @@ class Runtime:
 
     def _left_behind(self, staged: StagedModel, leaves: Sequence[Any], call: Call) -> Any:
         """The result with these leaves, in the caller's own containers; what forward stores is there, too."""
-        output, form = unflatten_output(staged.call, leaves), staged.call.result
-        output = with_parts(form, output, self._stored_in(call))
+        output = unflatten_output(staged.call, leaves)
+        output = self._stored_in(call).with_parts(staged.call.result, output)
         self._store(staged, leaves, call)
         return output
 

@@ -65,15 +65,7 @@ from placer.program.rows.batch import BatchDim, SplitRules
 from placer.program.rows.dependence import Rows
 from placer.program.rows.marks import Batched, Box, Whole, is_mark, marked_dims, unmarked
 from placer.program.state import first_names, named_state
-from placer.program.stored import (
-    StateInput,
-    Stored,
-    Target,
-    is_there,
-    set_flags,
-    store,
-    with_parts,
-)
+from placer.program.stored import StateInput, Stored, Target, is_there, set_flags, store
 from placer.program.targets import SELECTS
 from placer.program.types import (
     TENSOR,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from placer.program.fake.packed import unflatten
 from placer.program.objects.paths import Path, at, spell
 from placer.program.objects.reachable import Reference
-from placer.program.objects.restore import MISSING, Kind, set_items
+from placer.program.objects.restore import MISSING, OF_ENTRIES, Kind, set_items
 from placer.program.result import ModelPart, ResultFormat
 from placer.program.rows.batch import BatchDim
 
@@ -100,6 +100,29 @@ class Target:
     arguments: Mapping[str, Any] | None = None
     inputs: Sequence[Any] = ()
 
+    def with_parts(self, form: ResultFormat, value: Any) -> Any:
+        """``value``, which ``form`` has rebuilt, with the very objects that were there before forward ran.
+
+        A slice has others, and a rank may lack some: then it has copies.
+        """
+        if form.outer is None:
+            return value
+        found = form.outer.flatten_up_to(value)
+        for index, part in enumerate(form.parts):
+            with suppress(AttributeError, LookupError):
+                found[index] = found[index] if part is None else self.part(part)
+        return unflatten(found, form.outer)
+
+    def part(self, part: ModelPart) -> Any:
+        """The object for which ``part`` stands."""
+        if part.variable is not None:
+            return part.variable.read()
+        if part.root == "call":
+            return at(self.arguments or {}, part.path)
+        module, *path = part.path
+        model = self.model.get_submodule(module)
+        return at(vars(model), path) if path else model
+
 
 def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Callable[[], None]:
     """Leave behind what forward would have left. Returns a function that undoes it, but not for tensors.
@@ -112,9 +135,9 @@ def store(stored: Sequence[Stored], leaves: Sequence[Any], target: Target) -> Ca
         own, rest = rest[: each.count], rest[each.count :]
         if not is_there(each, target):
             continue
-        own = [_part(target, leaf) if isinstance(leaf, ModelPart) else leaf for leaf in own]
+        own = [target.part(leaf) if isinstance(leaf, ModelPart) else leaf for leaf in own]
         form = each.format
-        values.append((each, form and with_parts(form, form.unflatten(own), target)))
+        values.append((each, form and target.with_parts(form, form.unflatten(own))))
     for each, value in values:  # after all parts of the model were found where they were
         undo.callback(_store(each, value, target))
     return undo.close
@@ -155,30 +178,6 @@ def set_at(model: nn.Module, path: Path, value: Any) -> None:
         table_at(model, path)[path[-1]] = value
 
 
-def with_parts(form: ResultFormat, value: Any, target: Target) -> Any:
-    """``value``, which ``form`` has rebuilt, with the very objects that were there before forward ran.
-
-    A slice has others, and a rank may lack some: then it has copies.
-    """
-    if form.outer is None:
-        return value
-    found = form.outer.flatten_up_to(value)
-    for index, part in enumerate(form.parts):
-        with suppress(AttributeError, LookupError):
-            found[index] = found[index] if part is None else _part(target, part)
-    return unflatten(found, form.outer)
-
-
-def _part(target: Target, part: ModelPart) -> Any:
-    if part.variable is not None:
-        return part.variable.read()
-    if part.root == "call":
-        return at(target.arguments or {}, part.path)
-    module, *path = part.path
-    model = target.model.get_submodule(module)
-    return at(vars(model), path) if path else model
-
-
 def _store(each: Stored, value: Any, target: Target) -> Callable[[], object]:
     holder, path = _holder(each, target)
     if each.kind == "write":
@@ -191,7 +190,7 @@ def _store(each: Stored, value: Any, target: Target) -> Callable[[], object]:
         before = holder.read()
         holder.write(value)
         return partial(holder.write, before)
-    if each.kind in ("set", "delete", "move"):
+    if each.kind in OF_ENTRIES:
         table, key = at(holder, path[:-1]), path[-1]
         table = table if isinstance(table, dict | list | deque) else vars(table)
         if each.kind == "move":

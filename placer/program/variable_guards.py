@@ -21,9 +21,9 @@ from placer.program.guards import (
 )
 from placer.program.objects.paths import (
     ARRAYS,
+    LARGE,
     Path,
     array_contents,
-    is_large_array,
     module_parts,
     parts,
     walk,
@@ -181,10 +181,8 @@ def _settings(
         return
     compared = isinstance(value, _COMPARED)
     # A module is compared by its identity
-    held: Any = value if compared or isinstance(value, nn.Module) else None
-    if isinstance(value, ARRAYS) and not is_large_array(value):
-        held = array_contents(value)
-    yield keys, type(value), held
+    held = value if compared or isinstance(value, nn.Module) else None
+    yield keys, type(value), array_contents(value, LARGE) if isinstance(value, ARRAYS) else held
     inside = isinstance(value, FunctionType) or not compared
     if depth > 0 and inside and not (keys and isinstance(value, nn.Module)):
         for key, part in parts(value):

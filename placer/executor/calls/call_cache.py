@@ -29,9 +29,7 @@ from placer.program import (
 
 _MAX_CALLS = 64  # kinds of call that are kept, for different values of arguments
 _STEP_ARGUMENTS = ("target", "loss_fn", "reduction", "normalizer", "own_rows", "scaler")
-_PLAIN_TYPES = (
-    *(Tensor, bool, int, float, str, bytes, enum.Enum, torch.dtype, torch.device, type(None)),
-)
+_PLAIN_TYPES = (Tensor, bool, int, float, str, enum.Enum, torch.dtype, torch.device, type(None))
 
 
 class Call(NamedTuple):

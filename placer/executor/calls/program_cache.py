@@ -365,10 +365,10 @@ class ProgramCache:
         self._modules = list(self._module_at.values())
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         self._leaves = [module for module in self._modules if is_torch_leaf(module)]
-        own = (m for m in self._modules if m._parameters or m._buffers)
-        self._holders = [module for module in own if not is_torch_leaf(module)]
+        others = [module for module in self._modules if not is_torch_leaf(module)]
+        self._tables = [x for m in others for x in (m._parameters, m._buffers) if x]
         self._sizes = self._sizes_now()
-        self._containers = [m for m in self._modules[1:] if not is_torch_leaf(m)]
+        self._containers = [module for module in others if module is not self.model]
         lists = nn.ModuleList, nn.ModuleDict
         self._parents = [m for m in self._modules if isinstance(m, lists) or not is_torch_leaf(m)]
         self._children = self._children_now()
@@ -381,8 +381,7 @@ class ProgramCache:
 
         And which parameters and buffers of other modules are None.
         """
-        tables = [x for m in self._holders for x in (m._parameters, m._buffers)]
-        absent = [value is None for table in tables for value in table.values()]
+        absent = [value is None for table in self._tables for value in table.values()]
         return [*((len(layer._buffers), len(layer._modules)) for layer in self._leaves), *absent]
 
     def _kept_whole(self) -> tuple[Hashable, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 import weakref
 from array import array
@@ -34,6 +35,7 @@ _ATOMS = (
     *(type, ModuleType, weakref.ref, torch.memory_format),
 )
 ARRAYS = (np.ndarray, bytearray, array)
+LARGE = 1 << 20  # bytes of an array that is data or a table
 # Functions that are bound to objects; the parts of a function of Python are `function_parts`.
 BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _PLAIN = frozenset({str, bool, int, float, type(None), Tensor, nn.Parameter})  # looked up faster
@@ -116,18 +118,11 @@ def items_of(value: Any) -> list[Any] | None:
     return list(kind.__iter__(value))
 
 
-def is_large_array(value: Any) -> bool:
-    """Is it one of `ARRAYS` that is not compared? Such are data and tables."""
-    if not isinstance(value, ARRAYS):
-        return False
-    return (value.nbytes if isinstance(value, np.ndarray) else len(value)) > 1 << 20
-
-
-def array_contents(value: Any) -> Any:
-    """What is in one of `ARRAYS`, to compare."""
+def array_contents(value: Any, most: float = math.inf) -> Any:
+    """What is in one of `ARRAYS`, to compare; None if it has more bytes."""
     if isinstance(value, np.ndarray):
-        return value.shape, value.dtype, value.tobytes()
-    return bytes(value)
+        return (value.shape, value.dtype, value.tobytes()) if value.nbytes <= most else None
+    return bytes(value) if len(value) <= most else None
 
 
 def is_object(value: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import ctypes
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
@@ -21,12 +20,12 @@ from placer._torch import HOOK_TABLES
 from placer.program.objects.hook_table import HookTable
 from placer.program.objects.paths import (
     ARRAYS,
+    LARGE,
     Path,
     array_contents,
     attributes_of,
     entries_of,
     has_slots,
-    is_large_array,
     is_object,
     items_of,
     parts,
@@ -39,13 +38,12 @@ from placer.program.objects.reachable import ReachableState, Reference
 MISSING = object()
 """The value of an entry that does not exist."""
 
-_Contents: TypeAlias = (
-    dict[Any, Any] | list[Any] | set[Any] | np.ndarray[Any, Any] | bytearray | array  # type: ignore[type-arg]
-)
+_Contents: TypeAlias = Any  # a dict, list or set, or one of `ARRAYS`
 _PLAIN = frozenset({dict, OrderedDict, list, set})
 
 
 Kind = Literal["set", "delete", "move", "extend", "update", "items"]
+OF_ENTRIES = ("set", "delete", "move")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +65,11 @@ class Change:
     holder: Any
 
     @property
-    def is_entry(self) -> bool:
-        """Is it of one entry, at the last key of ``path``?"""
-        return self.kind in ("set", "delete", "move")
-
-    @property
     def place(self) -> tuple[int, Any]:
         """The id of the table and the key of what has changed; the key None stands for all items."""
         if isinstance(self.holder, Reference):
             return id(self.holder.holder), self.holder.key
-        return id(self.holder), self.path[-1] if self.is_entry else None
+        return id(self.holder), self.path[-1] if self.kind in OF_ENTRIES else None
 
     @property
     def now(self) -> Any:
@@ -265,10 +258,9 @@ def _contents(value: Any) -> _Contents | None:
     """A copy of what can be changed in ``value``; None if nothing can."""
     if isinstance(value, dict):
         return dict(value.items() if isinstance(value, HookTable) else entries_of(value))
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.flags.writeable and not is_large_array(value) else None
     if isinstance(value, ARRAYS):
-        return None if is_large_array(value) else copy.copy(value)
+        fixed = isinstance(value, np.ndarray) and not value.flags.writeable
+        return None if fixed or array_contents(value, LARGE) is None else copy.copy(value)
     items = items_of(value) if isinstance(value, list | deque | set) else None
     if items is not None:
         return set(items) if isinstance(value, set) else items

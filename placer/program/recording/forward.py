@@ -28,7 +28,7 @@ from placer.program.failure import TraceFailure, locate_function
 from placer.program.fake.sizes import RecordedNumber, plain
 from placer.program.objects.paths import spell
 from placer.program.objects.python_random import forbid_python_random
-from placer.program.objects.restore import MISSING, Change, Snapshot
+from placer.program.objects.restore import Change, Snapshot
 from placer.program.recording.leaving import (
     Left,
     StoreFailure,
@@ -89,7 +89,7 @@ def run_forward(
     flags = recorder.watch_inputs(inputs)
     own = (*inputs, *model.parameters(), *model.buffers())
     part_of = find_parts(arguments_roots(bound, arguments), before, recorder.reachable)
-    attributes = _TensorAttributes(recorder, own)
+    attributes = Snapshot([((), vars(x)) for x in own], without={id(recorder.setup.converter.mode)})
     try:
         with refusing_unknown_names(recorder.reachable), forbid_python_random(recorder.generators):
             if isinstance(model, nn.TransformerEncoder):
@@ -129,7 +129,7 @@ def run_forward(
         # At the end, so that an input that is written and returned is one value.
         written_leaves = [writer.argument(leaf) for leaf in leaves]
         kept = leaves, [change.value for change in changes]
-        attributes.refuse_changes((*kept, own))
+        _refuse_attributes(recorder, kept, own, attributes)
         _refuse_leaves(recorder, kept, own)
         _refuse_retained(recorder, kept)
         recorder.run_backward(kept, inputs)
@@ -179,32 +179,21 @@ def retained_result(model: nn.Module, calls: str) -> CaptureError:
     )
 
 
-class _TensorAttributes:
-    """The attributes that ``own`` tensors, inputs and state, have before forward; programs set none."""
+def _refuse_attributes(recorder: Recorder, values: Any, own: Any, before: Snapshot) -> None:
+    """Raise ``CaptureError`` if forward has changed attributes of ``own`` tensors or of those in ``values``.
 
-    def __init__(self, recorder: Recorder, own: Sequence[Tensor]) -> None:
-        self._model = type(recorder.fake_model).__name__
-        with without_modes(), without_torch_function():  # it is no operation of forward
-            (fake,) = recorder.setup.converter.copies([torch.empty(0)])
-        self._torchs = vars(fake).keys()
-        self._before = {id(tensor): self._of(tensor) for tensor in own}
-        held = [((name,), x) for each in self._before.values() for name, x in each.items()]
-        self._inside = Snapshot(held)
-
-    def _of(self, tensor: Tensor) -> dict[str, Any]:
-        return {name: x for name, x in vars(tensor).items() if name not in self._torchs}
-
-    def refuse_changes(self, values: Sequence[Any]) -> None:
-        """Raise ``CaptureError`` if forward has changed attributes of tensors in ``values``."""
-        changed = [spell(each.path) for each in self._inside.changes()]
-        for value in tensors_of_tree(values):
-            before, now = self._before.get(id(value), {}), self._of(value)
-            names = sorted(before.keys() | now.keys())
-            changed += [n for n in names if now.get(n, MISSING) is not before.get(n, MISSING)]
-        if changed:
+    Programs make other tensors. ``before`` has the attributes of the ``own`` ones, inputs and state.
+    """
+    with without_modes(), without_torch_function():  # it is no operation of forward
+        (fake,) = recorder.setup.converter.copies([torch.empty(0)])
+    known = set(map(id, own))
+    made = (tensor for tensor in tensors_of_tree(values) if id(tensor) not in known)
+    changed = [change.path for change in before.changes()]
+    for path in [*changed, *((name,) for tensor in made for name in vars(tensor))]:
+        if path[0] not in vars(fake):
             raise CaptureError(
-                self._model,
-                f"its forward sets the attribute {changed[0]!r} on a tensor that the caller sees; "
+                type(recorder.fake_model).__name__,
+                f"its forward sets the attribute {spell(path)!r} on a tensor that the caller sees; "
                 "it would be lost",
                 "return it, or keep it in an attribute of the model",
             )

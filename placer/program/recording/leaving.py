@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,19 +13,11 @@ from torch.utils._pytree import tree_map
 from placer._torch import without_torch_function
 from placer.program.failure import Untraceable
 from placer.program.fake.sizes import RecordedNumber, plain
-from placer.program.objects.paths import (
-    ARRAYS,
-    MODULE_TABLES,
-    Path,
-    has_slots,
-    is_object,
-    spell,
-    walk,
-)
+from placer.program.objects.paths import ARRAYS, MODULE_TABLES, Path, has_slots, spell, walk
 from placer.program.objects.reachable import ReachableState, Reference
-from placer.program.objects.restore import Change, Snapshot
+from placer.program.objects.restore import OF_ENTRIES, Change, Snapshot
 from placer.program.recording.writer import GraphWriter
-from placer.program.result import ModelPart, flatten_result, note_parts
+from placer.program.result import PLAIN, ModelPart, flatten_result, note_parts
 from placer.program.stored import Stored
 
 _TABLES = MODULE_TABLES - {
@@ -61,24 +52,21 @@ def find_parts(
     ``before`` has the model, ``arguments`` are the roots of those of the call. Of what ``code`` reaches, it
     knows global variables and attributes of classes.
     """
-    given = {id(value): path for path, value in walk(arguments)}
+    values = (Tensor, tuple, *PLAIN)
+    given = {
+        id(x): ModelPart(path, "call") for path, x in walk(arguments) if not isinstance(x, values)
+    }
     variables = {
-        id(each.value): each
+        id(each.value): ModelPart((), "code", each)
         for each in code.containers
         if isinstance(each.holder, type)
         or (type(each.holder) is dict and "__name__" in each.holder)
     }
 
     def part_of(value: Any) -> ModelPart | None:
-        is_container = isinstance(value, dict | list | set | deque)
-        if not (is_container or is_object(value) or has_slots(value)):
-            return None
-        if id(value) in given:
-            return ModelPart(given[id(value)], "call")
-        if (path := before.path_of(value)) is not None:
-            return ModelPart(path)
-        variable = variables.get(id(value))
-        return None if variable is None else ModelPart((), "code", variable)
+        path = before.path_of(value)
+        in_model = None if path is None else ModelPart(path)
+        return given.get(id(value)) or in_model or variables.get(id(value))
 
     return part_of
 
@@ -99,8 +87,9 @@ def write_changes(
     found = []
 
     def place(change: Change) -> tuple[Any, ...]:
-        path = change.path[:-1] if change.is_entry else change.path
-        return -len(change.path), change.root, change.is_entry, spell(path)
+        is_entry = change.kind in OF_ENTRIES
+        path = change.path[:-1] if is_entry else change.path
+        return -len(change.path), change.root, is_entry, spell(path)
 
     # What is added to a list, before another list takes its place; entries of a dict as they were added
     changes = sorted(changes, key=place)

@@ -561,12 +561,7 @@ def _replace_buffers(
     for each in left:
         change = each.change
         name = attribute_of(each.stored.path) if each.stored.root == "model" else ("", "")
-        if (
-            change is None
-            or change.root != "model"
-            or change.path[1] != "_buffers"
-            or change.kind == "move"
-        ):
+        if change is None or change.root != "model" or change.path[1] != "_buffers":
             others.append(each)
             continue
         path, attribute = name
@@ -575,6 +570,7 @@ def _replace_buffers(
         if (
             before is None
             or now is None
+            or change.kind == "move"
             or now.requires_grad
             or (now.shape, now.dtype) != (before.shape, before.dtype)
         ):

@@ -11,7 +11,7 @@ from torch import nn
 
 from placer.program.objects.paths import BOUND, Path, at
 from placer.program.objects.reachable import ReachableState, Reference
-from placer.program.objects.restore import Change
+from placer.program.objects.restore import OF_ENTRIES, Change
 
 # Methods that do not tell what is in the container.
 _ONLY_WRITE: dict[Any, tuple[str, ...]] = {
@@ -113,7 +113,7 @@ def watching(
         for change in changes:
             if change.root == "call":
                 continue
-            path = change.path[:-1] if change.is_entry else change.path
+            path = change.path[:-1] if change.kind in OF_ENTRIES else change.path
             container = change.holder
             if id(container) not in made:
                 new = watched(container)
