@@ -104,11 +104,8 @@ def test_methods_may_get_objects() -> None:
     placed, plain, x = _pair(STAGES)
     for seed in (1, 2):
         settings = SimpleNamespace(scale=seed)
-        found, expected = (
-            model.noisy(x, torch.Generator().manual_seed(seed), settings)
-            for model in (placed, plain)
-        )
-        torch.testing.assert_close(found, expected)
+        found = [m.noisy(x, torch.Generator().manual_seed(seed), settings) for m in (placed, plain)]
+        torch.testing.assert_close(*found)
 
 
 def test_a_placed_model_is_one_of_the_models_class() -> None:

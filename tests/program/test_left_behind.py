@@ -440,16 +440,13 @@ def test_the_present_elements_of_arrays_in_variables_are_used() -> None:
 
 
 class LastUsed(Net):
-    """Keeps two values, the last used at the end."""
-
     def __init__(self) -> None:
         super().__init__()
         self.kept: OrderedDict[str, Tensor] = OrderedDict()
 
     def forward(self, x: Tensor, name: str) -> Tensor:  # type: ignore[override]
         x = self.first(x)
-        if name not in self.kept:
-            self.kept[name] = x.detach()
+        self.kept[name] = x.detach()
         self.kept.move_to_end(name)
         while len(self.kept) > 2:
             self.kept.popitem(last=False)
