@@ -456,7 +456,7 @@ class LastUsed(Net):
 @pytest.mark.parametrize("way", WAYS)
 def test_entries_of_a_dict_that_forward_moves_to_its_end(way: str) -> None:
     model, x = LastUsed().double(), torch.randn(4, 8, dtype=D)
-    placed = compile_way(model, (x, "a"), way)
+    placed = compile_way(LastUsed().double(), (x, "a"), way)
     for name in "abbacab":
         model(x, name)
         placed(x, name)
