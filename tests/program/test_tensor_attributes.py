@@ -68,19 +68,19 @@ def test_a_tensor_that_is_replaced_is_followed() -> None:
 class Sets(Scaled):
     def __init__(self, change: Callable[[Any], object]) -> None:
         super().__init__()
-        self.a.weight.seen, self.change = [], change
+        self.a.weight.seen, self.table, self.change = [], torch.ones(4), change
 
     def forward(self, x: Tensor) -> Tensor:
-        self.change(self.a.weight)
+        self.change(self)
         return super().forward(x)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda weight: setattr(weight, "sc" + "ale", 3.0),
-        lambda weight: vars(weight).update(tag=1),
-        lambda weight: weight.seen.append(1),
+        lambda net: vars(net.a.weight).update(scale=3.0),
+        lambda net: setattr(net.table, "t" + "ag", 1),
+        lambda net: net.a.weight.seen.append(1),
     ],
 )
 def test_one_that_forward_changes_is_refused(change: Callable[[Any], object]) -> None:

@@ -99,6 +99,11 @@ class FakeConverter:
                 for data, x in zip(made, fakes, strict=True)
             ]
 
+    @property
+    def fakes(self) -> list[Tensor]:
+        """The copies of tensors that it has made so far, without inputs."""
+        return list(self._fakes.values())
+
     def register(self, fake: Tensor, original: Tensor) -> None:
         """Register ``fake``, which a run computed, as the fake copy of ``original``."""
         self._fakes[id(original)] = fake

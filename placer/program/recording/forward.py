@@ -89,7 +89,9 @@ def run_forward(
     flags = recorder.watch_inputs(inputs)
     own = (*inputs, *model.parameters(), *model.buffers())
     part_of = find_parts(arguments_roots(bound, arguments), before, recorder.reachable)
-    attributes = Snapshot([((), vars(x)) for x in own], without={id(recorder.setup.converter.mode)})
+    converter = recorder.setup.converter
+    held = [*inputs, *converter.fakes]
+    attributes = Snapshot([((), vars(x)) for x in held], without={id(converter.mode)})
     try:
         with refusing_unknown_names(recorder.reachable), forbid_python_random(recorder.generators):
             if isinstance(model, nn.TransformerEncoder):
@@ -129,7 +131,7 @@ def run_forward(
         # At the end, so that an input that is written and returned is one value.
         written_leaves = [writer.argument(leaf) for leaf in leaves]
         kept = leaves, [change.value for change in changes]
-        _refuse_attributes(recorder, kept, own, attributes)
+        _refuse_attributes(recorder, kept, held, attributes)
         _refuse_leaves(recorder, kept, own)
         _refuse_retained(recorder, kept)
         recorder.run_backward(kept, inputs)
@@ -179,15 +181,15 @@ def retained_result(model: nn.Module, calls: str) -> CaptureError:
     )
 
 
-def _refuse_attributes(recorder: Recorder, values: Any, own: Any, before: Snapshot) -> None:
-    """Raise ``CaptureError`` if forward has changed attributes of ``own`` tensors or of those in ``values``.
+def _refuse_attributes(recorder: Recorder, values: Any, held: Any, before: Snapshot) -> None:
+    """Raise ``CaptureError`` if forward has changed attributes of ``held`` tensors or of those in ``values``.
 
-    Programs make other tensors. ``before`` has the attributes of the ``own`` ones, inputs and state.
+    Programs make other tensors. ``before`` has the attributes of the ``held`` ones, of inputs and the model.
     """
     with without_modes(), without_torch_function():  # it is no operation of forward
         (fake,) = recorder.setup.converter.copies([torch.empty(0)])
-    known = set(map(id, own))
-    made = (tensor for tensor in tensors_of_tree(values) if id(tensor) not in known)
+    known = set(map(id, [*held, *recorder.setup.converter.fakes]))
+    made = [x for x in tensors_of_tree(values) if isinstance(x, type(fake)) and id(x) not in known]
     changed = [change.path for change in before.changes()]
     for path in [*changed, *((name,) for tensor in made for name in vars(tensor))]:
         if path[0] not in vars(fake):
