@@ -101,10 +101,7 @@ class Target:
     inputs: Sequence[Any] = ()
 
     def with_parts(self, form: ResultFormat, value: Any) -> Any:
-        """``value``, which ``form`` has rebuilt, with the very objects that were there before forward ran.
-
-        A slice has others, and a rank may lack some: then it has copies.
-        """
+        """``value``, which ``form`` has rebuilt, with the very objects that were there before, or copies."""
         if form.outer is None:
             return value
         found = form.outer.flatten_up_to(value)

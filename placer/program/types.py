@@ -140,8 +140,7 @@ class Captured:
     conditions: Conditions
     # How each leaf of the output node depends on the rows of the batch: of the result, then of ``stored``.
     results: tuple[Rows, ...]
-    # Paths of the single nodes that change attributes or variables, so that they must run once, or that
-    # differentiate, which torch does not do while it recomputes.
+    # Paths of the single nodes that change attributes or variables, or differentiate: they must run once.
     changing: frozenset[str] = frozenset()
     fixed_batch_reason: str = ""  # why only the captured batch size works; "" when every size does
     # Constants in attributes.
