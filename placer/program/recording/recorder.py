@@ -609,7 +609,7 @@ class Recorder(TorchFunctionMode):
         value, name = func(tensor), func.__self__.__name__
         if name == "requires_grad" and not runs_library(sys._getframe(3)):
             return self.flags.ask_of(tensor, found=value)
-        if name in _OF_EARLIER_STEPS and tensor.is_leaf and not runs_library(sys._getframe(3)):
+        if name in _OF_EARLIER_STEPS and tensor.is_leaf:
             raise CaptureError(
                 type(self.model).__name__,
                 f"its forward reads the {name} of a tensor ({locate_caller()}), which depends on the steps "
