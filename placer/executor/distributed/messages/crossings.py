@@ -265,6 +265,8 @@ class CrossingFinder:
             own, rest = rest[: each.count], rest[each.count :]
             if each.root != "model" or each.kind == "write":
                 continue
+            if each.path[1:2] == ("_buffers",):  # of another shape: others are written in place
+                self._found.clear()
             for model, without_data in self._models:
                 empty = [without_data(leaf) if isinstance(leaf, Tensor) else leaf for leaf in own]
                 store([each], empty, Target(model=model))
