@@ -280,14 +280,16 @@ def is_under_compile() -> bool:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
-def following_hooks() -> AbstractContextManager[Any]:
-    """In this block, code that ``torch.compile`` compiles is compiled anew where hooks of modules change.
+def compiled_as_written() -> AbstractContextManager[Any]:
+    """In this block, code that ``torch.compile`` compiles follows hooks and draws numpy's random numbers.
 
-    By default torch ignores hooks that are added later.
+    By default torch ignores hooks that are added later, and draws from its own generator for numpy.
     """
     import torch._dynamo  # takes seconds
 
-    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # type: ignore[no-any-return]
+    return torch._dynamo.config.patch(  # type: ignore[no-any-return]
+        skip_nnmodule_hook_guards=False, use_numpy_random_stream=True
+    )
 
 
 def is_profiling() -> bool:

@@ -21,7 +21,7 @@ SPECS: dict[str, dict[str, Any]] = {
     },
     "replicas": {"devices": ["cpu:0"], "replicas": 2, "replica_devices": [["cpu:1"]]},
 }
-_TABLES = frozenset(vars(nn.Module()))
+_TABLES = frozenset({*vars(nn.Module()), "ends"})
 
 
 class Layers(nn.Module):
@@ -72,6 +72,39 @@ class ReplacesBuffers(Layers):
     def forward(self, x: Tensor) -> Tensor:
         self.a.steps = self.a.steps + 1
         return super().forward(x * self.a.steps)
+
+
+class Gate(nn.Module):
+    """Has no weights, but a number and a mode that the caller changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.strength if self.training else x
+
+
+class HoldsLayers(Layers):
+    """In a plain list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.ends = Gate(), [self.a, self.c]
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.ends
+        return self.gate(last(self.n(self.gate(first(x)))))
+
+
+class GrowsBuffers(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c.register_buffer("means", torch.zeros(0, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.c.means = torch.cat([self.c.means, self.a.weight.detach()])
+        return super().forward(x + self.c.means.sum(0))
 
 
 class Remembers(Layers):
@@ -149,6 +182,10 @@ def call_in_both_modes(make: Callable[[], nn.Module], spec: str) -> None:
     for number, training in enumerate((True, False, True, False, False, True)):
         placed.train(training)
         plain.train(training)
+        for module in (*plain.modules(), *placed.modules()):
+            if isinstance(module, Gate):
+                module.strength += 0.5
+                module.training = number in (0, 1, 4)
         kept = dict(placed.named_buffers()), dict(plain.named_buffers())
         plain.zero_grad()
         placed.zero_grad()

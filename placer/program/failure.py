@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -200,4 +201,5 @@ def _calling_frame() -> FrameType | None:
 @functools.cache
 def _is_users(filename: str) -> bool:
     # Code from a terminal or a string ("<stdin>", "<string>") is the user's, too.
-    return not filename.startswith((TORCH_FOLDER, OWN_FOLDER, "<frozen", "<eval_with_key"))
+    others = TORCH_FOLDER, OWN_FOLDER, contextlib.__file__, "<frozen", "<eval_with_key"
+    return not filename.startswith(others)

@@ -167,28 +167,31 @@ def copy_guarded_attributes(
     guards: Collection[AttributeGuard],
     sources: Mapping[str, nn.Module],
     targets: Mapping[str, nn.Module],
+    absent: Mapping[str, nn.Module],
 ) -> bool:
     """Set the guarded attributes of ``targets`` to the values that they have in ``sources`` now.
 
     Both map paths to modules; ``targets`` are copies of ``sources``. They keep their own tensors, also
     those in containers, and their own dicts and lists, which hooks may hold too. Modules that only one
-    side has are left alone. Returns whether any attribute differed.
+    side has are left alone; those that only attributes of ``sources`` hold are ``absent``. Returns whether
+    any attribute differed.
     """
     changed = False
+    known = {**absent, **sources}
     for path, name in {(s.path, s.name): None for s in guards}:
         if path not in sources or path not in targets:
             continue
         now, then = _attribute(sources[path], name), _attribute(targets[path], name)
         if now is then or _are_alike(now, then):
             continue
-        if Freezer(sources).freeze(now) == Freezer(targets).freeze(then):
+        if Freezer(known).freeze(now) == Freezer(targets).freeze(then):
             continue
         own = dict(_tensors_in(then))
         kept: dict[int, Any] = {
             id(t): own[k] if k in own and _are_alike(t, own[k]) else t.detach()
             for k, t in _tensors_in(now)
         }
-        kept |= {id(module): targets.get(path, module) for path, module in sources.items()}
+        kept |= {id(module): targets.get(path, module) for path, module in known.items()}
         value = copy.deepcopy(now, kept)
         if isinstance(then, dict) and isinstance(value, dict):
             then.clear()

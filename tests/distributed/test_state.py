@@ -28,10 +28,12 @@ def test_weights_that_the_first_batch_sets(job_of: Callable[[int], Job], spec: s
     job_of(2).run(cases.call_in_both_modes, cases.NormsByData, spec)
 
 
-@pytest.mark.matrix(2)  # each model once
+@pytest.mark.matrix(4)  # each model once
 @pytest.mark.parametrize("spec", ["stages", "recomputed"])
-@pytest.mark.parametrize("make", [cases.Remembers, cases.KeepsFeatures])
-def test_tensors_of_layers_of_both_ranks_that_forward_keeps(
+@pytest.mark.parametrize(
+    "make", [cases.Remembers, cases.GrowsBuffers, cases.HoldsLayers, cases.KeepsFeatures]
+)
+def test_state_of_modules_that_a_rank_lacks(
     job_of: Callable[[int], Job], make: type[nn.Module], spec: str
 ) -> None:
     job_of(2).run(cases.call_in_both_modes, make, spec)

@@ -120,7 +120,7 @@ def test_a_models_own_state_dict_is_asked_for_each_part(
 
 def test_only_this_ranks_part_is_held(job_of: Callable[[int], Job]) -> None:
     found = job_of(2).run(cases.list_part, cases.make_spec(2, 1, 2))
-    assert found[0]["modules"] == ["conv1", "conv2"]
+    assert found[0]["modules"] == ["conv1", "conv2", "dropout"]
     assert found[1]["modules"] == ["dropout", "fc1", "fc2"]
     assert not set(found[0]["owned"]) & set(found[1]["owned"])
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from oracle import assert_close, assert_same
@@ -75,6 +76,24 @@ def test_inductor_draws_the_same_random_numbers() -> None:
     torch.manual_seed(0)
     layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
     assert_same(nn.Sequential(*layers).double(), TWO, (torch.randn(6, 6, dtype=D),))
+
+
+class DrawsByNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.from_numpy(np.random.randn(3))
+
+
+def test_numpy_draws_its_own_random_numbers(compilations: CompileCounterWithBackend) -> None:
+    model, x = DrawsByNumpy().double(), torch.randn(2, 3, dtype=D)
+    placed = placer.compile(model, {"devices": ["cpu:0"], "compile": True}, x)
+    np.random.seed(0)
+    found = placed(x)
+    np.random.seed(0)
+    assert_close(found, model(x), "output")
 
 
 class Counts(nn.Module):

@@ -65,6 +65,7 @@ def test_the_module_that_draws_is_found_all_the_same() -> None:
     found = lower(model, (torch.randn(2, 4),)).captured.whole_modules
     assert [module.layer for module in found] == ["1.1"]
     assert "random numbers" in found[0].reason
+    assert found[0].location.startswith(__file__)
 
 
 def test_a_module_that_draws_in_its_first_call_is_found() -> None:

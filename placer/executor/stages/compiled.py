@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from placer._torch import following_hooks
+from placer._torch import compiled_as_written
 from placer.emit import SegmentCode
 
 _log = logging.getLogger("placer")
@@ -46,7 +46,7 @@ def compiled_forward(segment: SegmentCode, device: torch.device) -> Callable[...
             told.add(torch.is_grad_enabled())
             if is_first:
                 _tell(segment, device)
-            with following_hooks():
+            with compiled_as_written():
                 made: tuple[Any, ...] = compiled(tree, device, inputs)
             if is_first:
                 _tell_of_backward(segment, device, made)

@@ -70,9 +70,10 @@ def build_part(
 ) -> nn.Module:
     """A copy of ``model`` with only the tensors of ``device_index``, created directly on ``device``.
 
-    It lacks the modules that have none of these tensors, are not called by the device's stages, and in whose
-    attributes forward stores nothing. ``absent`` is that of `materialize`. With ``tree`` (if
-    `copying.is_tree` of the model) nothing else is copied, which takes much less time.
+    It lacks the modules that have tensors of their own, but none of these, are not called by the device's
+    stages, and in whose attributes forward stores nothing. Of those that have none a caller changes modes and
+    attributes on all ranks. ``absent`` is that of `materialize`. With ``tree`` (if `copying.is_tree` of the
+    model) it lacks these, too, and nothing else is copied, which takes much less time; no caller has it.
     """
     names = ownership.names[device_index]
     homes = dict.fromkeys(ownership.first_name, device)
@@ -80,6 +81,9 @@ def build_part(
     stages = [s for s in staged.stages if ownership.device_of[s.index] == device_index]
     called = {path for stage in stages for path in stage.modules}
     kept = called | {path for path in map(_stored_in, staged.stored) if path is not None}
+    if not tree:
+        paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+        kept |= paths - {name.rpartition(".")[0] for name in ownership.first_name}
     owners = {name.rpartition(".")[0] for name in (*names, *only)}
     if tree:
         model = _shallow(model)

@@ -39,7 +39,8 @@ from placer.program import (
     unflatten,
 )
 from placer.program.leaves import has_hooks, is_torch_leaf
-from placer.program.objects.originals import note_originals
+from placer.program.objects.originals import note_originals, originals_of
+from placer.program.objects.paths import hidden_modules
 from placer.program.objects.reachable import find_reachable_state
 from placer.schedule import Flow
 from placer.space import Alone
@@ -185,6 +186,13 @@ class CrossingFinder:
         self._converter.reachable.extend(find_reachable_state(self._fake))
         self._copies = [dict(model.named_modules()) for model in (self.whole, self._fake)]
         self.part = part
+        originals = {id(x): p for p, m in self._copies[0].items() for x in originals_of(m)}
+        self._absent = {
+            originals[id(x)]: module
+            for module in hidden_modules(part).values()
+            for x in originals_of(module)
+            if id(x) in originals
+        }
         # Of hooks that are put on a layer later, a capture finds out whether they may run for every slice.
         modules = dict(part.named_modules())
         # Those from before are copies, which keep what they do in the copy of the model.
@@ -239,7 +247,7 @@ class CrossingFinder:
                 )
         guards = self.calls.guards
         for copied in self._copies:
-            if copy_guarded_attributes(guards, modules, copied):
+            if copy_guarded_attributes(guards, modules, copied, self._absent):
                 self._found.clear()
             for path, name in self.calls.numbers:
                 if path in modules and name in vars(modules[path]):
@@ -265,6 +273,8 @@ class CrossingFinder:
             own, rest = rest[: each.count], rest[each.count :]
             if each.root != "model" or each.kind == "write":
                 continue
+            if each.path[1:2] == ("_buffers",):  # of another shape: others are written in place
+                self._found.clear()
             for model, without_data in self._models:
                 empty = [without_data(leaf) if isinstance(leaf, Tensor) else leaf for leaf in own]
                 store([each], empty, Target(model=model))
