@@ -377,9 +377,9 @@ class ProgramCache:
         return [list(module._modules.values()) for module in self._parents]
 
     def _sizes_now(self) -> list[Any]:
-        """What parametrizations and the old ``spectral_norm`` change of a torch layer: one of the two.
+        """What parametrizations and the old ``spectral_norm`` change of a torch layer: one of two numbers.
 
-        And which parameters and buffers of other modules are None.
+        For other modules, which of their parameters and buffers are None.
         """
         absent = [value is None for table in self._tables for value in table.values()]
         return [*((len(layer._buffers), len(layer._modules)) for layer in self._leaves), *absent]

@@ -70,10 +70,11 @@ def build_part(
 ) -> nn.Module:
     """A copy of ``model`` with only the tensors of ``device_index``, created directly on ``device``.
 
-    It lacks the modules that have tensors of their own, but none of these, are not called by the device's
-    stages, and in whose attributes forward stores nothing. Of those that have none a caller changes modes and
-    attributes on all ranks. ``absent`` is that of `materialize`. With ``tree`` (if `copying.is_tree` of the
-    model) it lacks these, too, and nothing else is copied, which takes much less time; no caller has it.
+    It lacks the modules whose own tensors are all elsewhere, if the device's stages do not call them and
+    forward stores nothing in their attributes. Modules without tensors are on every rank, because the caller
+    may change their modes and attributes. ``absent`` is that of `materialize`. With ``tree`` (if
+    `copying.is_tree` of the model) they are left out too, and nothing else is copied, which takes much less
+    time; no caller sees such a part.
     """
     names = ownership.names[device_index]
     homes = dict.fromkeys(ownership.first_name, device)
