@@ -400,6 +400,7 @@ def _assemble(
             has_own_hooks=any(
                 runs_own_hooks(x, capture.converter.reachable, own) for x in modules.values()
             ),
+            read_elsewhere=recording.read_elsewhere,
         ),
         results=check.results(flow),
         changing=recording.changing.union(

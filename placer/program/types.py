@@ -112,6 +112,8 @@ class Conditions:
     answers: Answers = ()
     asked: frozenset[str] = frozenset()  # attributes that code looks for on inputs, which have none
     has_own_hooks: bool = False  # had the model hooks that are its own, and recorded?
+    # Attributes that single nodes change, and other code reads
+    read_elsewhere: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from placer.emit import StagedModel, emit_stages
 from placer.executor.calls.call_cache import Call
-from placer.executor.calls.state import CallState, refuse_held_tensors
+from placer.executor.calls.state import CallState, refuse_kept_on_some_ranks
 from placer.executor.distributed.job.assignment import Job, RankAssignment, assign_rank
 from placer.executor.distributed.job.ownership import build_part, find_ownership
 from placer.executor.distributed.messages.batch import gather_result
@@ -127,7 +127,7 @@ class _FakeReplica:
     def __init__(self, call: FakeCall) -> None:
         self._call, self._plan = call, call.plan
         self._staged = staged = emit_stages(call.program, call.plan, together=False)
-        refuse_held_tensors(staged)
+        refuse_kept_on_some_ranks(staged)
         if call.whole_batch:
             check_whole_batch(staged, call.plan.schedule)
         self._ownership = find_ownership(call.model, staged, call.plan.device_of)

@@ -354,3 +354,43 @@ def test_plain_attributes_are_read_through_and_methods_are_not() -> None:
     assert placed.config == Config() and placed.weight == 2.0
     with pytest.raises(AttributeError, match=r"'wieght'$"):
         _ = placed.wieght
+
+
+class ReadOutside(Net):
+    """Reads, itself, an attribute of a module that stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__(Whole)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.blocks[0].scale  # type: ignore[operator]
+
+
+class Counting(Whole):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += 1.0
+        return super().forward(x)
+
+
+def test_an_attribute_of_a_module_that_stays_whole_is_read_outside_of_it() -> None:
+    net, x = ReadOutside().double(), torch.randn(4, 6, dtype=D)
+    plain = copy.deepcopy(net)
+    placed = placer.compile(net, {"devices": ["cpu:0", "cpu:1"], "layers": {}}, x, run_on="cpu")
+    for scale in (1.0, 2.0, 3.0):
+        for model in (plain, placed):
+            model.blocks[0].scale = scale
+        torch.testing.assert_close(placed(x), plain(x), rtol=1e-10, atol=1e-12)
+
+
+def test_processes_refuse_that_it_is_changed_by_that_module() -> None:
+    net, x = ReadOutside().double(), torch.randn(4, 6, dtype=D)
+    net.blocks[0] = Counting().double()
+    plain = copy.deepcopy(net)
+    spec = {"devices": ["cuda:0", "cuda:1"], "layers": {}}
+    with pytest.raises(placer.PlacerError, match=r"blocks\.0\.scale: .* read outside of it"):
+        placer.make_plan(net, spec, x, processes=True)
+    placed = placer.compile(net, spec, x, run_on="cpu")
+    for _ in range(2):
+        torch.testing.assert_close(placed(x), plain(x), rtol=1e-10, atol=1e-12)

@@ -72,8 +72,19 @@ class CallState:
         return slices
 
 
-def refuse_held_tensors(staged: StagedModel) -> None:
-    """Raise ``PlacerError`` if forward reads tensors that calls leave: ranks would have different ones."""
+def refuse_kept_on_some_ranks(staged: StagedModel) -> None:
+    """Raise ``PlacerError`` if forward reads what calls leave on some ranks only.
+
+    Those are tensors, and attributes that a layer of one stage changes.
+    """
+    if len(staged.stages) > 1:
+        for name in staged.conditions.read_elsewhere:
+            raise PlacerError(
+                name,
+                "is changed by a layer that stays whole, and read outside of it, which works in one process "
+                "only: ranks that do not run the layer do not see the change",
+                "let the layer return it",
+            )
     for each in staged.state:
         if each.kind is Tensor:
             raise PlacerError(

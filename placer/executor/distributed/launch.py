@@ -15,7 +15,7 @@ from torch import nn
 from placer._torch import default_timeout
 from placer.emit import emit_stages
 from placer.errors import PlacerError, PlanError
-from placer.executor.calls.state import refuse_held_tensors
+from placer.executor.calls.state import refuse_kept_on_some_ranks
 from placer.executor.distributed.failures.broadcast import FailureBroadcast
 from placer.executor.distributed.job.assignment import Job, assign_rank, choose_device
 from placer.executor.distributed.job.join import join_job, name_ranks
@@ -70,7 +70,7 @@ def launch(
         name = compare_plans(plan, model, failures)
         staged = emit_stages(program, plan, together=False)
         if plan.num_devices > 1 or plan.replicas > 1:
-            refuse_held_tensors(staged)
+            refuse_kept_on_some_ranks(staged)
         ownership = find_ownership(model, staged, assignment.device_of)
         part = build_part(
             model,

@@ -78,6 +78,7 @@ class RecordedProgram:
     # What forward leaves behind; its leaves follow those of the result
     stored: tuple[Stored, ...] = ()
     changed_inside: tuple[Change, ...] = ()  # what single nodes change, which they do in every call
+    read_elsewhere: tuple[str, ...] = ()  # attributes among it that recorded code reads
     changing: frozenset[str] = frozenset()  # paths of the single nodes that do
     written_inside: Mapping[str, bool]  # state that they write -> does it depend on the batch?
     replaced: tuple[str, ...] = ()  # buffers that forward replaces
@@ -157,6 +158,10 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         graph = writer.finish(results, recorder.sizes.values, named=named)
     finally:
         snapshot.restore()
+    changed = recorder.single.changed.values()
+    read_elsewhere = recorder.attributes & {
+        attribute_of(x.path) for x in changed if x.root == "model"
+    }
     recorder.attributes |= _set_alike(recorder, left) | _with_attributes(recorder)
     names = {node.name for node in graph.nodes}
     made = set(map(id, recorder.made_tensors))
@@ -174,7 +179,8 @@ def record_model(setup: Setup, inputs: Sequence[Tensor], *, named: bool = True) 
         results=(*run.shapes, *(shape for each in left for shape in each.shapes)),
         state=state,
         stored=tuple(each.stored for each in left),
-        changed_inside=tuple(recorder.single.changed.values()),
+        changed_inside=tuple(changed),
+        read_elsewhere=tuple(map(spell, sorted(read_elsewhere))),
         changing=frozenset(recorder.single.changing),
         written_inside=recorder.single.written,
         replaced=replaced,

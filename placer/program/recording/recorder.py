@@ -62,7 +62,7 @@ from placer.program.fake.converter import FakeConverter, Guess, GuessData
 from placer.program.fake.packed import PACKING, WithLengths
 from placer.program.fingerprint import varying_lines
 from placer.program.guards import AttributeGuard, make_guards, watch_attributes
-from placer.program.leaves import is_inside, is_torch_leaf, runs_own_hooks
+from placer.program.leaves import is_torch_leaf, runs_own_hooks
 from placer.program.moves import NamedDevices, replace_device
 from placer.program.objects.originals import originals_of, uses_original
 from placer.program.objects.paths import Path
@@ -195,12 +195,8 @@ class Recorder(TorchFunctionMode):
         self.modes = Modes.current()
         self.default_dtype = torch.get_default_dtype()
         self.saved_hooks = saved_tensor_hooks()
-        traced = {
-            path: module
-            for path, module in self.fake_model.named_modules()
-            if not is_inside(self.setup.whole, path)
-        }
-        watched = watch_attributes(traced, self.read_attribute, self.copy_of)
+        modules = dict(self.fake_model.named_modules())
+        watched = watch_attributes(modules, self.read_attribute, self.copy_of)
         before = sys.gettrace()
         hooks = self.backward.watching() if self.setup.is_split else nullcontext()
         missing = watch_missing_attributes(self.note_missing)
