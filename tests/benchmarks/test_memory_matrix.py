@@ -1,7 +1,7 @@
 """The planner's estimates are near the peaks of the timeline, on a part of the benchmark's memory matrix.
 
-How near is what docs/memory.md says: never more than 1 % too low, and more than 1 % too high in bf16 only, but
-for eight stages of the tied transformer, of which none is in this part.
+How near is what docs/memory.md says: never more than 1 % too low, and more than 1 % too high in bf16 only,
+but for eight stages of the tied transformer, of which none is in this part.
 """
 
 from __future__ import annotations
