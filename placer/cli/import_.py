@@ -11,7 +11,7 @@ from rich.console import Console
 
 from placer.cli.options import ModelOptions, to_file
 from placer.cli.output import human_console, write_or_print
-from placer.errors import PlacerError, SpecError, first_few
+from placer.errors import PlacerError, first_few
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,8 +67,6 @@ def _of_file(path: Path, model: nn.Module | None, console: Console) -> Placement
         remedy = 'write an object such as {"encoder": 0, "head": 1}'
         raise PlacerError(str(path), "is not a device_map", remedy)
     with errors_located(text):
-        if twice := text.twice():
-            raise SpecError(SpecError.UNNAMED, twice)
         spec = from_device_map(values, model)
     if left := [path for path in values if path and path not in spec.layers]:
         said = ", ".join(first_few(left, _SHOWN))

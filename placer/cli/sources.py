@@ -20,9 +20,9 @@ from placer.spec.text import SpecText
 def load_spec_or_plan(path: Path, *, layer_paths: LayerPaths | None = None) -> PlacementSpec | Plan:
     """The spec, as `load_spec` reads it, or the plan in the file. Raises ``PlacerError``."""
     text = SpecText.read(path)
-    data = text.values()
+    data = text.last_values()
     if isinstance(data, dict) and isinstance(data.get("stages"), list):
-        return plan_from_json(data, source=str(path))
+        return plan_from_json(text.values(), source=str(path))
     return spec_in(text, data, layer_paths)
 
 

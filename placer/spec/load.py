@@ -31,7 +31,7 @@ def load_spec(
     if text is None:
         assert isinstance(source, Mapping)
         return _validated(source, layer_paths)
-    return spec_in(text, text.values(), layer_paths)
+    return spec_in(text, text.last_values(), layer_paths)
 
 
 def _validated(
@@ -53,7 +53,7 @@ def _validated(
 
 
 def spec_in(text: SpecText, data: Any, layer_paths: LayerPaths | None = None) -> PlacementSpec:
-    """The spec in ``data``, the values of ``text``. Raises ``SpecError`` as `load_spec` does."""
+    """The spec in ``data``, the `last_values` of ``text``. Raises ``SpecError`` as `load_spec` does."""
     with errors_located(text):
         if not isinstance(data, Mapping):
             problem = f"{spell(data)} was found where an object was expected"

@@ -75,9 +75,15 @@ class SpecText:
     def values(self) -> Any:
         """What the text says. JSON may have comments, trailing commas, unquoted keys and 'single quotes'.
 
-        YAML is version 1.2 with JSON's words: ``yes`` is text. Of the values of a key, the last counts.
-        Raises ``SpecError``, with the place, for what is not the format.
+        YAML is version 1.2 with JSON's words: ``yes`` is text. Raises ``SpecError``, with the place, for what
+        is not the format, and for keys that are written twice.
         """
+        if twice := self.twice():
+            raise SpecError(self.source, twice, [self.locate(each) for each in twice])
+        return self.last_values()
+
+    def last_values(self) -> Any:
+        """`values`, but of a key that is written twice it is the last value, for who tells of `twice`."""
         return self._read[0]
 
     def twice(self) -> list[Problem]:

@@ -14,6 +14,7 @@ from torch import nn
 
 import placer
 from placer import SpecError, load_spec
+from placer.cli.sources import load_spec_or_plan
 from placer.errors import Location
 from placer.spec.load import spec_in
 from placer.spec.text import FORMATS, Format, SpecText
@@ -369,3 +370,10 @@ def test_whatever_is_cut_off_or_doubled_is_an_error_with_a_place(form: Format, t
                 assert all(
                     place and place.text == lines[place.line - 1] for place in error.locations
                 )
+
+
+def test_a_plan_in_which_a_key_is_written_twice_is_no_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text('{"stages": [],\n "stages": []}')
+    with pytest.raises(SpecError, match=r"plan\.json:2:2: /stages: is written twice"):
+        load_spec_or_plan(file)
